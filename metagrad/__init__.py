@@ -1,0 +1,23 @@
+"""Meta-learning and second-order optimization on PyTorch, right at every order."""
+
+from metagrad import autograd, memory, meta, models, optim, tasks
+from metagrad.autograd import checkpoint, grad, gradcheck, unroll
+from metagrad.memory import MemoryTracker
+from metagrad.meta import MAML
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MAML",
+    "MemoryTracker",
+    "autograd",
+    "checkpoint",
+    "grad",
+    "gradcheck",
+    "memory",
+    "meta",
+    "models",
+    "optim",
+    "tasks",
+    "unroll",
+]

@@ -1,0 +1,67 @@
+"""Trees: nested dicts, lists, tuples and named tuples of tensors, flattened once and named for errors.
+
+The structure is torch's own pytree, so whatever torch.func takes, metagrad takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree: TypeAlias = Any
+"""A tensor, or a dict, list, tuple or named tuple of trees."""
+
+TreeSpec = pytree.TreeSpec
+
+tree_flatten = pytree.tree_flatten
+tree_leaves = pytree.tree_leaves
+tree_map = pytree.tree_map
+tree_structure = pytree.tree_structure
+tree_unflatten = pytree.tree_unflatten
+
+
+def leaf_names(tree: Tree, root: str = "") -> list[str]:
+    """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
+    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def split_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    """Separate tensors from constants: the tensors in order, and the leaves with a hole at each tensor."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, [HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def fill_holes(leaves: list[Any], tensors: list[Tensor]) -> list[Any]:
+    """Undo :func:`split_tensors` with other tensors."""
+    supply = iter(tensors)
+    return [next(supply) if leaf is HOLE else leaf for leaf in leaves]
+
+
+def detached(tree: Tree) -> Tree:
+    """Cut every tensor from its graph; a leaf that required grad still does."""
+    return tree_map(fresh_leaf, tree)
+
+
+def fresh_leaf(value: Any) -> Any:
+    """Return a graph leaf that shares the tensor's memory and its ``requires_grad``; constants pass."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Say whether a tensor of this dtype can carry a gradient."""
+    return torch.is_floating_point(tensor) or torch.is_complex(tensor)
+
+
+class _Hole:
+    """The place of a tensor among constants."""
+
+    def __repr__(self) -> str:
+        return "<tensor>"
+
+
+HOLE = _Hole()

@@ -1,0 +1,8 @@
+"""The engine: derivatives that can be differentiated again, and schedules of what is stored and recomputed."""
+
+from metagrad.autograd.grad import grad
+from metagrad.autograd.gradcheck import gradcheck
+from metagrad.autograd.recompute import checkpoint
+from metagrad.autograd.unroll import unroll
+
+__all__ = ["checkpoint", "grad", "gradcheck", "unroll"]

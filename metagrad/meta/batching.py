@@ -1,0 +1,110 @@
+"""How the tasks of a meta-batch are computed: together, vmapped over stacked parameters, or one by one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+
+
+class Tasks(NamedTuple):
+    """The tensors of a meta-batch, ``[tasks, examples, ...]``, or of one task, without the first axis."""
+
+    support_x: Tensor
+    support_y: Tensor
+    query_x: Tensor | None
+    query_y: Tensor | None
+
+    def each(self) -> Iterator[Tasks]:
+        """Yield one task after the other."""
+        for i in range(self.support_x.shape[0]):
+            yield Tasks(*(None if tensor is None else tensor[i] for tensor in self))  # type: ignore[arg-type]
+
+    def split(self, size: int) -> Iterator[Tasks]:
+        """Yield ``size`` tasks after the other, at the end those that are left."""
+        for i in range(0, self.support_x.shape[0], size):
+            part = slice(i, i + size)
+            yield Tasks(*(None if tensor is None else tensor[part] for tensor in self))  # type: ignore[arg-type]
+
+
+class Batching:
+    """Decides how many tasks run together, and falls back to one by one where they cannot.
+
+    Args:
+        task_chunk: What the user asked for; None leaves the choice to what was measured.
+    """
+
+    def __init__(self, task_chunk: int | None) -> None:
+        self.task_chunk = task_chunk
+        self._vmap_ran = False
+        self._must_loop = False
+
+    def chunk_size(self, model: nn.Module, num_tasks: int, device_type: str) -> int:
+        """Return how many tasks to compute together; 1 means one by one, without vmap."""
+        if self.task_chunk == 1 or self._must_loop:
+            return 1
+        if self.task_chunk is None and prefers_loop(model, device_type):
+            return 1
+        reason = loop_reason(model)
+        if reason is not None:
+            self._fall_back(reason)
+            return 1
+        return min(self.task_chunk or num_tasks, num_tasks)
+
+    def run(self, compute: Callable[[int], T], chunk: int) -> T:
+        """Call ``compute(chunk)``; if vmap turns out not to take the model, call ``compute(1)`` instead."""
+        if chunk == 1 or self._vmap_ran:
+            return compute(chunk)
+        random_state = torch.get_rng_state()
+        try:
+            result = compute(chunk)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            torch.set_rng_state(random_state)
+            # An error of the model's own comes out of the loop again, and leaves from there.
+            result = compute(1)
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._fall_back(f"torch.vmap cannot take the model: {lines[0]}")
+            return result
+        self._vmap_ran = True
+        return result
+
+    def _fall_back(self, reason: str) -> None:
+        self._must_loop = True
+        warnings.warn(
+            f"MAML: the tasks of a batch run one by one, because {reason}. "
+            "Pass task_chunk=1 to choose this without a warning.",
+            stacklevel=2,
+        )
+
+
+def prefers_loop(model: nn.Module, device_type: str) -> bool:
+    """Say whether tasks one by one are faster than all at once.
+
+    With weights of its own for each task a vmapped convolution becomes a grouped one, which on CPU costs twice
+    as much as one convolution after the other (``python -m experiments.bench`` prints both).
+    """
+    return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
+
+
+def loop_reason(model: nn.Module) -> str | None:
+    """Say why torch.vmap cannot take a model, where that shows without trying."""
+    for name, module in model.named_modules():
+        kind = f"{type(module).__name__} ({name or 'the model itself'})"
+        if isinstance(module, nn.RNNBase):
+            return f"torch.vmap has no rule for {kind}"
+        if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:
+            return (
+                f"{kind} updates running statistics, which all tasks share "
+                "(with track_running_stats=False it uses those of each batch)"
+            )
+    return None

@@ -1,0 +1,302 @@
+"""Model-agnostic meta-learning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.unroll import Memory
+from metagrad.meta.batching import Batching, Tasks
+from metagrad.meta.inner import InnerLoop, phase
+from metagrad.meta.objective import Labels, LossFn, Objective
+from metagrad.meta.result import Adapted, MAMLOutput
+from metagrad.optim.rules import Params, Rule
+
+
+class ExamplesLike(Protocol):
+    """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
+
+    @property
+    def x(self) -> Tensor: ...
+    @property
+    def y(self) -> Tensor: ...
+
+
+class BatchLike(Protocol):
+    """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
+
+    @property
+    def support(self) -> ExamplesLike: ...
+    @property
+    def query(self) -> ExamplesLike: ...
+
+
+class MAML(nn.Module):
+    r"""Model-agnostic meta-learning: learn parameters from which a few gradient steps lead far.
+
+    .. math::
+        \min_\theta \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T}
+            L_i^{\mathrm{query}}\bigl(U_i^{\mathrm{steps}}(\theta)\bigr), \qquad
+        U_i(\phi) = \phi - \alpha \nabla L_i^{\mathrm{support}}(\phi)
+
+    The tasks of a batch run together: the forward is vmapped over stacked parameters, and one ordinary
+    backward takes all their gradients. Where that cannot be done (LSTM, running statistics) the tasks run one
+    by one, with one warning that says why; where it would be slower (convolutions on CPU) they do so too.
+
+    Args:
+        model: Any module; its parameters that require grad are the meta-parameters and are adapted.
+        loss_fn: ``loss_fn(prediction, target)`` for the examples of one task, a scalar.
+        inner: The rule of the inner steps. Its hyper-parameters that are :class:`torch.nn.Parameter` become
+            parameters of this module, and are meta-learned.
+        steps: The number of inner steps, 0 or more.
+        order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML).
+        memory: What the inner loop keeps, see :func:`metagrad.unroll`.
+        task_chunk: How many tasks run together; None means all, 1 is a loop.
+
+    Raises:
+        ValueError: ``steps``, ``order``, ``memory`` or ``task_chunk`` is out of range, or no parameter of
+            the model requires grad.
+        TypeError: ``model`` is not a module.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> maml = metagrad.MAML(model, torch.nn.functional.mse_loss,
+        ...                      inner=metagrad.optim.rules.sgd(lr=0.1), steps=5)
+        >>> task = metagrad.tasks.Sinusoid(shots=10, queries=10)
+        >>> out = maml(task.sample(4, generator=torch.Generator().manual_seed(0)))
+        >>> out.loss.backward()
+        >>> out.losses.shape, out.query_logits.shape, model.weight.grad.shape
+        (torch.Size([4, 5]), torch.Size([4, 10, 1]), torch.Size([1, 1]))
+
+    References:
+        Finn, Abbeel, Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", ICML 2017,
+        algorithm 1 and section 5.2 (first order).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        inner: Rule,
+        steps: int,
+        order: int = 2,
+        memory: Memory = "full",
+        task_chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(model, steps, order, memory, task_chunk)
+        self.model = model
+        self.steps = steps
+        self.inner = InnerLoop(inner, order, memory)
+        self.objective = Objective(model, loss_fn)
+        self.batching = Batching(task_chunk)
+        for name, parameter in _learned(inner):
+            self.register_parameter(name, parameter)
+
+    def forward(self, batch: BatchLike, *, steps: int | None = None) -> MAMLOutput:
+        """Adapt to every task's support examples and judge the result on its query examples.
+
+        Differentiable where grad mode is on; under ``torch.no_grad()`` the tasks are adapted to all the same.
+
+        Args:
+            batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``.
+            steps: Another number of inner steps than the one given at construction.
+
+        Raises:
+            ValueError: The batch is empty, its task axes differ, a label is not a class of the model, or
+                ``steps`` is negative.
+            FloatingPointError: A loss is NaN or infinite; the message names the task and the inner step.
+        """
+        steps = self._steps(steps)
+        _check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
+        labels = self.objective.label_bounds(batch.support.y, batch.query.y)
+        tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
+        outcome, _ = self._over_tasks(tasks, labels, steps)
+        assert outcome.query_losses is not None and outcome.predictions is not None
+        _refuse_nonfinite(outcome.losses, outcome.query_losses)
+        return MAMLOutput(
+            outcome.query_losses.mean(), outcome.losses, outcome.query_losses, outcome.predictions
+        )
+
+    def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> Adapted:
+        """Adapt to every task's support examples.
+
+        Args:
+            support: ``x`` and ``y``, each ``[tasks, shots, ...]``.
+            steps: Another number of inner steps than the one given at construction.
+
+        Returns:
+            The adapted model, to be called on inputs ``[tasks, n, ...]``.
+
+        Raises:
+            ValueError: As :meth:`forward`.
+            FloatingPointError: As :meth:`forward`.
+        """
+        steps = self._steps(steps)
+        _check_batch("MAML.adapt(support)", {"support": support})
+        labels = self.objective.label_bounds(support.y)
+        outcome, chunk = self._over_tasks(Tasks(support.x, support.y, None, None), labels, steps)
+        _refuse_nonfinite(outcome.losses, None)
+        predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
+        return Adapted(outcome.params, outcome.losses, predict)
+
+    def extra_repr(self) -> str:
+        """Show what is not a submodule."""
+        return (
+            f"steps={self.steps}, order={self.inner.order}, memory={self.inner.memory!r}, "
+            f"inner={type(self.inner.rule).__name__}, task_chunk={self.batching.task_chunk}"
+        )
+
+    def _steps(self, steps: int | None) -> int:
+        if steps is None:
+            return self.steps
+        _check_steps("MAML(batch, steps)", steps)
+        return steps
+
+    def _over_tasks(self, tasks: Tasks, labels: Labels | None, steps: int) -> tuple[_Outcome, int]:
+        """Compute all tasks; return the outcome and how many were computed together."""
+        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        device_type = next(iter(params.values())).device.type
+        used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type)
+
+        def compute(chunk: int) -> _Outcome:
+            nonlocal used
+            used = chunk
+            if chunk == 1:
+                outcomes = [self._one_task(params, task, labels, steps) for task in tasks.each()]
+            else:
+                outcomes = [self._stacked(params, part, labels, steps) for part in tasks.split(chunk)]
+            return outcomes[0] if len(outcomes) == 1 else _concatenated(outcomes)
+
+        return self.batching.run(compute, used), used
+
+    def _stacked(self, params: Params, tasks: Tasks, labels: Labels | None, steps: int) -> _Outcome:
+        num_tasks = tasks.support_x.shape[0]
+        stacked = {name: _repeated(p, num_tasks) for name, p in params.items()}
+        loss = self.objective.stacked
+        adapted, losses = self.inner.run(loss, stacked, tasks.support_x, tasks.support_y, labels, steps)
+        if tasks.query_x is None or tasks.query_y is None:
+            return _Outcome(adapted, losses.t(), None, None)
+        with phase("query"):
+            query_losses, predictions = loss(adapted, tasks.query_x, tasks.query_y, labels)
+        return _Outcome(adapted, losses.t(), query_losses, predictions)
+
+    def _one_task(self, params: Params, task: Tasks, labels: Labels | None, steps: int) -> _Outcome:
+        loss = self.objective.single
+        adapted, losses = self.inner.run(loss, params, task.support_x, task.support_y, labels, steps)
+        stacked = {name: p.unsqueeze(0) for name, p in adapted.items()}
+        if task.query_x is None or task.query_y is None:
+            return _Outcome(stacked, losses.reshape(1, steps), None, None)
+        with phase("query"):
+            query_loss, prediction = loss(adapted, task.query_x, task.query_y, labels)
+        return _Outcome(
+            stacked, losses.reshape(1, steps), query_loss.unsqueeze(0), prediction.unsqueeze(0)
+        )
+
+
+class _Outcome(NamedTuple):
+    """What some tasks came to: parameters ``[tasks, ...]``, losses ``[tasks, steps]``, and the query pass."""
+
+    params: Params
+    losses: Tensor
+    query_losses: Tensor | None
+    predictions: Tensor | None
+
+
+def _concatenated(outcomes: list[_Outcome]) -> _Outcome:
+    first = outcomes[0]
+    return _Outcome(
+        {name: torch.cat([o.params[name] for o in outcomes]) for name in first.params},
+        torch.cat([o.losses for o in outcomes]),
+        None if first.query_losses is None else torch.cat([o.query_losses for o in outcomes]),
+        None if first.predictions is None else torch.cat([o.predictions for o in outcomes]),
+    )
+
+
+def _repeated(param: Tensor, num_tasks: int) -> Tensor:
+    """Give every task the parameter, without a copy; to be differentiated with respect to in any grad mode."""
+    stacked = param.expand(num_tasks, *param.shape)
+    return stacked if stacked.requires_grad else stacked.detach().requires_grad_()
+
+
+def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the hyper-parameters of a rule that are to be meta-learned, with names fit for a module."""
+    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
+        value = getattr(rule, field.name)
+        for path, leaf in _leaves(f"inner_{field.name}", value):
+            if isinstance(leaf, nn.Parameter):
+                yield path.replace(".", "_"), leaf
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{path}_{key}", item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}_{index}", item)
+    else:
+        yield path, value
+
+
+def _check_steps(call: str, steps: object) -> None:
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
+    if steps < 0:
+        raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
+
+
+def _check_arguments(model: object, steps: int, order: int, memory: str, task_chunk: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted.")
+    _check_steps("MAML(..., steps)", steps)
+    if order not in (1, 2):
+        raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
+    if memory not in get_args(Memory):
+        raise ValueError(f"MAML(..., memory): expected one of {get_args(Memory)}, got {memory!r}.")
+    if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
+        raise ValueError(
+            f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
+        )
+
+
+def _check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
+    sizes = {}
+    for name, examples in parts.items():
+        for field in ("x", "y"):
+            tensor = getattr(examples, field)
+            shape = tuple(tensor.shape)
+            if len(shape) < 2:
+                raise ValueError(f"{call}: {name}.{field} must be [tasks, examples, ...], got shape {shape}.")
+            if 0 in shape[:2]:
+                raise ValueError(f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example.")
+            sizes[f"{name}.{field}"] = shape
+    if len({shape[0] for shape in sizes.values()}) > 1:
+        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {sizes}.")
+    for name in parts:
+        if sizes[f"{name}.x"][1] != sizes[f"{name}.y"][1]:
+            raise ValueError(
+                f"{call}: {name}.x and {name}.y must have the same number of examples, got "
+                f"{sizes[f'{name}.x']} and {sizes[f'{name}.y']}."
+            )
+
+
+def _refuse_nonfinite(losses: Tensor, query_losses: Tensor | None) -> None:
+    found = losses if query_losses is None else torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
+    finite = torch.isfinite(found.detach())
+    if finite.all():
+        return
+    task, step = (int(i) for i in (~finite).nonzero()[0])
+    where = f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
+    raise FloatingPointError(
+        f"MAML: the loss of task {task} is {found[task, step].item()} {where} (tasks and steps count from 0; "
+        f"{int((~finite).any(1).sum())} of {len(found)} tasks are affected). Lower the inner learning rate, or "
+        "look at the data of that task."
+    )

@@ -1,0 +1,91 @@
+"""The loss of a model as a pure function of its parameters, for one task or for a batch of tasks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metagrad.optim.rules import Params
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+class Labels(NamedTuple):
+    """The bounds of the class labels in a batch."""
+
+    lowest: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``loss_fn(model(x), y)`` as a function of the model's parameters.
+
+    Attributes:
+        model: The module; it is called through :func:`torch.func.functional_call`.
+        loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+
+    def single(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
+        """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
+        prediction = self.predict(params, x)
+        if labels is not None:
+            _check_labels(labels, prediction)
+        loss = self.loss_fn(prediction, y)
+        if loss.ndim:
+            raise ValueError(
+                f"MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
+                f"{tuple(loss.shape)}; the prediction is {tuple(prediction.shape)}, the target "
+                f"{tuple(y.shape)}. Reduce it, for instance by its mean."
+            )
+        return loss, prediction
+
+    def stacked(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
+        """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
+        return torch.vmap(self.single, in_dims=(0, 0, 0, None), randomness="different")(params, x, y, labels)
+
+    def predict(self, params: Params, x: Tensor) -> Tensor:
+        """Return the prediction ``[n, ...]`` of one task."""
+        return functional_call(self.model, params, (x,))
+
+    def predict_stacked(self, params: Params, x: Tensor) -> Tensor:
+        """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""
+        return torch.vmap(self.predict, randomness="different")(params, x)
+
+    def predict_each(self, params: Params, x: Tensor) -> Tensor:
+        """Return the predictions ``[tasks, n, ...]`` of stacked parameters, task by task."""
+        tasks = ({name: p[i] for name, p in params.items()} for i in range(x.shape[0]))
+        return torch.stack([self.predict(task, x[i]) for i, task in enumerate(tasks)])
+
+    def label_bounds(self, *targets: Tensor) -> Labels | None:
+        """Read the bounds of the class labels; None if the loss does not take any."""
+        keywords = self.loss_fn.keywords if isinstance(self.loss_fn, functools.partial) else {}
+        loss_fn = self.loss_fn.func if isinstance(self.loss_fn, functools.partial) else self.loss_fn
+        takes_classes = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(
+            loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)
+        )
+        if not takes_classes or any(target.is_floating_point() for target in targets):
+            return None
+        ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
+        bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in targets]
+        return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
+
+
+def _check_labels(labels: Labels, prediction: Tensor) -> None:
+    classes = prediction.shape[1] if prediction.ndim > 1 else prediction.shape[0]
+    if labels.lowest < 0 or labels.highest >= classes:
+        raise ValueError(
+            f"MAML(batch): labels must lie in 0..{classes - 1}, since the model returns {classes} values for "
+            f"each example, but they reach from {labels.lowest} to {labels.highest}. Relabel the classes of "
+            "each task, or give the model more outputs."
+        )

@@ -1,0 +1,61 @@
+"""What MAML returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from metagrad.optim.rules import Params
+
+
+@dataclass(frozen=True)
+class MAMLOutput:
+    """The outcome of a meta-batch; everything is differentiable with respect to the meta-parameters.
+
+    Attributes:
+        loss: The mean query loss after adaptation, a scalar: the meta-objective.
+        losses: The support loss before each inner step, ``[tasks, steps]``.
+        query_losses: The query loss of each task after adaptation, ``[tasks]``.
+        query_logits: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    query_losses: Tensor
+    query_logits: Tensor
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model adapted to a batch of tasks; call it on inputs ``[tasks, n, ...]``.
+
+    Attributes:
+        params: The adapted parameters, ``[tasks, ...]`` each.
+        losses: The support loss before each inner step, ``[tasks, steps]``.
+    """
+
+    params: Params
+    losses: Tensor
+    predict: Callable[[Params, Tensor], Tensor] = field(repr=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Predict for the inputs of each task.
+
+        Args:
+            x: ``[tasks, n, ...]``.
+
+        Returns:
+            ``[tasks, n, ...]``, differentiable with respect to the meta-parameters and ``x``.
+
+        Raises:
+            ValueError: The number of tasks is another than the model was adapted to.
+        """
+        num_tasks = self.losses.shape[0]
+        if x.ndim < 2 or x.shape[0] != num_tasks:
+            raise ValueError(
+                f"Adapted(x): the model was adapted to {num_tasks} tasks, so x must be [{num_tasks}, n, ...], "
+                f"got {tuple(x.shape)}."
+            )
+        return self.predict(self.params, x)
