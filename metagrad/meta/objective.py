@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from metagrad.meta.stacked import forward_stacked, losses_stacked
 from metagrad.optim.rules import Params
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -39,20 +40,18 @@ class Objective:
     def single(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
         prediction = self.predict(params, x)
-        if labels is not None:
-            _check_labels(labels, prediction)
+        _check_labels(labels, prediction.shape)
         loss = self.loss_fn(prediction, y)
-        if loss.ndim:
-            raise ValueError(
-                f"MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
-                f"{tuple(loss.shape)}; the prediction is {tuple(prediction.shape)}, the target "
-                f"{tuple(y.shape)}. Reduce it, for instance by its mean."
-            )
+        self._check_loss(loss, prediction, y, num_axes=0)
         return loss, prediction
 
     def stacked(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return torch.vmap(self.single, in_dims=(0, 0, 0, None), randomness="different")(params, x, y, labels)
+        predictions = self.predict_stacked(params, x)
+        _check_labels(labels, predictions.shape[1:])
+        losses = losses_stacked(self.loss_fn, predictions, y)
+        self._check_loss(losses, predictions, y, num_axes=1)
+        return losses, predictions
 
     def predict(self, params: Params, x: Tensor) -> Tensor:
         """Return the prediction ``[n, ...]`` of one task."""
@@ -60,12 +59,20 @@ class Objective:
 
     def predict_stacked(self, params: Params, x: Tensor) -> Tensor:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""
-        return torch.vmap(self.predict, randomness="different")(params, x)
+        return forward_stacked(self.model, params, x)
 
     def predict_each(self, params: Params, x: Tensor) -> Tensor:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, task by task."""
         tasks = ({name: p[i] for name, p in params.items()} for i in range(x.shape[0]))
         return torch.stack([self.predict(task, x[i]) for i, task in enumerate(tasks)])
+
+    def _check_loss(self, loss: Tensor, prediction: Tensor, y: Tensor, num_axes: int) -> None:
+        if loss.ndim != num_axes:
+            raise ValueError(
+                f"MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
+                f"{tuple(loss.shape[num_axes:])}; a prediction is {tuple(prediction.shape[num_axes:])}, a target "
+                f"{tuple(y.shape[num_axes:])}. Reduce it, for instance by its mean."
+            )
 
     def label_bounds(self, *targets: Tensor) -> Labels | None:
         """Read the bounds of the class labels; None if the loss does not take any."""
@@ -81,8 +88,10 @@ class Objective:
         return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
 
 
-def _check_labels(labels: Labels, prediction: Tensor) -> None:
-    classes = prediction.shape[1] if prediction.ndim > 1 else prediction.shape[0]
+def _check_labels(labels: Labels | None, prediction_shape: torch.Size) -> None:
+    if labels is None:
+        return
+    classes = prediction_shape[1] if len(prediction_shape) > 1 else prediction_shape[0]
     if labels.lowest < 0 or labels.highest >= classes:
         raise ValueError(
             f"MAML(batch): labels must lie in 0..{classes - 1}, since the model returns {classes} values for "

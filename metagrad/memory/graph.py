@@ -1,0 +1,156 @@
+"""Bytes saved for backward: what autograd's graph holds, by saved-tensor hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd import graph as autograd_graph
+
+from metagrad.memory.storages import storages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_autograd = torch._C._autograd  # type: ignore[attr-defined]
+
+
+class _Saved:
+    """What the graph holds in place of a tensor: a detached alias, and the version at which it was saved.
+
+    Never the tensor itself, whose `grad_fn` would hold it in turn. `detach` shares the version counter, so a
+    later in-place change shows.
+    """
+
+    __slots__ = ("graph", "serial", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, graph: SavedGraph, serial: int | None) -> None:
+        self.tensor = tensor.detach()
+        self.version = tensor._version
+        self.graph = graph
+        self.serial = serial
+
+    def __del__(self) -> None:
+        if self.serial is not None:
+            self.graph.forget(self.serial)
+
+
+class SavedGraph:
+    """Count the bytes on `device` that autograd saves for backward while this is open, each storage once.
+
+    Leaf parameters and views of them are not counted: they live without the graph. `torch.func.grad` and
+    `vjp` refuse saved-tensor hooks, so inside them the hooks are taken off and nothing is counted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._hooks = autograd_graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._refuse_hooks = autograd_graph.disable_saved_tensors_hooks
+        self._live: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._holders: dict[int, int] = {}
+        self._nbytes: dict[int, int] = {}
+        self._forgotten: list[int] = []
+        self._total = 0
+        self.next_serial = 0
+
+    def open(self) -> None:
+        """Put the hooks on.
+
+        Raises:
+            RuntimeError: where torch refuses hooks, or where other hooks are on, which these would hide.
+        """
+        if not _autograd._saved_tensors_hooks_is_enabled():
+            raise RuntimeError(
+                "MemoryTracker: expected to be opened where saved-tensor hooks are allowed, but was opened "
+                "inside torch.func.grad or vjp, which refuse them; open it around the transform."
+            )
+        if _autograd._top_saved_tensors_default_hooks(False) is not None:
+            raise RuntimeError(
+                "MemoryTracker: expected no saved-tensor hooks to be on, but found some "
+                "(torch.utils.checkpoint or save_on_cpu), which the tracker's would replace; open the tracker outside of them."
+            )
+        self._hooks.__enter__()
+        self._refuse_hooks = autograd_graph.disable_saved_tensors_hooks
+        autograd_graph.disable_saved_tensors_hooks = self._step_aside
+
+    def close(self) -> None:
+        """Take the hooks off. What they saved stays usable."""
+        autograd_graph.disable_saved_tensors_hooks = self._refuse_hooks
+        self._hooks.__exit__()
+
+    def forget(self, serial: int) -> None:
+        """Note that a saved tensor was dropped; safe at any moment, in any thread."""
+        self._forgotten.append(serial)
+
+    def held(self) -> int:
+        """Return the bytes saved since the opening and still held."""
+        self._settle()
+        return self._total
+
+    def held_since(self, serial: int) -> int:
+        """Return the bytes saved from save number `serial` on and still held, saved before or not."""
+        self._settle()
+        nbytes: dict[int, int] = {}
+        for number in reversed(self._live):
+            if number < serial:
+                break
+            nbytes.update(self._live[number])
+        return sum(nbytes.values())
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        parts = () if _is_leaf_parameter(tensor) else self._parts(tensor)
+        if not parts:
+            return _Saved(tensor, self, None)
+        self._settle()
+        serial = self.next_serial
+        self.next_serial += 1
+        self._live[serial] = parts
+        for key, nbytes in parts:
+            if key not in self._holders:
+                self._holders[key] = 0
+                self._nbytes[key] = nbytes
+                self._total += nbytes
+            self._holders[key] += 1
+        return _Saved(tensor, self, serial)
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a {saved.tensor.dtype} tensor of shape {tuple(saved.tensor.shape)} is at "
+                f"version {saved.tensor._version}; expected version {saved.version} instead."
+            )
+        return saved.tensor
+
+    def _parts(self, tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+        here = (storage for storage in storages_of(tensor) if storage.device == self._device)
+        return tuple((storage._cdata, storage.nbytes()) for storage in here)
+
+    def _settle(self) -> None:
+        # A saved tensor may die while a dict above is iterated, so its death only queues it.
+        while self._forgotten:
+            for key, _ in self._live.pop(self._forgotten.pop()):
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+                    self._total -= self._nbytes.pop(key)
+
+    @contextlib.contextmanager
+    def _step_aside(self, error_message: str) -> Iterator[None]:
+        """Stand in for torch's `disable_saved_tensors_hooks`: take our hooks off first if they are on top."""
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        ours = top is not None and top[0] is self._hooks.pack_hook
+        if ours:
+            self._hooks.__exit__()
+        try:
+            with self._refuse_hooks(error_message):
+                yield
+        finally:
+            if ours:
+                self._hooks.__enter__()
+
+
+def _is_leaf_parameter(tensor: torch.Tensor) -> bool:
+    base = tensor._base if tensor._is_view() else tensor
+    return base is not None and base.is_leaf and base.requires_grad

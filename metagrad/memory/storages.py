@@ -1,0 +1,200 @@
+"""The storage ledger: every storage made while it is open, its bytes, and the phase that made it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_COMPONENTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+# Where storages come in that no operation made: `torch.tensor` and `torch.load` build them by themselves.
+_LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default})
+_REBUILD = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an operation's arguments or outputs, which may be nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that hold `tensor`: those of its components if it is sparse or a wrapper.
+
+    A tensor without a storage of torch's (mkldnn) yields nothing.
+    """
+    if _has_own_dispatch(type(tensor)):
+        for inner in _wrapped(tensor):
+            yield from storages_of(inner)
+    elif tensor.layout in _COMPONENTS:
+        for component in _COMPONENTS[tensor.layout]:
+            yield from storages_of(getattr(tensor, component)())
+    elif tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+        yield tensor.untyped_storage()
+
+
+def _has_own_dispatch(cls: type) -> bool:
+    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if isinstance(tensor, FakeTensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        yield from tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+    else:
+        yield from tensors_in(vars(tensor))
+
+
+class Slot:
+    """The live bytes of one phase, and what they were at the run's peak."""
+
+    __slots__ = ("_at_peak", "_epoch", "live")
+
+    def __init__(self) -> None:
+        self.live = 0
+        self._at_peak = 0
+        self._epoch = -1
+
+    def freeze(self, epoch: int) -> None:
+        """Remember the bytes of now as those at peak number `epoch`, unless that was done already."""
+        if self._epoch != epoch:
+            self._at_peak = self.live
+            self._epoch = epoch
+
+    def at_peak(self, epoch: int) -> int:
+        """Return the bytes at peak number `epoch`: the live ones if nothing changed since."""
+        return self._at_peak if self._epoch == epoch else self.live
+
+
+class _Known(weakref.ref):
+    """A storage in the ledger, by weak reference."""
+
+    __slots__ = ("key", "nbytes", "slot")
+
+    key: int
+    nbytes: int
+    slot: Slot
+
+
+class Ledger:
+    """Count the bytes of the storages that operations make on `device` from now on, by phase.
+
+    `total` are the bytes alive, `peak` their maximum, `window_peak` their maximum since `reset_window`.
+    Storages made before are not counted, nor are their deaths. The peak is attributed copy-on-write: a new
+    maximum only raises an epoch number, and a slot remembers its bytes at the first change after it, so an
+    allocation costs the same however many phases there are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.total = 0
+        self.peak = 0
+        self.window_peak = 0
+        self.slot = Slot()
+        self._epoch = 0
+        self._known: dict[int, _Known] = {}
+
+    def observe(self, func: object, inputs: object, outputs: object) -> None:
+        """Enter the storages that `func` made, and the new sizes of those it resized."""
+        old: set[int] | None = None
+        for tensor in tensors_in(outputs):
+            for storage in storages_of(tensor):
+                known = self._known.get(storage._cdata)
+                if known is not None:
+                    self._resize(known, storage.nbytes())
+                elif storage.device == self.device:
+                    old = self._keys(func, inputs) if old is None else old
+                    if storage._cdata not in old:
+                        self._register(storage)
+
+    def at_peak(self, slot: Slot) -> int:
+        """Return the bytes that `slot` held when `total` was at its peak."""
+        return slot.at_peak(self._epoch)
+
+    def reset_window(self) -> None:
+        """Start `window_peak` anew."""
+        self.window_peak = self.total
+
+    def close(self) -> None:
+        """Stop: later deaths change nothing."""
+        self._open = False
+        self._known.clear()
+
+    def _keys(self, func: object, inputs: object) -> set[int]:
+        """Return the storages `func` did not make: its inputs', unless it is how data comes in."""
+        if func is _REBUILD:
+            return set()
+        storages = (storage for tensor in tensors_in(inputs) for storage in storages_of(tensor))
+        if func in _LIFTS:
+            # Memory that torch does not own (`from_numpy`) cannot be resized.
+            return {storage._cdata for storage in storages if not storage.resizable()}
+        return {storage._cdata for storage in storages}
+
+    def _register(self, storage: torch.UntypedStorage) -> None:
+        known = _Known(storage, self._died)
+        known.key, known.nbytes, known.slot = storage._cdata, storage.nbytes(), self.slot
+        self._known[known.key] = known
+        self._change(known.slot, known.nbytes)
+
+    def _resize(self, known: _Known, nbytes: int) -> None:
+        if known.nbytes != nbytes:
+            self._change(known.slot, nbytes - known.nbytes)
+            known.nbytes = nbytes
+
+    def _died(self, known: weakref.ref) -> None:
+        assert isinstance(known, _Known)
+        del self._known[known.key]
+        self._change(known.slot, -known.nbytes)
+
+    def _change(self, slot: Slot, nbytes: int) -> None:
+        # A death may call this from any point that drops a reference. The updates below drop integers only.
+        total = self.total + nbytes
+        if total > self.peak:
+            self.peak = total
+            self._epoch += 1
+        else:
+            slot.freeze(self._epoch)
+        slot.live += nbytes
+        self.total = total
+        if total > self.window_peak:
+            self.window_peak = total
+
+
+class StorageMode(TorchDispatchMode):
+    """Show every operation's outputs to a ledger; a wrapper subclass runs first, so those inside it too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def __torch_dispatch__(
+        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        # A fake tensor refuses to run below its own mode; it has no memory to count.
+        if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
+            return NotImplemented
+        outputs = func(*args, **(kwargs or {}))
+        self.ledger.observe(func, (args, kwargs), outputs)
+        return outputs

@@ -1,0 +1,118 @@
+"""The forward pass of many tasks at once, each with parameters of its own.
+
+``torch.vmap`` computes this for any module it has rules for. For the layers whose stacked form is known it is
+written out here: a batch of affine maps is one ``baddbmm``, and an activation is itself. That is the same
+arithmetic with half of the operations on the tape (vmap turns a linear layer into views, an expansion, a product
+and a sum), which small networks are bound by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from metagrad.optim.rules import Params
+
+Values = dict[int, Tensor]
+"""Stacked values ``[tasks, ...]`` by the id of the parameter they stand for, so that tied weights stay tied."""
+
+
+def forward_stacked(model: nn.Module, params: Params, x: Tensor) -> Tensor:
+    """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
+
+    Parameters that are not in ``params``, and buffers, are shared by all tasks.
+
+    Returns:
+        Predictions ``[tasks, n, ...]``.
+    """
+    values = {id(p): params[name] for name, p in model.named_parameters() if name in params}
+    return _call(model, values, x)
+
+
+def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
+    if loss_fn is F.mse_loss and prediction.shape == target.shape:
+        return (prediction - target).square().flatten(1).mean(1)
+    if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
+        each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
+        return each.view(target.shape).mean(1)
+    return torch.vmap(loss_fn, randomness="different")(prediction, target)
+
+
+def _call(module: nn.Module, values: Values, x: Tensor) -> Tensor:
+    if _is_plain(module):
+        if type(module).forward is nn.Sequential.forward:
+            for child in module._modules.values():
+                x = _call(child, values, x)  # type: ignore[arg-type]
+            return x
+        if type(module) in _ELEMENTWISE:
+            return module(x)
+        if type(module) is nn.Linear and x.ndim > 2:
+            return _linear(module, values, x)
+        if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
+            return x.flatten(module.start_dim + 1, module.end_dim)
+    own = {name: values[id(p)] for name, p in module.named_parameters() if id(p) in values}
+    return torch.vmap(lambda own, x: functional_call(module, own, (x,)), randomness="different")(own, x)
+
+
+def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
+    weight = values.get(id(module.weight))
+    bias = module.bias if module.bias is None else values.get(id(module.bias))
+    if weight is None or (bias is None) != (module.bias is None):
+        return _shared_linear(module, weight, bias, x)
+    flat = x if x.ndim == 3 else x.flatten(1, -2)
+    transposed = weight.transpose(1, 2)
+    y = torch.bmm(flat, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, transposed)
+    return y if x.ndim == 3 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Compute an affine map of which a part is frozen, and so the same for all tasks."""
+    y = F.linear(x, module.weight) if weight is None else torch.einsum("t...i,toi->t...o", x, weight)
+    if module.bias is None:
+        return y
+    if bias is None:
+        return y + module.bias
+    return y + bias.view(bias.shape[0], *[1] * (y.ndim - 2), bias.shape[1])
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Say whether calling the module is calling its ``forward``: nobody hooked into it."""
+    everywhere = torch.nn.modules.module
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+_ELEMENTWISE = {
+    nn.CELU,
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+}

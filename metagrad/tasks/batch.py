@@ -1,0 +1,70 @@
+"""What a task distribution hands to a meta-learner: support and query examples of many tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class Examples(NamedTuple):
+    """Hold the inputs and targets of a batch of tasks.
+
+    Args:
+        x: Inputs, [tasks, examples, ...].
+        y: Targets, [tasks, examples, ...]: labels or real values.
+
+    Examples:
+        >>> import torch
+        >>> examples = Examples(x=torch.zeros(4, 10, 1), y=torch.zeros(4, 10, dtype=torch.int64))
+        >>> moved = examples.to(dtype=torch.float64)
+        >>> moved.x.dtype, moved.y.dtype
+        (torch.float64, torch.int64)
+    """
+
+    x: Tensor
+    y: Tensor
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Examples:
+        """Return the examples on a device and in a floating-point type.
+
+        Args:
+            device: Where both tensors go; None leaves them where they are.
+            dtype: Data type of the floating-point tensors; integer ones (labels, ids) keep theirs.
+
+        Returns:
+            New examples; a tensor that needs no change is not copied.
+        """
+        return Examples(*(t.to(device=device, dtype=dtype if t.is_floating_point() else None) for t in self))
+
+
+class Batch(NamedTuple):
+    """Hold a batch of tasks: what each adapts to, and what it is judged on.
+
+    Args:
+        support: The examples a task adapts to, each tensor [tasks, shots, ...].
+        query: The examples its adapted parameters are judged on, each tensor [tasks, queries, ...].
+
+    `len(batch)` is 2, as for any pair; the number of tasks is `batch.num_tasks`.
+
+    Examples:
+        >>> import torch
+        >>> examples = Examples(x=torch.zeros(4, 10, 1), y=torch.zeros(4, 10, 1))
+        >>> batch = Batch(support=examples, query=examples)
+        >>> batch.num_tasks
+        4
+    """
+
+    support: Examples
+    query: Examples
+
+    @property
+    def num_tasks(self) -> int:
+        """The length of the leading axis of every tensor."""
+        return self.support.x.shape[0]
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
+        """Return the batch on a device and in a floating-point type; see `Examples.to`."""
+        return Batch(*(examples.to(device=device, dtype=dtype) for examples in self))

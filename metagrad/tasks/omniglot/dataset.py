@@ -1,0 +1,244 @@
+"""Few-shot classification tasks made of Omniglot's characters."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
+from metagrad.tasks.batch import Batch, Examples
+from metagrad.tasks.episodes import draw_episodes
+from metagrad.tasks.omniglot.drawings import read_drawings
+from metagrad.tasks.omniglot.files import find_files
+from metagrad.tasks.omniglot.resize import RESIZERS
+from metagrad.tasks.omniglot.splits import DRAWING_SIZE, NUM_DRAWERS, SPLITS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from metagrad.tasks.omniglot.splits import Character
+
+MAX_LEVEL = 255  # of the stored images; a sampled image is its levels divided by this
+BLOCK = 64  # characters resized at once, 56 MB as float32; one at a time is slow, being all thread start-up
+
+
+class Omniglot:
+    r"""Classify handwritten characters, each task among a few characters seen a few times.
+
+    A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` drawings of each to
+    adapt to and `queries` others of each to be judged on. Images are [1, size, size] with ink = 1 on a ground
+    of 0 (the files have black ink on white; MAML's code inverts them too), and come ordered by label.
+
+    | split | characters | of |
+    | --- | --- | --- |
+    | `"train"`, `"validation"`, `"test"` | 1028, 172, 423 | Vinyals et al. 2016 |
+    | `"trainval"` | 1200, the first two together | Vinyals et al. 2016 |
+    | `"background"`, `"evaluation"` | 964, 659 | Lake et al. 2015 |
+    | `"small1"`, `"small2"` | 136, 156 of the background, sharing Greek and Latin | Lake et al. 2015 |
+
+    Args:
+        root: The data folder, or its subfolder `omniglot`; None is `$METAGRAD_DATA`, else
+            `~/.cache/metagrad`. Used are, in this order, the official zips, the folders extracted from them,
+            and `omniglot_105_bits.npz`.
+        ways: Classes of a task.
+        shots: Support examples of each class.
+        queries: Query examples of each class.
+        split: Which characters, as above.
+        rotations: Whether each character rotated by 90, 180 and 270 degrees makes three more classes, in any
+            split. A task may then hold one character in two orientations, as classes of their own.
+        size: Pixels along a side of an image.
+        resize: `"nearest"`, as Pillow resizes the black-and-white files, which MAML's results and many others
+            use; `"bilinear"`, as Pillow resizes after a conversion to gray levels; or `"area"`, the plain
+            average.
+        download: Whether the official zips are fetched from the dataset's own repository when nothing is
+            found.
+        device: Where images are kept and tasks are drawn; None is torch's default device.
+        dtype: Floating-point type of the images.
+
+    Attributes:
+        images: Levels 0 to 255 of all classes, [classes, 20, size, size] uint8.
+        num_classes: Characters, times four with rotations.
+        protocol_description: One sentence to print beside a result.
+
+    Raises:
+        ValueError: For an argument out of range, files that are missing, incomplete or corrupt.
+        TypeError: For a count that is not an int.
+        OSError: When a download fails.
+
+    Examples:
+        >>> tasks = Omniglot(ways=5, shots=1, split="train")  # doctest: +SKIP
+        >>> batch = tasks.sample(32, generator=torch.Generator().manual_seed(0))  # doctest: +SKIP
+        >>> batch.support.x.shape, batch.query.y.shape  # doctest: +SKIP
+        (torch.Size([32, 5, 1, 28, 28]), torch.Size([32, 75]))
+
+    References:
+        Lake, Salakhutdinov, Tenenbaum, Human-level concept learning through probabilistic program
+        induction, 2015.
+        Vinyals et al., Matching Networks for One Shot Learning, 2016, section 4.1.1.
+        Finn, Abbeel, Levine, Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks, 2017,
+        section 5.2.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        ways: int = 5,
+        shots: int = 1,
+        queries: int = 15,
+        split: str = "train",
+        rotations: bool = True,
+        size: int = 28,
+        resize: str = "nearest",
+        download: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_counts("Omniglot", {"ways": ways, "shots": shots, "queries": queries, "size": size})
+        check_float_dtype("Omniglot", dtype)
+        _check_choice("split", split, SPLITS)
+        _check_choice("resize", resize, RESIZERS)
+        _check_members(shots, queries)
+        characters = SPLITS[split].characters
+        _check_ways(ways, len(characters) * (4 if rotations else 1), split)
+
+        self.ways, self.shots, self.queries = ways, shots, queries
+        self.split, self.rotations, self.resize = split, rotations, resize
+        self.dtype = dtype
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.files = find_files(root, SPLITS[split], download=download)
+        images = load_images(self.files, characters, size=size, resize=resize)
+        self.images = (add_rotations(images) if rotations else images).to(self.device)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that tasks are made of."""
+        return self.images.shape[0]
+
+    @property
+    def protocol_description(self) -> str:
+        """What a result must be printed with to be comparable."""
+        size = self.images.shape[-1]
+        rotated = "with rotations by 90, 180 and 270 degrees" if self.rotations else "without rotations"
+        return (
+            f"Omniglot {self.ways}-way {self.shots}-shot, {self.queries} queries per class, "
+            f"{self.split} split of {SPLITS[self.split].origin} "
+            f"({len(SPLITS[self.split].characters)} characters, "
+            f"{self.num_classes} classes {rotated}), "
+            f"{size}x{size} by {self.resize} from {DRAWING_SIZE}x{DRAWING_SIZE}, ink = 1, "
+            f"from {' and '.join(path.name for path in self.files)}"
+        )
+
+    def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
+        """Draw tasks.
+
+        Args:
+            num_tasks: Number of tasks.
+            generator: Source of the random numbers, on the device of the tasks; None is torch's global one.
+
+        Returns:
+            A batch; support.x is [tasks, ways * shots, 1, size, size], support.y is [tasks, ways * shots]
+            int64, and query likewise with `queries` in place of `shots`. No drawing is in both.
+
+        Raises:
+            ValueError: When num_tasks is below one, or the generator is on another device.
+        """
+        check_counts("Omniglot.sample", {"num_tasks": num_tasks})
+        check_generator("Omniglot.sample", generator, self.device)
+        classes, drawers = draw_episodes(
+            num_tasks,
+            num_classes=self.num_classes,
+            class_size=NUM_DRAWERS,
+            ways=self.ways,
+            examples=self.shots + self.queries,
+            generator=generator,
+            device=self.device,
+        )
+        drawings = classes.unsqueeze(-1) * NUM_DRAWERS + drawers
+        return Batch(*(self._examples(part) for part in drawings.split([self.shots, self.queries], dim=-1)))
+
+    def _examples(self, drawings: Tensor) -> Examples:
+        """Gather images by their positions among all drawings, [tasks, ways, examples]."""
+        num_tasks, ways, per_class = drawings.shape
+        levels = self.images.flatten(0, 1).index_select(0, drawings.flatten())
+        x = levels.to(self.dtype).div_(MAX_LEVEL).view(num_tasks, ways * per_class, 1, *levels.shape[1:])
+        labels = torch.arange(ways, device=self.device).repeat_interleave(per_class)
+        return Examples(x, labels.repeat(num_tasks, 1))
+
+
+def load_images(paths: Sequence[Path], characters: Sequence[Character], *, size: int, resize: str) -> Tensor:
+    """Read and resize characters, and make sure that all are there.
+
+    Args:
+        paths: Files or folders, as `find_files` returns them.
+        characters: What to read, in the order of the classes.
+        size: Pixels along a side of an image.
+        resize: Key of `RESIZERS`.
+
+    Returns:
+        Levels, ink = 255, [characters, 20, size, size] uint8.
+
+    Raises:
+        ValueError: When a character is in none of the files.
+    """
+    wanted, images = set(characters), {}
+    found = chain.from_iterable(read_drawings(path, wanted) for path in paths)
+    while block := list(islice(found, BLOCK)):
+        levels = torch.from_numpy(np.concatenate([drawings for _, drawings in block]) * MAX_LEVEL)
+        resized = RESIZERS[resize](levels, size).split(NUM_DRAWERS)
+        images.update(zip((character for character, _ in block), resized, strict=True))
+    missing = [f"{c.alphabet}/character{c.number:02d}" for c in characters if c not in images]
+    if missing:
+        raise ValueError(
+            f"Omniglot: {' and '.join(map(str, paths))} must hold the {len(characters)} characters of the "
+            f"split, and {len(missing)} are missing, the first is {missing[0]}. "
+            "Use the complete official archives."
+        )
+    return torch.stack([images[character] for character in characters])
+
+
+def add_rotations(images: Tensor) -> Tensor:
+    """Append each class rotated counter-clockwise by 90, 180 and 270 degrees.
+
+    Args:
+        images: [C, drawings, size, size].
+
+    Returns:
+        [4 * C, drawings, size, size]; class c turned k times is class k * C + c.
+
+    Examples:
+        >>> add_rotations(torch.tensor([[[[1, 2], [3, 4]]]])).flatten(1)
+        tensor([[1, 2, 3, 4],
+                [2, 4, 1, 3],
+                [4, 3, 2, 1],
+                [3, 1, 4, 2]])
+    """
+    return torch.cat([images.rot90(k, dims=(-2, -1)) for k in range(4)])
+
+
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"Omniglot: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _check_members(shots: int, queries: int) -> None:
+    if shots + queries > NUM_DRAWERS:
+        raise ValueError(
+            f"Omniglot: shots + queries must be at most {NUM_DRAWERS}, the drawings of a character, got "
+            f"{shots} + {queries} = {shots + queries}. Ask for fewer."
+        )
+
+
+def _check_ways(ways: int, num_classes: int, split: str) -> None:
+    if ways > num_classes:
+        raise ValueError(
+            f"Omniglot: ways must be at most {num_classes}, the classes of split {split!r}, got {ways}. "
+            "Ask for fewer, or pass rotations=True for four times the classes."
+        )

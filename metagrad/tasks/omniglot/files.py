@@ -1,0 +1,132 @@
+"""Finding, verifying and downloading the files of Omniglot."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from metagrad.tasks.omniglot.splits import Split
+
+ARCHIVES_URL = "https://github.com/brendenlake/omniglot/raw/master/python"
+ARCHIVES_MD5 = {
+    "images_background": "68d2efa1b9178cc56df9314c21c6e718",
+    "images_evaluation": "6b91aef0f799c5bb55b94e3f2daec811",
+    "images_background_small1": "e704a628b5459e08445c13499850abc4",
+    "images_background_small2": "b75a71a51d3b13f821f212756fe481fd",
+}
+BITS_NAME = "omniglot_105_bits.npz"
+BITS_SHA256 = "97518a2c8b2d2b7b9207bcdaa6d1328ed0f463a77f835094b5e9e45e29e701f9"
+TIMEOUT = 60.0  # seconds without an answer before a download is given up
+
+
+def find_files(root: str | os.PathLike[str] | None, split: Split, *, download: bool) -> list[Path]:
+    """Return the verified archives, folders or arrays that hold all characters of a split together.
+
+    Args:
+        root: The data folder, or its subfolder `omniglot`; None is `$METAGRAD_DATA`, else
+            `~/.cache/metagrad`.
+        split: The split that must be covered.
+        download: Whether official archives are fetched when nothing is found.
+
+    Returns:
+        Paths of zips, of extracted folders, or of the one array file: the first that is there, in this order.
+
+    Raises:
+        ValueError: When nothing is found, or a file is not what its digest says.
+        OSError: When a download fails.
+    """
+    home = data_root(root)
+    folders = (home / "omniglot", home)
+    paths = _find_archives(folders, split) or _find_bits(folders)
+    if paths is None and download:
+        folder = home if home.name == "omniglot" else home / "omniglot"
+        paths = [_find_archive(folders, name) or fetch_archive(name, folder) for name in split.archives[0]]
+    if paths is None:
+        raise ValueError(_nothing_found(folders, split))
+    for path in paths:
+        verify(path)
+    return paths
+
+
+def data_root(root: str | os.PathLike[str] | None) -> Path:
+    """Return the folder to look in: the argument, else `$METAGRAD_DATA`, else `~/.cache/metagrad`."""
+    return Path(root or os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser()
+
+
+def verify(path: Path, *, origin: str | None = None) -> None:
+    """Raise ValueError unless a file has its published digest; an extracted folder has none.
+
+    Args:
+        path: A zip, a folder or the array file.
+        origin: How an error names the file; None is its path.
+    """
+    if path.suffix == ".zip":
+        _compare("md5", path, ARCHIVES_MD5[path.stem], origin or str(path))
+    elif path.suffix == ".npz":
+        _compare("sha256", path, BITS_SHA256, origin or str(path))
+
+
+def fetch_archive(name: str, folder: Path) -> Path:
+    """Download one official archive, so that it stands in the folder whole and verified or not at all."""
+    url, target = f"{ARCHIVES_URL}/{name}.zip", folder / f"{name}.zip"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
+        part = Path(scratch) / target.name
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, part.open("wb") as file:
+                shutil.copyfileobj(answer, file)
+        except OSError as error:
+            raise OSError(
+                f"Omniglot(download=True): {url} could not be fetched ({error}). "
+                f"Try again, or put the file into {folder}."
+            ) from error
+        verify(part, origin=url)
+        os.replace(part, target)
+    return target
+
+
+def _find_archives(folders: tuple[Path, ...], split: Split) -> list[Path] | None:
+    for names in split.archives:
+        found = [_find_archive(folders, name) for name in names]
+        paths = [path for path in found if path is not None]
+        if len(paths) == len(names):
+            return paths
+    return None
+
+
+def _find_archive(folders: tuple[Path, ...], name: str) -> Path | None:
+    zips = [folder / f"{name}.zip" for folder in folders]
+    trees = [folder / name for folder in folders]
+    return next((p for p in zips if p.is_file()), None) or next((p for p in trees if p.is_dir()), None)
+
+
+def _find_bits(folders: tuple[Path, ...]) -> list[Path] | None:
+    return next(([folder / BITS_NAME] for folder in folders if (folder / BITS_NAME).is_file()), None)
+
+
+def _nothing_found(folders: tuple[Path, ...], split: Split) -> str:
+    lacking = [name for name in split.archives[0] if _find_archive(folders, name) is None]
+    names = " and ".join(f"{name}.zip" for name in lacking)
+    looked = [f"{folder / name}{end}" for name in lacking for end in (".zip", os.sep) for folder in folders]
+    looked += [str(folder / BITS_NAME) for folder in folders]
+    return (
+        f"Omniglot: {names} must be there for this split, and is not. Looked for\n  "
+        + "\n  ".join(looked)
+        + "\nPass download=True to fetch it from the dataset's own repository, or say where it is "
+        + "by root= or METAGRAD_DATA."
+    )
+
+
+def _compare(algorithm: str, path: Path, expected: str, origin: str) -> None:
+    digest = hashlib.new(algorithm, path.read_bytes(), usedforsecurity=False).hexdigest()
+    if digest != expected:
+        raise ValueError(
+            f"Omniglot: {origin} is corrupt: its {algorithm} must be {expected}, got {digest}. "
+            "Delete what is there and fetch it again."
+        )

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import doctest
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from metagrad.models import Conv4, conv4
+
+POOLS, NORMS, HEADS = ("max", "stride"), ("batch", "group", "none"), ("flatten", "mean")
+CASES = list(itertools.product(POOLS, NORMS, HEADS))
+SMALL = {"ways": 3, "in_channels": 2, "hidden": 4, "image_size": 18}
+
+
+def make(pool: str, norm: str, head: str) -> Conv4:
+    torch.manual_seed(0)
+    return Conv4(**SMALL, pool=pool, norm=norm, head=head).double()
+
+
+def images(*leading: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*leading, 2, 18, 18, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize(("pool", "norm", "head"), CASES)
+def test_shape_and_number_of_parameters(pool, norm, head):
+    model = make(pool, norm, head)
+    assert model(images(5)).shape == (5, 3)
+    convolutions = (9 * 2 + 1) * 4 + 3 * (9 * 4 + 1) * 4
+    norms = 0 if norm == "none" else 4 * 2 * 4
+    final_size = (
+        1 if head == "mean" or pool == "max" else 2
+    )  # 18 -> 9 -> 5 -> 3 -> 2, or 18 -> 9 -> 4 -> 2 -> 1
+    linear = (4 * final_size**2 + 1) * 3
+    assert sum(p.numel() for p in model.parameters()) == convolutions + norms + linear
+
+
+@pytest.mark.parametrize(
+    ("pool", "head", "features"),
+    [("max", "flatten", 64), ("stride", "flatten", 256), ("max", "mean", 64), ("stride", "mean", 64)],
+)
+def test_features_of_an_omniglot_image(pool, head, features):
+    assert Conv4(5, pool=pool, head=head).head.in_features == features
+
+
+@pytest.mark.parametrize("image_size", range(16, 36))
+@pytest.mark.parametrize("pool", POOLS)
+def test_the_head_fits_every_image_size(pool, image_size):
+    model = Conv4(2, hidden=2, image_size=image_size, pool=pool)
+    assert model(torch.zeros(2, 1, image_size, image_size)).shape == (2, 2)
+
+
+@pytest.mark.parametrize(("pool", "norm", "head"), CASES)
+def test_vmap_over_stacked_parameters_equals_a_loop(pool, norm, head):
+    model, x = make(pool, norm, head), images(3, 4)
+    generator = torch.Generator().manual_seed(2)
+    stacked = {
+        name: p + 0.1 * torch.randn(3, *p.shape, dtype=p.dtype, generator=generator)
+        for name, p in model.named_parameters()
+    }
+    batched = torch.vmap(lambda params, x: functional_call(model, params, (x,)))(stacked, x)
+    loop = [functional_call(model, {n: p[k] for n, p in stacked.items()}, (x[k],)) for k in range(3)]
+    torch.testing.assert_close(batched, torch.stack(loop), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_second_derivatives(pool, norm):
+    torch.manual_seed(0)
+    model = Conv4(2, hidden=2, image_size=16, pool=pool, norm=norm).double()
+    x = torch.randn(3, 1, 16, 16, dtype=torch.float64)
+    weight, head = model.blocks[0][0].weight, model.head.weight
+
+    def loss(weight, head):
+        params = {"blocks.0.0.weight": weight, "head.weight": head}
+        return functional_call(model, params, (x,)).square().sum()
+
+    assert torch.autograd.gradgradcheck(loss, (weight, head))
+
+
+def test_batch_norm_uses_the_batch_in_evaluation_too_and_keeps_nothing():
+    model, x = make("max", "batch", "flatten"), images(6)
+    assert list(model.buffers()) == []
+    assert torch.equal(model.train()(x), model.eval()(x))
+    assert not torch.allclose(model(x)[:3], model(x[:3]))
+
+
+@pytest.mark.parametrize("norm", ["group", "none"])
+def test_other_norms_treat_each_image_alone(norm):
+    model, x = make("max", norm, "flatten"), images(6)
+    torch.testing.assert_close(model(x)[:3], model(x[:3]), rtol=0, atol=1e-12)
+
+
+def test_group_norm_takes_eight_groups_where_they_divide_the_filters():
+    groups = [Conv4(2, hidden=hidden, norm="group").blocks[0][1].num_groups for hidden in (64, 12, 7)]
+    assert groups == [8, 4, 1]
+
+
+def test_nothing_works_in_place():
+    assert not any(m.inplace for m in Conv4(5).modules() if isinstance(m, nn.ReLU))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ways": 0}, "Conv4: ways must be at least 1, got 0"),
+        ({"in_channels": 0}, "Conv4: in_channels must be at least 1, got 0"),
+        ({"hidden": -4}, "Conv4: hidden must be at least 1, got -4"),
+        ({"image_size": 0}, "Conv4: image_size must be at least 1, got 0"),
+        ({"image_size": 15}, 'image_size must be at least 16 .* got 15.*pool="stride"'),
+        ({"pool": "mean"}, "Conv4: pool must be one of 'max', 'stride', got 'mean'"),
+        ({"norm": "layer"}, "Conv4: norm must be one of 'batch', 'group', 'none', got 'layer'"),
+        ({"head": "max"}, "Conv4: head must be one of 'flatten', 'mean', got 'max'"),
+    ],
+)
+def test_construction_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Conv4(**{"ways": 5, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (1, 28, 28), (2, 3, 28, 28), (2, 1, 28, 27)])
+def test_images_of_another_shape(shape):
+    with pytest.raises(ValueError, match=r"Conv4\(x\): x must be \[batch, 1, 28, 28\], got \["):
+        Conv4(5)(torch.zeros(shape))
+
+
+def test_examples_in_docstrings():
+    results = doctest.testmod(conv4)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+from metagrad.models import MLP, mlp
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5))
+@settings(max_examples=20, deadline=None)
+def test_shape_and_number_of_parameters(sizes):
+    model = MLP(sizes)
+    assert model(torch.zeros(3, 2, sizes[0])).shape == (3, 2, sizes[-1])
+    expected = sum(sizes[k] * sizes[k + 1] + sizes[k + 1] for k in range(len(sizes) - 1))
+    assert sum(p.numel() for p in model.parameters()) == expected
+
+
+def test_the_formula():
+    model = MLP([2, 3, 1], activation=nn.Tanh).double()
+    (w1, b1, w2, b2), x = model.parameters(), torch.randn(5, 2, dtype=torch.float64)
+    torch.testing.assert_close(model(x), torch.tanh(x @ w1.T + b1) @ w2.T + b2, rtol=0, atol=1e-14)
+
+
+def test_the_activation_is_relu_unless_said_and_never_last():
+    assert [type(layer) for layer in MLP([1, 2, 1]).layers] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert not any(layer.inplace for layer in MLP([1, 2, 2, 1]).layers if isinstance(layer, nn.ReLU))
+
+
+def test_second_derivatives_with_respect_to_parameters_and_inputs():
+    torch.manual_seed(0)
+    model = MLP([2, 3, 1], activation=nn.Tanh).double()
+    names = [name for name, _ in model.named_parameters()]
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+
+    def squared(x, *params):
+        return functional_call(model, dict(zip(names, params, strict=True)), (x,)).square().sum()
+
+    assert torch.autograd.gradgradcheck(squared, (x, *model.parameters()))
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [1, 0, 1], [2, -1]])
+def test_sizes_that_make_no_network(sizes):
+    with pytest.raises(ValueError, match=r"MLP\(sizes\): sizes must be the features of input, .* got \["):
+        MLP(sizes)
+
+
+def test_examples_in_docstrings():
+    results = doctest.testmod(mlp)
+    assert results.attempted > 0
+    assert results.failed == 0

@@ -1,0 +1,144 @@
+"""A tiny Omniglot in all the layouts that the loader reads, and the real files where they are at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from metagrad.tasks.omniglot import files
+from metagrad.tasks.omniglot.splits import SPLITS, Character, Split
+
+ALPHABETS = {"images_background": ("Aa", "Bb"), "images_evaluation": ("Cc",)}
+CHARACTERS = (Character("Aa", 1), Character("Aa", 2), Character("Bb", 1), Character("Cc", 1))
+
+
+def make_png(
+    pixels: np.ndarray, *, bit_depth: int = 1, color_type: int = 0, chunks=(), **header: int
+) -> bytes:
+    """Encode values [height, width] without line filters; keywords replace header fields."""
+    lines = np.packbits(pixels, axis=1) if bit_depth == 1 else pixels.astype(np.uint8)
+    raw = b"".join(b"\0" + line.tobytes() for line in lines)
+    height, width = pixels.shape
+    ihdr = struct.pack(
+        ">IIBBBBB",
+        header.get("width", width),
+        header.get("height", height),
+        bit_depth,
+        color_type,
+        0,
+        0,
+        header.get("interlace", 0),
+    )
+    body = [(b"IHDR", ihdr), *chunks, (b"IDAT", zlib.compress(raw)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(make_chunk(name, data) for name, data in body)
+
+
+def make_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+@dataclass
+class TinyOmniglot:
+    """Four characters of random ink, three in the background and one for evaluation."""
+
+    ink: np.ndarray
+    monkeypatch: pytest.MonkeyPatch
+
+    def pngs(self, archive: str) -> dict[str, bytes]:
+        half = "images_evaluation" if archive == "images_evaluation" else "images_background"
+        return {
+            f"{archive}/{c.alphabet}/character{c.number:02d}/{k:04d}_{drawer + 1:02d}.png": make_png(
+                1 - self.ink[k, drawer]
+            )
+            for k, c in enumerate(CHARACTERS)
+            if c.alphabet in ALPHABETS[half]
+            for drawer in range(20)
+        }
+
+    def write_zip(self, folder: Path, archive: str, *, without: str = "nothing") -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{archive}.zip"
+        with zipfile.ZipFile(path, "w") as file:
+            for name, data in self.pngs(archive).items():
+                if without not in name:
+                    file.writestr(name, data)
+        digest = hashlib.md5(path.read_bytes()).hexdigest()
+        self.monkeypatch.setitem(files.ARCHIVES_MD5, archive, digest)
+        return path
+
+    def write_tree(self, folder: Path, archive: str, *, without: str = "nothing") -> Path:
+        for name, data in self.pngs(archive).items():
+            if without not in name:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(data)
+        return folder / archive
+
+    def write_bits(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / files.BITS_NAME
+        np.savez(
+            path,
+            images_packed=np.packbits(self.ink.reshape(len(CHARACTERS) * 20, -1), axis=1),
+            alphabet_names=np.array(["Aa", "Bb", "Cc"]),
+            char_alphabet=np.array([0, 0, 1, 2], dtype=np.int8),
+            char_number=np.array([1, 2, 1, 1], dtype=np.int8),
+        )
+        self.monkeypatch.setattr(files, "BITS_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+        return path
+
+
+@pytest.fixture
+def tiny(monkeypatch) -> TinyOmniglot:
+    """Replace the splits and digests by those of a data set of four characters."""
+    monkeypatch.delenv("METAGRAD_DATA", raising=False)
+    one, other = ("images_background",), ("images_evaluation",)
+    small = ("images_background_small1",)
+    for name, split in {
+        "train": Split("nobody", CHARACTERS, (one + other,)),
+        "test": Split("nobody", CHARACTERS[3:], (other,)),
+        "background": Split("nobody", CHARACTERS[:3], (one,)),
+        "small1": Split("nobody", CHARACTERS[:3], (small, one)),
+    }.items():
+        monkeypatch.setitem(SPLITS, name, split)
+    ink = np.random.default_rng(0).integers(0, 2, (len(CHARACTERS), 20, 105, 105), dtype=np.uint8)
+    return TinyOmniglot(ink, monkeypatch)
+
+
+def real_file(name: str) -> Path:
+    """Return a file of the data folder, or skip the test that needs it."""
+    root = os.environ.get("METAGRAD_DATA")
+    if root is None:
+        pytest.skip(f"needs omniglot/{name}, and METAGRAD_DATA is not set")
+    path = Path(root) / "omniglot" / name
+    if not path.is_file():
+        pytest.skip(f"needs omniglot/{name}, which is not in METAGRAD_DATA")
+    return path
+
+
+@pytest.fixture
+def real_bits() -> Path:
+    return real_file("omniglot_105_bits.npz")
+
+
+@pytest.fixture(params=["small1", "small2"])
+def real_small(request) -> tuple[str, Path]:
+    return request.param, real_file(f"images_background_{request.param}.zip")
+
+
+@pytest.fixture
+def png():
+    """Give tests the encoder; test folders are no packages to import from."""
+    return make_png
+
+
+@pytest.fixture
+def png_chunk():
+    return make_chunk

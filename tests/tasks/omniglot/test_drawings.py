@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from metagrad.tasks.omniglot.drawings import read_drawings
+from metagrad.tasks.omniglot.splits import SPLITS, Character
+
+LAYOUTS = ["write_zip", "write_tree", "write_bits"]
+
+
+def write(tiny, layout: str, folder):
+    return getattr(tiny, layout)(folder, *(() if layout == "write_bits" else ("images_background",)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_ink(tiny, tmp_path, layout):
+    read = dict(read_drawings(write(tiny, layout, tmp_path), SPLITS["background"].characters))
+    assert read.keys() == set(SPLITS["background"].characters)
+    for k, character in enumerate(SPLITS["background"].characters):
+        assert read[character].dtype == np.uint8
+        assert np.array_equal(read[character], tiny.ink[k])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_what_is_wanted_is_read(tiny, tmp_path, layout):
+    wanted = {Character("Aa", 2), Character("Zz", 1)}
+    assert [c for c, _ in read_drawings(write(tiny, layout, tmp_path), wanted)] == [Character("Aa", 2)]
+
+
+@pytest.mark.parametrize("layout", ["write_zip", "write_tree"])
+def test_a_missing_drawing_is_an_error(tiny, tmp_path, layout):
+    path = getattr(tiny, layout)(tmp_path, "images_background", without="character02/0001_07")
+    with pytest.raises(ValueError, match=r"must have drawings 1 to 20 of Aa/character02, got \[1, .* 6, 8, "):
+        list(read_drawings(path, SPLITS["background"].characters))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "bit_depth", "message"),
+    [
+        (np.zeros((105, 104), dtype=int), 1, "must be 105x105 in black and white, got 105x104"),
+        (np.full((105, 105), 9), 8, "must be 105x105 in black and white, got 105x105 with levels 9 to 9"),
+    ],
+)
+def test_a_drawing_of_another_kind_is_an_error(tiny, tmp_path, png, pixels, bit_depth, message):
+    path = tiny.write_tree(tmp_path, "images_background")
+    (path / "Bb/character01/0002_03.png").write_bytes(png(pixels, bit_depth=bit_depth))
+    with pytest.raises(ValueError, match=rf"Bb/character01/0002_03\.png in .*{message}"):
+        list(read_drawings(path, SPLITS["background"].characters))
+
+
+def test_a_damaged_drawing_is_named(tiny, tmp_path):
+    path = tiny.write_tree(tmp_path, "images_background")
+    (path / "Bb/character01/0002_03.png").write_bytes(b"\x89PNG")
+    with pytest.raises(
+        ValueError, match=r"0002_03\.png in .* could not be decoded: decode_png\(data\): a PNG"
+    ):
+        list(read_drawings(path, SPLITS["background"].characters))
+
+
+def test_official_archives_and_the_array_file_hold_the_same_ink(real_small, real_bits):
+    name, path = real_small
+    characters = SPLITS[name].characters
+    from_zip, from_bits = dict(read_drawings(path, characters)), dict(read_drawings(real_bits, characters))
+    assert from_zip.keys() == from_bits.keys() == set(characters)
+    assert all(np.array_equal(from_zip[c], from_bits[c]) for c in characters)

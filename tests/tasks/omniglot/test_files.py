@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from metagrad.tasks.omniglot import files
+from metagrad.tasks.omniglot.files import data_root, fetch_archive, find_files
+from metagrad.tasks.omniglot.splits import SPLITS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BACKGROUND, EVALUATION = "images_background", "images_evaluation"
+
+
+def find(root: Path | None, split: str, *, download: bool = False) -> list[Path]:
+    return find_files(root, SPLITS[split], download=download)
+
+
+@pytest.mark.parametrize("inside", ["omniglot", "."])
+def test_the_root_is_the_data_folder_or_its_subfolder(tiny, tmp_path, inside):
+    path = tiny.write_bits(tmp_path / inside)
+    assert find(tmp_path, "train") == [path]
+
+
+def test_the_root_comes_from_the_argument_then_the_variable_then_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("METAGRAD_DATA", raising=False)
+    assert data_root(None) == tmp_path / "home" / ".cache" / "metagrad"
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path / "variable"))
+    assert data_root(None) == tmp_path / "variable"
+    assert data_root(tmp_path / "argument") == tmp_path / "argument"
+
+
+def test_zips_come_before_folders_before_the_array_file(tiny, tmp_path):
+    bits = tiny.write_bits(tmp_path)
+    assert find(tmp_path, "background") == [bits]
+    tree = tiny.write_tree(tmp_path, BACKGROUND)
+    assert find(tmp_path, "background") == [tree]
+    archive = tiny.write_zip(tmp_path, BACKGROUND)
+    assert find(tmp_path, "background") == [archive]
+
+
+def test_a_split_over_both_halves_takes_a_zip_and_a_folder(tiny, tmp_path):
+    archive, tree = tiny.write_zip(tmp_path, BACKGROUND), tiny.write_tree(tmp_path, EVALUATION)
+    assert find(tmp_path, "train") == [archive, tree]
+
+
+def test_half_of_the_zips_give_way_to_the_array_file(tiny, tmp_path):
+    tiny.write_zip(tmp_path, BACKGROUND)
+    bits = tiny.write_bits(tmp_path)
+    assert find(tmp_path, "train") == [bits]
+
+
+def test_a_subset_takes_its_own_zip_or_the_whole_background(tiny, tmp_path):
+    whole = tiny.write_zip(tmp_path, BACKGROUND)
+    assert find(tmp_path, "small1") == [whole]
+    small = tiny.write_zip(tmp_path, "images_background_small1")
+    assert find(tmp_path, "small1") == [small]
+
+
+def test_a_subset_is_not_taken_for_the_background(tiny, tmp_path):
+    tiny.write_zip(tmp_path, "images_background_small1")
+    with pytest.raises(ValueError, match=r"images_background\.zip must be there for this split, and is not"):
+        find(tmp_path, "background")
+
+
+def test_nothing_found_lists_every_place_and_what_to_do(tiny, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"images_background\.zip and images_evaluation\.zip must be there"
+    ) as info:
+        find(tmp_path, "train")
+    message = str(info.value)
+    for folder in (tmp_path / "omniglot", tmp_path):
+        for name in (
+            f"{BACKGROUND}.zip",
+            f"{BACKGROUND}/",
+            f"{EVALUATION}.zip",
+            f"{EVALUATION}/",
+            files.BITS_NAME,
+        ):
+            assert f"{folder}/{name}\n" in message
+    assert "download=True" in message
+    assert "METAGRAD_DATA" in message
+
+
+def test_only_what_is_lacking_is_named(tiny, tmp_path):
+    tiny.write_zip(tmp_path, BACKGROUND)
+    with pytest.raises(ValueError, match=r"^Omniglot: images_evaluation\.zip must be there"):
+        find(tmp_path, "train")
+
+
+@pytest.mark.parametrize("kind", ["zip", "bits"])
+def test_a_corrupt_file_is_named_with_both_digests(tiny, tmp_path, kind):
+    path = tiny.write_zip(tmp_path, BACKGROUND) if kind == "zip" else tiny.write_bits(tmp_path)
+    expected = files.ARCHIVES_MD5[BACKGROUND] if kind == "zip" else files.BITS_SHA256
+    path.write_bytes(path.read_bytes() + b"!")
+    got = (hashlib.md5 if kind == "zip" else hashlib.sha256)(path.read_bytes()).hexdigest()
+    message = f"{path} is corrupt: its (md5|sha256) must be {expected}, got {got}"
+    with pytest.raises(ValueError, match=message):
+        find(tmp_path, "background")
+
+
+@pytest.fixture
+def served(tiny, tmp_path, monkeypatch) -> Path:
+    """Serve the archives from a folder instead of the network."""
+    folder = tmp_path / "served"
+    for name in (BACKGROUND, EVALUATION):
+        tiny.write_zip(folder, name)
+    monkeypatch.setattr(files, "ARCHIVES_URL", folder.as_uri())
+    return folder
+
+
+@pytest.mark.parametrize("root", ["data", "data/omniglot"])
+def test_download_puts_the_archives_into_the_omniglot_folder(served, tmp_path, root):
+    paths = find(tmp_path / root, "train", download=True)
+    folder = tmp_path / "data" / "omniglot"
+    assert paths == [folder / f"{BACKGROUND}.zip", folder / f"{EVALUATION}.zip"]
+    assert sorted(folder.iterdir()) == sorted(paths)
+    assert find(tmp_path / root, "train") == paths
+
+
+def test_download_leaves_what_is_there(served, tiny, tmp_path):
+    bits = tiny.write_bits(tmp_path)
+    assert find(tmp_path, "train", download=True) == [bits]
+    assert not (tmp_path / "omniglot").exists()
+
+
+def test_download_fetches_only_the_missing_half(served, tiny, tmp_path):
+    tree = tiny.write_tree(tmp_path / "omniglot", BACKGROUND)
+    assert find(tmp_path, "train", download=True) == [tree, tmp_path / "omniglot" / f"{EVALUATION}.zip"]
+
+
+def test_a_download_of_the_wrong_bytes_leaves_nothing(served, tmp_path):
+    (served / f"{BACKGROUND}.zip").write_bytes(b"an error page")
+    with pytest.raises(ValueError, match=r"file://.*images_background\.zip is corrupt: its md5 must be"):
+        fetch_archive(BACKGROUND, tmp_path / "omniglot")
+    assert list((tmp_path / "omniglot").iterdir()) == []
+
+
+def test_a_download_that_fails_names_the_address_and_the_folder(served, tmp_path):
+    (served / f"{BACKGROUND}.zip").unlink()
+    with pytest.raises(OSError, match=r"file://.*could not be fetched .* put the file into .*omniglot"):
+        fetch_archive(BACKGROUND, tmp_path / "omniglot")
+    assert list((tmp_path / "omniglot").iterdir()) == []
+
+
+def test_downloads_come_from_the_datasets_own_repository_with_a_time_limit(tiny, monkeypatch, tmp_path):
+    asked = []
+
+    def refuse(url, timeout):
+        asked.append((url, timeout))
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(files.urllib.request, "urlopen", refuse)
+    with pytest.raises(OSError, match="no answer"):
+        find(tmp_path, "background", download=True)
+    assert asked == [
+        ("https://github.com/brendenlake/omniglot/raw/master/python/images_background.zip", 60.0)
+    ]
