@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, fresh_leaf
-from metagrad.autograd.replay import Structure, record
+from metagrad.autograd.replay import Structure, record, tell_recorders
 
 T = TypeVar("T")
 
@@ -81,13 +81,19 @@ def attach(
     call: TensorFunction, tensors: Sequence[Tensor], outputs: Sequence[Tensor], structure: Structure
 ) -> Tree:
     """Put the known outputs of a call on the tape, as a recomputed function of its tensors."""
-    results = _Recomputed.apply(call, outputs, *visible(tensors))
-    return structure.fill(visible(results))
+    return structure.fill(apply_visibly(_Recomputed, (call, outputs), tensors))
 
 
-def visible(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pass tensors through a torch function: modes are not told of ``Function.apply``, but of this."""
-    return [tensor.view_as(tensor) for tensor in tensors]
+def apply_visibly(
+    function: type[torch.autograd.Function], constants: tuple, tensors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Apply a custom function so that enclosing recordings see what goes in and what comes out.
+
+    Modes are not told of ``Function.apply``; they are of ``view_as``, and can replace what it is given.
+    """
+    results = function.apply(*constants, *(tensor.view_as(tensor) for tensor in tensors))
+    tell_recorders(results)
+    return results
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -17,8 +17,9 @@ identifies it, so a deterministic function can be replayed with other tensors in
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -190,7 +191,8 @@ class Reads:
     def add(self, tensor: Tensor, function: Callable, number: int, position: int, writes: bool) -> Tensor:
         """Note that call ``number`` reads a free tensor; return what it is to read in its place."""
         # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
-        key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
+        with _unobserved():
+            key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
         if key not in self._slots:
             self._slots[key] = self._new_slot(_as_modes_see(tensor), key[1], writes)
             self._read.append(tensor)
@@ -246,6 +248,22 @@ def _as_modes_see(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if torch._C._len_torch_function_stack() else tensor
 
 
+class _Active(threading.local):
+    """The recorders at work in this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.recorders: list[_Recorder] = []
+
+
+_active = _Active()
+
+
+def tell_recorders(made: Sequence[Tensor]) -> None:
+    """Tell enclosing recordings of the outputs of a ``Function.apply``, of which no mode is told."""
+    for recorder in _active.recorders:
+        recorder.note(made)
+
+
 class _Recorder(TorchFunctionMode):
     """Finds the free tensors of a function while it runs."""
 
@@ -260,16 +278,29 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         number, self.call_number = self.call_number, self.call_number + 1
-        free = [(i, t) for i, t in enumerate(_tensors_in((args, kwargs))) if not self._is_own(t)]
+        with _unobserved():
+            free = {i: t for i, t in enumerate(_tensors_in((args, kwargs))) if not self._is_own(t)}
         if free:
             writes = _may_write(func, kwargs)
-            stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free}
+            stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
         result = func(*args, **kwargs)
-        for tensor in _tensors_in(result):
+        self.note(t for t in _tensors_in(result) if not any(t is known for known in free.values()))
+        return result
+
+    def __enter__(self):
+        _active.recorders.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _active.recorders.remove(self)
+        return super().__exit__(*error)
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        """Remember tensors as made by the function."""
+        for tensor in made:
             self.made[id(tensor)] = weakref.ref(tensor)
             (self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add)(id(tensor))
-        return result
 
     def _is_as_made(self, tensor: Tensor) -> bool:
         """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
@@ -284,8 +315,7 @@ class _Recorder(TorchFunctionMode):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             # Made by a torch.func transform inside the function; it cannot outlive the transform.
             return True
-        with _unobserved():
-            return self._depends_on_arguments(tensor)
+        return self._depends_on_arguments(tensor)
 
     def _depends_on_arguments(self, tensor: Tensor) -> bool:
         """Recognise the output of a custom ``autograd.Function``, which no mode is told of."""

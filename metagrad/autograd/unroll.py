@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, detached, leaf_names, tree_flatten, tree_map, tree_structure, tree_unflatten
-from metagrad.autograd.recompute import visible, vjp
+from metagrad.autograd.recompute import apply_visibly, vjp
 from metagrad.autograd.replay import Call, Recording, Structure, dissect, record
 
 Step = Callable[..., tuple[Tree, Tree]]
@@ -239,7 +239,7 @@ class _Sweep:
 
     def attach(self, structure: tuple[Structure, Structure]) -> tuple[Tree, Tree]:
         """Put the loop on the tape, as a function of its first state, its arguments and its free tensors."""
-        results = visible(_Unrolled.apply(self, *visible(self.initial + self.shared)))
+        results = apply_visibly(_Unrolled, (self,), self.initial + self.shared)
         end = self.width * self.num_steps
         return structure[0].fill(results[end - self.width : end]), structure[1].fill(results[end:])
 

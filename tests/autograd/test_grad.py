@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import metagrad as mg
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        leaf(1.0, 2.0),
+        {"b": leaf(1.0), "a": leaf(2.0, 3.0)},
+        [leaf(1.0), (leaf(2.0), {"k": leaf(3.0)})],
+        Pair(leaf(1.0), leaf(2.0)),
+    ],
+    ids=["tensor", "dict", "nested", "namedtuple"],
+)
+def test_gradient_of_a_sum_of_cubes_has_the_tree_of_the_parameters(params):
+    leaves, spec = torch.utils._pytree.tree_flatten(params)
+    grads = mg.grad(sum((leaf**3).sum() for leaf in leaves), params)
+    got, got_spec = torch.utils._pytree.tree_flatten(grads)
+    assert got_spec == spec
+    for gradient, param in zip(got, leaves, strict=True):
+        torch.testing.assert_close(gradient, 3 * param.detach() ** 2)
+        assert not gradient.requires_grad
+
+
+def test_three_orders_of_a_power():
+    x = leaf(2.0)
+    first = mg.grad((x**4).sum(), x, create_graph=True)
+    second = mg.grad(first.sum(), x, create_graph=True)
+    third = mg.grad(second.sum(), x, create_graph=True)
+    assert (first.item(), second.item(), third.item()) == (32.0, 48.0, 48.0)
+    assert third.requires_grad
+
+
+def test_an_unused_parameter_is_named_by_its_key():
+    params = {"used": leaf(1.0), "layer.bias": leaf(1.0)}
+    with pytest.raises(ValueError, match=r"does not depend on params\['layer.bias'\].*materialize_grads=True"):
+        mg.grad(params["used"].sum(), params)
+
+
+def test_an_unused_parameter_gives_zeros_when_asked():
+    params = {"used": leaf(1.0), "unused": leaf(1.0, 2.0)}
+    grads = mg.grad(params["used"].sum(), params, materialize_grads=True)
+    assert torch.equal(grads["unused"], torch.zeros(2, dtype=torch.float64))
+
+
+def test_retain_graph_allows_a_second_pass():
+    x = leaf(3.0)
+    loss = (x**2).sum()
+    assert mg.grad(loss, x, retain_graph=True).item() == mg.grad(loss, x).item() == 6.0
+
+
+def test_nothing_asked_nothing_returned():
+    assert mg.grad(leaf(1.0).sum(), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "error", "message"),
+    [
+        (leaf(1.0, 2.0), leaf(1.0), ValueError, r"one element, got shape \(2,\)"),
+        (torch.ones(()), leaf(1.0), ValueError, "no graph"),
+        (1.0, leaf(1.0), TypeError, "must be a tensor, got float"),
+        (leaf(1.0).sum(), {"w": torch.ones(1)}, ValueError, r"params\['w'\] does not require grad"),
+        (leaf(1.0).sum(), {"w": 1.0}, TypeError, r"params\['w'\] must be a tensor, got float"),
+    ],
+)
+def test_bad_input_is_named(loss, params, error, message):
+    with pytest.raises(error, match=message):
+        mg.grad(loss, params)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_create_graph_refuses_a_node_that_cuts_its_gradient():
+    values, dense = leaf(1.0, 2.0), leaf(3.0, 4.0)
+    loss = (torch.sparse_coo_tensor(torch.tensor([[0, 1]]), values, (2,)).to_dense() * dense).pow(2).sum()
+    with pytest.raises(ValueError, match="SparseCooTensorWithDimsAndTensorsBackward0"):
+        mg.grad(loss, values, create_graph=True)
+    torch.testing.assert_close(
+        mg.grad(loss, values), torch.tensor([18.0, 64.0], dtype=torch.float64)
+    )  # the first order is right, and allowed

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import metagrad as mg
+
+MEMORIES = ["full", "step"]
+
+
+def randn(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def problem():
+    """State, arguments and a step of gradient descent with a closure, on a loss without symmetries."""
+    state = {"a": randn(2, 4), "b": randn(3, seed=1)}
+    lr, w = torch.tensor(0.1, dtype=torch.float64, requires_grad=True), randn(4, 4, seed=2)
+
+    def step(state, t, lr):
+        loss = ((state["a"] @ w).tanh() ** 2).sum() + state["b"].pow(4).sum() + 0.01 * t * state["b"].sum()
+        grads = mg.grad(loss, state, create_graph=True)
+        return {k: state[k] - lr * grads[k] for k in state}, {"loss": loss, "seen": (state["b"] * 2, None)}
+
+    return step, state, lr, w
+
+
+def objective(memory, step, state, lr, steps=4) -> Tensor:
+    last, aux = mg.unroll(step, state, lr, steps=steps, memory=memory)
+    return (last["a"] ** 2).sum() + last["b"].sin().sum() + (aux["loss"] ** 2).sum() + aux["seen"][0].pow(3).sum()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_step_equals_full_at_three_orders_with_respect_to_state_arguments_and_closure(steps):
+    step, state, lr, w = problem()
+    inputs = [state["a"], state["b"], lr, w]
+    results = []
+    for memory in MEMORIES:
+        loss = objective(memory, step, state, lr, steps)
+        values = [loss]
+        for _ in range(3):
+            grads = torch.autograd.grad(loss, inputs, create_graph=True)
+            assert all(g.requires_grad for g in grads)
+            values += grads
+            loss = loss + sum((g**2 + g).sum() for g in grads)
+        results.append(values)
+    for full, step_values in zip(*results, strict=True):
+        torch.testing.assert_close(step_values, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max()))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_agrees_with_finite_differences(memory):
+    step, state, lr, _ = problem()
+    assert mg.gradcheck(
+        lambda state, lr: objective(memory, step, state, lr, steps=3), (state, lr), order=3, directions=1
+    )
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_gradient_descent_on_a_quadratic_has_its_closed_form(memory):
+    """w_T = w (1 - lr)^T, so dw_T/dlr = -T w (1 - lr)^(T - 1) and d2w_T/dlr2 = T (T - 1) w (1 - lr)^(T - 2)."""
+    w, lr = torch.tensor(2.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+
+    def step(w, t, lr):
+        return w - lr * mg.grad(w**2 / 2, w, create_graph=True), w
+
+    last, seen = mg.unroll(step, w, lr, steps=4, memory=memory)
+    first = mg.grad(last, lr, create_graph=True)
+    assert last.item() == 2 * 0.5**4
+    assert seen.tolist() == [2.0, 1.0, 0.5, 0.25]
+    assert first.item() == -4 * 2 * 0.5**3
+    assert mg.grad(first, lr).item() == 4 * 3 * 2 * 0.5**2
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_random_numbers_are_drawn_again_as_they_were(memory):
+    def run(memory):
+        torch.manual_seed(3)
+        x = randn(20)
+        last, _ = mg.unroll(
+            lambda x, t: (torch.nn.functional.dropout(x.sin() * x, 0.3), None), x, steps=3, memory=memory
+        )
+        (g,) = torch.autograd.grad(last.pow(2).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.pow(2).sum(), x)
+        return [last, g, h, torch.rand(1)]
+
+    for got, expected in zip(run(memory), run("full"), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_steps_zero_returns_the_state_and_no_aux(memory):
+    x = randn(3)
+    state, aux = mg.unroll(lambda x, t: (x, x), {"x": x}, steps=0, memory=memory)
+    assert state["x"] is x
+    assert aux is None
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_constants_in_the_state_and_integer_aux(memory):
+    def step(state, t):
+        return {"x": state["x"] ** 2, "count": state["count"] + 1, "none": None}, torch.tensor(t)
+
+    state, aux = mg.unroll(step, {"x": randn(2), "count": 0, "none": None}, steps=3, memory=memory)
+    assert state["count"] == 3
+    assert aux.tolist() == [0, 1, 2]
+    assert state["x"].requires_grad
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_without_create_graph_the_loop_runs_and_keeps_nothing(memory, no_grad):
+    w = randn(3)
+
+    def step(w, t):
+        loss = (w**4).sum()
+        return w - 0.01 * mg.grad(loss, w), loss
+
+    with torch.set_grad_enabled(not no_grad):
+        last, losses = mg.unroll(step, w, steps=5, memory=memory, create_graph=None if no_grad else False)
+    expected = w.detach()
+    for _ in range(5):
+        expected = expected - 0.01 * 4 * expected**3
+    torch.testing.assert_close(last.detach(), expected)
+    assert last.grad_fn is None
+    assert losses.shape == (5,)
+    assert not losses.requires_grad
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_only_what_needs_a_gradient_gets_one(memory):
+    x, frozen = randn(3), torch.ones(3, dtype=torch.float64)
+    last, aux = mg.unroll(
+        lambda s, t, f: ({"x": s["x"] * f + s["c"], "c": s["c"]}, s["c"]),
+        {"x": x, "c": frozen},
+        frozen,
+        steps=2,
+        memory=memory,
+    )
+    assert last["x"].requires_grad
+    assert not last["c"].requires_grad
+    assert not aux.requires_grad
+    assert torch.equal(torch.autograd.grad(last["x"].sum(), x)[0], torch.ones(3, dtype=torch.float64))
+
+
+def bytes_per_step(memory: str) -> list[int]:
+    """Return how much more is alive after each inner step of a two-layer network."""
+    params = {"w1": randn(32, 16), "w2": randn(16, 32)}
+    x = randn(8, 32).detach()
+
+    def step(params, t, x):
+        with mem.inner(t):
+            loss = (torch.tanh(x @ params["w1"]) @ params["w2"]).pow(2).mean()
+            grads = mg.grad(loss, params, create_graph=True)
+            return {k: params[k] - 0.1 * grads[k] for k in params}, None
+
+    with mg.MemoryTracker(device="cpu") as mem:
+        last, _ = mg.unroll(step, params, x, steps=6, memory=memory)
+        befores = [r.before for r in mem.records()]
+    del last
+    return [b - a for a, b in zip(befores, befores[1:], strict=False)]
+
+
+def test_step_keeps_exactly_the_state_of_each_step():
+    state = 2 * 32 * 16 * 8
+    assert bytes_per_step("step")[1:] == [state] * 4
+
+
+def test_full_grows_by_the_same_bytes_each_step_and_more_than_the_state():
+    growth = bytes_per_step("full")
+    assert len(set(growth[1:])) == 1
+    assert growth[1] > 2 * 32 * 16 * 8
+
+
+def test_a_differentiated_sweep_keeps_a_state_and_a_cotangent_per_step():
+    def kept(memory, steps):
+        params, x = randn(64, 64), randn(8, 64).detach()
+
+        def step(w, t):
+            loss = torch.tanh(torch.tanh(torch.tanh(x @ w) @ w) @ w).pow(2).sum()
+            loss = loss + torch.tanh(w).pow(3).sum()
+            return w - 0.1 * mg.grad(loss, w, create_graph=True), None
+
+        with mg.MemoryTracker(device="cpu") as mem, mem.phase("all"):
+            last, _ = mg.unroll(step, params, steps=steps, memory=memory)
+            g = mg.grad(last.pow(2).sum(), params, create_graph=True)
+        del last, g
+        return mem.records()[0].after
+
+    state = 64 * 64 * 8
+    assert (kept("step", 6) - kept("step", 4)) / 2 <= 3 * state
+    assert (kept("full", 6) - kept("full", 4)) / 2 > 10 * state
+
+
+BAD_STEPS = {
+    "structure": (lambda s, t: ({"y": s["x"]}, None), "state of the structure it takes"),
+    "shape": (lambda s, t: ({"x": s["x"].repeat(2)}, None), r"state\['x'\] was \(\(3,\), torch.float64\)"),
+    "dtype": (lambda s, t: ({"x": s["x"].float()}, None), "torch.float32"),
+    "no pair": (lambda s, t: s, r"must return \(state, aux\), got dict at t=0"),
+}
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_a_step_that_changes_its_state_is_refused(memory, case):
+    step, message = BAD_STEPS[case]
+    with pytest.raises(ValueError, match=message):
+        mg.unroll(step, {"x": randn(3)}, steps=2, memory=memory)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_aux_must_hold_tensors(memory):
+    with pytest.raises(TypeError, match="aux must hold tensors or None, got float"):
+        mg.unroll(lambda x, t: (x, 1.0), randn(3), steps=2, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"steps": -1}, ValueError, "expected 0 or more, got -1"),
+        ({"steps": 1.5}, TypeError, "expected an int, got float"),
+        ({"steps": 1, "memory": "none"}, ValueError, 'expected "full" or "step", got \'none\''),
+    ],
+)
+def test_bad_arguments_are_named(keywords, error, message):
+    with pytest.raises(error, match=message):
+        mg.unroll(lambda x, t: (x, None), randn(3), **keywords)
+
+
+def test_inside_vmap_step_stores_and_says_so():
+    x = randn(3, 4)
+    with pytest.warns(UserWarning, match="called inside a torch.func transform"):
+        y = torch.vmap(lambda x: mg.unroll(lambda x, t: (x.sin(), None), x, steps=2, memory="step")[0])(x)
+    torch.testing.assert_close(y, x.sin().sin())
