@@ -68,7 +68,8 @@ class SavedGraph:
         if _autograd._top_saved_tensors_default_hooks(False) is not None:
             raise RuntimeError(
                 "MemoryTracker: expected no saved-tensor hooks to be on, but found some "
-                "(torch.utils.checkpoint or save_on_cpu), which the tracker's would replace; open the tracker outside of them."
+                "(torch.utils.checkpoint or save_on_cpu), which the tracker's would replace; "
+                "open the tracker outside of them."
             )
         self._hooks.__enter__()
         self._refuse_hooks = autograd_graph.disable_saved_tensors_hooks

@@ -40,7 +40,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages that hold `tensor`: those of its components if it is sparse or a wrapper.
 
-    A tensor without a storage of torch's (mkldnn) yields nothing.
+    A tensor without memory of torch's (mkldnn, the zero tensors of forward mode) yields nothing.
     """
     if _has_own_dispatch(type(tensor)):
         for inner in _wrapped(tensor):
@@ -48,7 +48,7 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout in _COMPONENTS:
         for component in _COMPONENTS[tensor.layout]:
             yield from storages_of(getattr(tensor, component)())
-    elif tensor.layout is not torch._mkldnn:  # type: ignore[attr-defined]
+    elif tensor.layout is not torch._mkldnn and not tensor._is_zerotensor():  # type: ignore[attr-defined]
         yield tensor.untyped_storage()
 
 
@@ -195,6 +195,20 @@ class StorageMode(TorchDispatchMode):
         # A fake tensor refuses to run below its own mode; it has no memory to count.
         if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented
-        outputs = func(*args, **(kwargs or {}))
+        outputs = _call(func, args, kwargs or {})
         self.ledger.observe(func, (args, kwargs), outputs)
         return outputs
+
+
+def _call(func: Callable, args: tuple, kwargs: dict) -> object:
+    """Call `func` below a mode, with zero tensors as above it.
+
+    Below any mode torch 2.13 excludes the kernels for zero tensors, which forward mode makes; `mul.Scalar` of
+    one then reads through a null pointer: a backward through `torch.func.hessian` crashes the process.
+    """
+    if not any(isinstance(arg, torch.Tensor) and arg._is_zerotensor() for arg in args):
+        return func(*args, **kwargs)
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ZeroTensor)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        return func(*args, **kwargs)

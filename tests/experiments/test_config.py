@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from experiments.config import Device, plain
+
+CONF = Path(__file__).parents[2] / "conf"
+OPTIONS = [f"{file.parent.name}={file.stem}" for file in sorted(CONF.glob("*/*.yaml"))]
+
+# (experiment, ways, shots, meta-batch, inner steps in training, in the test, inner lr)
+OMNIGLOT = [
+    ("omniglot_5way1shot", 5, 1, 32, 1, 3, 0.4),
+    ("omniglot_5way5shot", 5, 5, 32, 1, 3, 0.4),
+    ("omniglot_20way1shot", 20, 1, 16, 5, 5, 0.1),
+    ("omniglot_20way5shot", 20, 5, 16, 5, 5, 0.1),
+]
+
+WRONG = [
+    ("seed=abc", "could not be converted to Integer"),
+    ("iterations=1.5", "could not be converted to Integer"),
+    ("task.shots=many", "could not be converted to Integer"),
+    ("algorithm.inner.lr=fast", "could not be converted to Float"),
+    ("memory.enabled=perhaps", "not a valid bool"),
+    ("device=tpu", "Invalid value 'tpu', expected one of"),
+    ("logger.name=csv", "Invalid value 'csv', expected one of"),
+    ("task.foo=1", "Key 'foo' not in 'Sinusoid'"),
+    ("+task.foo=1", "Key 'foo' not in 'Sinusoid'"),
+    ("sede=1", "Key 'sede' not in 'Config'"),
+]
+
+COUNTS = [
+    ("iterations=0", "iterations must be at least 1, got 0"),
+    ("seed=-1", "seed must be at least 0, got -1"),
+    ("evaluate.tasks=1", "evaluate.tasks must be at least 2, got 1"),
+    ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_of_every_group_composes(composed, option):
+    config = composed(option)
+    assert json.loads(json.dumps(plain(config)))["device"] == "auto"
+
+
+def test_the_options_are_found():
+    groups = {option.partition("=")[0] for option in OPTIONS}
+    assert groups == {"task", "model", "algorithm", "optimizer", "schedule", "logger", "experiment", "debug"}
+
+
+@pytest.mark.parametrize(("name", "ways", "shots", "meta_batch", "steps", "test_steps", "lr"), OMNIGLOT)
+def test_omniglot_protocols(composed, name, ways, shots, meta_batch, steps, test_steps, lr):
+    config = composed(f"experiment={name}")
+    assert (config.task.ways, config.task.shots, config.model.ways) == (ways, shots, ways)
+    assert (config.meta_batch, config.iterations, config.optimizer.lr) == (meta_batch, 60000, 1e-3)
+    assert (config.algorithm.steps, config.evaluate.steps) == (steps, test_steps)
+    assert config.algorithm.inner.lr == lr
+
+
+def test_sinusoid_protocol(composed):
+    config = composed("experiment=sinusoid")
+    assert config.model.sizes == [1, 40, 40, 1]
+    assert (config.task.shots, config.meta_batch, config.algorithm.steps) == (10, 25, 5)
+    assert (config.algorithm.inner.lr, config.optimizer.lr, config.algorithm.order) == (0.01, 1e-3, 2)
+
+
+def test_an_override_beats_debug_beats_an_experiment(composed):
+    config = composed("experiment=omniglot_5way1shot", "debug=fast", "meta_batch=3")
+    assert (config.iterations, config.meta_batch, config.task.ways) == (4, 3, 5)
+
+
+def test_a_cosine_runs_over_the_iterations(composed):
+    assert composed("schedule=cosine", "iterations=123").schedule.T_max == 123
+
+
+def test_wandb_follows_its_environment_variable(composed, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert composed().logger.mode == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert composed().logger.mode == "disabled"
+
+
+def test_values_have_their_types(composed):
+    config = composed("device=cpu")
+    assert config.device is Device.cpu
+    assert type(config.optimizer.betas) is list
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG)
+def test_unknown_keys_and_wrong_types_are_refused(composed, override, message):
+    with pytest.raises((ConfigCompositionException, OmegaConfBaseException)) as caught:
+        composed(override)
+    assert message in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_unknown_options_are_refused_with_the_known_ones(composed):
+    with pytest.raises(MissingConfigException, match="omniglot\n\tsinusoid"):
+        composed("task=omniglt")
+
+
+@pytest.mark.parametrize(("override", "message"), COUNTS)
+def test_counts_that_make_no_sense_are_refused(composed, override, message):
+    with pytest.raises(ValueError, match=message):
+        composed(override)

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from experiments.build import build_parts, build_splits, generator
+from experiments.evaluate import Interval, accuracies, evaluate, mean_interval, student_quantile
+
+
+@pytest.mark.parametrize(("freedom", "tolerance"), [(3, 2e-3), (10, 1e-5), (30, 1e-6), (599, 1e-9)])
+def test_student_quantile_is_that_of_scipy(freedom, tolerance):
+    assert student_quantile(0.975, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=tolerance)
+
+
+def test_mean_interval_in_closed_form():
+    # Values -1 and 1, 50 each: mean 0, sample variance 100 / 99.
+    interval = mean_interval(torch.tensor([-1.0, 1.0]).repeat(50))
+    assert interval.mean == 0
+    assert interval.tasks == 100
+    assert interval.ci95 == pytest.approx(stats.t.ppf(0.975, 99) * math.sqrt(100 / 99 / 100), rel=1e-7)
+
+
+def test_the_interval_covers_the_mean_as_often_as_it_says():
+    samples = torch.randn(4000, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    covered = [abs(interval.mean) <= interval.ci95 for interval in map(mean_interval, samples)]
+    # Standard error 0.0034.
+    assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.014)
+
+
+def test_an_interval_is_printed_with_the_digits_it_supports():
+    assert str(Interval(98.7312, 0.412, 600)) == "98.73 +- 0.41"
+    assert str(Interval(2.0, 0.0, 4)) == "2.00 +- 0.00"
+    assert str(Interval(1234.5, 210.0, 4)) == "1234 +- 210"
+
+
+def test_accuracies_in_closed_form():
+    logits = torch.tensor([[[2.0, 1.0], [0.0, 1.0]], [[0.0, 1.0], [0.0, 1.0]]])
+    assert accuracies(logits, torch.tensor([[0, 1], [0, 1]])).tolist() == [100.0, 50.0]
+
+
+def judge(parts, tasks, **settings):
+    defaults = {"num_tasks": 7, "steps": 3, "chunk": 7, "generator": generator(0, "test")}
+    return evaluate(parts.maml, tasks, **{**defaults, **settings}, device=torch.device("cpu"))
+
+
+def test_zero_steps_change_nothing_and_more_steps_do(composed):
+    config = composed("device=cpu")
+    parts, tasks = build_parts(config), build_splits(config).test
+    unadapted = judge(parts, tasks, steps=0)
+    assert unadapted["query_loss"] == unadapted["query_loss_before"]
+    adapted = judge(parts, tasks)
+    assert adapted["query_loss"].mean < adapted["query_loss_before"].mean
+    assert adapted["query_loss"].tasks == 7
+
+
+def test_evaluation_leaves_no_gradient_and_no_change(composed):
+    config = composed("device=cpu")
+    parts = build_parts(config)
+    before = {name: value.clone() for name, value in parts.maml.state_dict().items()}
+    judge(parts, build_splits(config).test, chunk=2)
+    assert all(torch.equal(before[name], value) for name, value in parts.maml.state_dict().items())
+    assert all(parameter.grad is None for parameter in parts.maml.parameters())

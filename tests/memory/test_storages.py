@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import copy
+import io
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from metagrad.memory.storages import Ledger, Slot, StorageMode
+
+CPU = torch.device("cpu")
+OLD = torch.arange(50, dtype=torch.float64)  # made before any ledger is open: 400 bytes
+
+
+def f64(*shape):
+    return torch.zeros(*shape, dtype=torch.float64)
+
+
+def loaded():
+    buffer = io.BytesIO()
+    torch.save(f64(10), buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def resized(numel, start=10):
+    return f64(start).resize_(numel)
+
+
+def sparse_coo():
+    index, values = torch.tensor([[0, 1, 1], [0, 0, 2]]), f64(3)
+    return torch.sparse_coo_tensor(index, values, (2, 3), check_invariants=True)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that keeps its data in another, and says nothing of it to torch (no __tensor_flatten__)."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {})))
+
+
+OLD_WRAPPER = Wrapper(OLD)
+OLD_COO = torch.eye(4, dtype=torch.float64).to_sparse()
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(100) * 2
+
+
+def requires_grad(tensor):
+    return tensor.clone().requires_grad_()
+
+
+def backward():
+    w = requires_grad(OLD)  # 400
+    (w.exp() * 2).sum().backward()  # .grad 400; all else is freed
+    return w
+
+
+# What is made, and the bytes that stay while the result is held.
+CASES = {
+    "factory": (lambda: f64(10), 80),
+    "float32": (lambda: torch.ones(10, dtype=torch.float32), 40),
+    "bool": (lambda: torch.ones(10, dtype=torch.bool), 10),
+    "empty": (lambda: f64(0), 0),
+    "torch.tensor": (lambda: torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), 24),
+    "scalar": (lambda: torch.tensor(1.0, dtype=torch.float64), 8),
+    "torch.tensor of numpy copies": (lambda: torch.tensor(np.ones(6)), 48),
+    "from_numpy is numpy's memory": (lambda: torch.from_numpy(np.ones(6)), 0),
+    "from_numpy, then out of place": (lambda: torch.from_numpy(np.ones(6)) + 1, 48),
+    "view of old": (lambda: OLD[3:].view(-1), 0),
+    "expand": (lambda: f64(1).expand(1000), 8),
+    "view keeps its base": (lambda: f64(100)[0], 800),
+    "detach": (lambda: OLD.detach(), 0),
+    "contiguous of old": (lambda: OLD.contiguous(), 0),
+    "in-place": (lambda: OLD.clone().add_(1).mul_(2), 400),
+    "in-place on old": (lambda: OLD.view(5, 10).mul_(1), 0),
+    "out=": (lambda: torch.add(OLD, 1, out=f64(50)), 400),
+    "out= of old": (lambda: torch.add(OLD, 0, out=OLD), 0),
+    "temporaries": (lambda: (OLD + 1).exp().sum(), 8),
+    "grown": (lambda: resized(1000), 8000),
+    "shrunk keeps its storage": (lambda: resized(2), 80),
+    "set_ to another": (lambda: f64(10).set_(f64(20)), 160),
+    "set_ to old": (lambda: f64(10).set_(OLD), 0),
+    "set_ to an old storage": (lambda: f64(10).set_(OLD.untyped_storage()), 0),
+    "data swapped": (lambda: setattr(t := f64(10), "data", f64(30)) or t, 240),
+    "tuple": (lambda: torch.linalg.svd(torch.eye(3, dtype=torch.float64)), 72 + 24 + 72),
+    "list": (lambda: torch._foreach_add([OLD, OLD], 1), 800),
+    "split of old": (lambda: OLD.split(10), 0),
+    "nested inputs": (lambda: torch.cat([OLD, OLD]), 800),
+    "item": (lambda: OLD.sum().item(), 0),
+    "coo": (sparse_coo, 3 * 2 * 8 + 3 * 8),
+    "coo from dense": (lambda: torch.eye(3, dtype=torch.float64).to_sparse_coo(), 3 * 2 * 8 + 3 * 8),
+    "coo of old values": (lambda: OLD_COO._values(), 0),
+    "coo in place on old": (lambda: OLD_COO.mul_(1), 0),
+    "coo to dense": (lambda: OLD_COO.to_dense(), 128),
+    "wrapper": (lambda: OLD_WRAPPER * 2, 400),
+    "wrapper's temporaries": (lambda: (OLD_WRAPPER * 2 + 1).exp(), 400),
+    "meta": (lambda: torch.empty(100, device="meta"), 0),
+    "fake": (fake, 0),
+    "mkldnn": (lambda: torch.ones(4, 4).to_mkldnn(), 0),
+    "vmap": (lambda: torch.vmap(lambda x: x * 2)(OLD.view(5, 10)), 400),
+    "func.grad": (lambda: torch.func.grad(lambda x: (x**3).sum())(OLD), 400),
+    "func.jvp": (lambda: torch.func.jvp(torch.sin, (OLD,), (OLD,)), 800),
+    "vmap of func.grad": (lambda: torch.vmap(torch.func.grad(lambda x: x**3))(OLD), 400),
+    "zero tensor": (lambda: torch._efficientzerotensor((100,)), 0),
+    "inference mode": (lambda: torch.inference_mode()(lambda: OLD.reshape(5, 10) + 1)(), 400),
+    "backward": (backward, 800),
+    "deepcopy": (lambda: copy.deepcopy(OLD), 400),
+    "parameter": (lambda: torch.nn.Parameter(f64(10)), 80),
+    "load": (loaded, 80),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_that_stay_are_exact_and_go_with_the_result(name):
+    make, expected = CASES[name]
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        kept = make()
+        assert ledger.total == expected
+        del kept
+        assert ledger.total == 0
+    assert ledger.peak >= expected
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
+def test_compressed_layouts_count_the_storages_of_their_three_components(layout):
+    dense = torch.eye(4, dtype=torch.float64)
+    block = {} if layout in ("csr", "csc") else {"blocksize": (2, 2)}
+    reference = getattr(dense, f"to_sparse_{layout}")(**block)
+    pointers = reference.crow_indices() if layout in ("csr", "bsr") else reference.ccol_indices()
+    num_indices = 2 * reference.values().shape[0]  # the one of `nonzero`, of which torch keeps one row
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        kept = getattr(dense, f"to_sparse_{layout}")(**block)
+    assert ledger.total == 8 * (pointers.numel() + num_indices + reference.values().numel())
+    assert kept.layout == reference.layout
+
+
+def test_peak_within_an_expression():
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        kept = (OLD + 1) + 1  # two of 400 at once
+    assert (ledger.total, ledger.peak, kept.numel()) == (400, 800, 50)
+
+
+def test_storage_resized_by_hand_is_seen_when_next_returned():
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        kept = f64(10)
+        kept.untyped_storage().resize_(0)
+        kept.detach()
+        assert ledger.total == 0
+        del kept
+        assert ledger.total == 0
+
+
+def test_deaths_of_old_storages_are_not_counted():
+    old = f64(100)
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        old.add_(1)
+        del old
+    assert (ledger.total, ledger.peak) == (0, 0)
+
+
+def test_storages_of_another_device_are_not_counted():
+    ledger = Ledger(torch.device("meta"))
+    with StorageMode(ledger):
+        kept = f64(10), torch.empty(20, device="meta", dtype=torch.float64)
+    assert (ledger.total, len(kept)) == (160, 2)
+
+
+def test_close_freezes_the_counts():
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        kept = f64(10)
+    ledger.close()
+    del kept
+    assert ledger.total == 80
+
+
+def test_the_ledger_keeps_no_storage_alive():
+    with StorageMode(Ledger(CPU)):
+        kept = f64(10)
+        alive = weakref.ref(kept.untyped_storage())
+        assert alive() is not None
+        del kept
+        assert alive() is None
+
+
+def test_attribution_equals_a_copy_of_all_counters_at_each_new_peak():
+    chance = random.Random(0)
+    ledger = Ledger(CPU)
+    slots = [Slot() for _ in range(5)]
+    live = [0] * len(slots)
+    expected, peak, held = list(live), 0, []
+    with StorageMode(ledger):
+        for _ in range(500):
+            if held and chance.random() < 0.5:
+                slot, tensor = held.pop(chance.randrange(len(held)))
+                live[slot] -= 8 * tensor.numel()
+                del tensor
+            else:
+                slot = chance.randrange(len(slots))
+                ledger.slot = slots[slot]
+                tensor = f64(chance.randrange(1, 50))
+                live[slot] += 8 * tensor.numel()
+                held.append((slot, tensor))
+                del tensor
+            if sum(live) > peak:
+                expected, peak = list(live), sum(live)
+            assert [ledger.at_peak(slot) for slot in slots] == expected
+            assert (ledger.total, ledger.peak) == (sum(live), peak)
+
+
+def test_zero_tensors_below_a_mode_do_not_crash():
+    # In torch 2.13 `mul.Scalar` of a zero tensor crashes the process below any TorchDispatchMode.
+    ledger = Ledger(CPU)
+    with StorageMode(ledger):
+        zero = torch._efficientzerotensor((100,))
+        assert torch.ops.aten.mul.Scalar(zero, 2.0)._is_zerotensor()
+        assert ledger.peak == 0
+        assert not (zero + OLD[:1]).any()

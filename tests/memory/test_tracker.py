@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+import doctest
+import json
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import metagrad.memory
+from metagrad.memory import MemoryTracker, current, tracker
+
+N = 100
+BYTES = 8 * N
+
+
+def f64(numel):
+    return torch.zeros(numel, dtype=torch.float64)
+
+
+def cubic_step(w, create_graph=True):
+    """One SGD step on sum(w^3) / 3, written so that every tensor it saves is known."""
+    (gradient,) = torch.autograd.grad((w**3).sum() / 3, w, create_graph=create_graph)
+    return w - 0.1 * gradient
+
+
+def unrolled(mem, steps=5, create_graph=True):
+    w = torch.ones(N, dtype=torch.float64, requires_grad=True)
+    for k in range(steps):
+        with mem.inner(k):
+            w = cubic_step(w, create_graph)
+    return w
+
+
+def active():
+    """Whatever a tracker puts on torch."""
+    return (
+        _get_current_dispatch_mode_stack(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        torch.autograd.graph.disable_saved_tensors_hooks,
+    )
+
+
+def sizes(record):
+    return record.before, record.after, record.peak
+
+
+def test_unrolled_sgd_grows_by_the_same_bytes_each_step():
+    # Step k leaves w_{k+1} (N doubles) and, for the double backward of w^3, the incoming gradient 1/3 (one
+    # double, expanded). The powers save w_k, a leaf at k = 0: the graph holds w_1 .. w_k and 8 bytes a step.
+    with MemoryTracker(device="cpu") as mem, mem.outer(0):
+        kept = unrolled(mem)
+    inner = [record for record in mem.records() if record.name == "inner"]
+    growth = [second.after - first.after for first, second in pairwise(inner)]
+    assert growth == [BYTES + 8] * 4
+    assert [record.graph for record in inner] == [8, *[BYTES + 8] * 4]
+    assert kept.requires_grad
+
+
+def test_first_order_steps_do_not_grow():
+    with MemoryTracker(device="cpu") as mem:
+        w = torch.ones(N, dtype=torch.float64, requires_grad=True)
+        for k in range(4):
+            with mem.inner(k):
+                w = cubic_step(w, create_graph=False).detach().requires_grad_()
+    # Each step replaces its input, made before it, by its output.
+    assert [sizes(record)[:2] for record in mem.records()] == [(BYTES, BYTES)] * 4
+    assert "Inner steps do not add memory: 0 B each" in mem.verdict()
+
+
+def test_phases_nest_and_fold():
+    with MemoryTracker(device="cpu") as mem:
+        base = f64(N)
+        with mem.outer(7):
+            with mem.inner(0):
+                first = f64(N) + 1  # two at once, one stays
+            with mem.phase("query", index=2):
+                with mem.phase("deep"):
+                    f64(5 * N)
+                del first
+        del base
+    outer, inner, query, deep = mem.records()
+    assert sizes(outer) == (BYTES, BYTES, 7 * BYTES)
+    assert sizes(inner) == (BYTES, 2 * BYTES, 3 * BYTES)
+    assert sizes(query) == (2 * BYTES, BYTES, 7 * BYTES)
+    assert sizes(deep) == (2 * BYTES, 2 * BYTES, 7 * BYTES)
+    assert [record.peak_delta for record in mem.records()] == [6 * BYTES, 2 * BYTES, 5 * BYTES, 5 * BYTES]
+    assert deep.path == (("outer", 7), ("query", 2), ("deep", None))
+    assert (deep.name, deep.index, deep.depth, deep.outer) == ("deep", None, 2, 7)
+    assert (inner.name, inner.index, inner.depth, inner.outer) == ("inner", 0, 1, 7)
+    assert mem.peak == 7 * BYTES
+
+
+def test_the_peak_is_attributed_to_the_phases_that_made_it():
+    with MemoryTracker(device="cpu") as mem:
+        outside = f64(1)
+        with mem.outer(0):
+            with mem.inner(0):
+                x, y = f64(100), f64(50)
+                del y
+            with mem.inner(1):
+                z = f64(200)  # x and z: 2400 + 8, a first peak
+                del x
+            with mem.inner(2):
+                u = f64(150)  # z and u: 2800 + 8, the peak
+                v = u[:10].clone()  # 2880 + 8, the peak
+                del u
+            with mem.inner(3):
+                z = f64(100)  # 1600 + 80 + 800, below it
+    at_peak = [record.at_peak for record in mem.records()]
+    assert at_peak == [0, 0, 1600, 1280, 0]
+    assert mem.peak == 2888 == sum(at_peak) + 8 * outside.numel()
+    assert (
+        "the peak is 2.82 KiB, the largest part of it made in outer 0 / inner 1 (1.56 KiB)" in mem.verdict()
+    )
+    assert v.numel() + z.numel() == 110
+
+
+def test_records_while_open_are_of_the_phases_left():
+    with MemoryTracker(device="cpu") as mem, mem.outer(0):
+        with mem.inner(0):
+            kept = f64(N)
+        assert [record.name for record in mem.records()] == ["inner"]
+        assert mem.records()[0].at_peak == mem.peak == BYTES
+        kept = torch.cat([kept, kept])
+        assert mem.peak == 3 * BYTES
+
+
+def test_nothing_changes_after_closing():
+    with MemoryTracker(device="cpu") as mem, mem.inner(0):
+        kept = f64(N)
+    before = mem.records(), mem.peak, mem.table(), mem.verdict()
+    del kept
+    f64(10 * N)
+    assert (mem.records(), mem.peak, mem.table(), mem.verdict()) == before
+
+
+def test_an_empty_tracker_reports_nothing():
+    mem = MemoryTracker(device="cpu")
+    assert (mem.records(), mem.peak, mem.table()) == ([], 0, "no phase was recorded")
+    assert mem.verdict() == "The tracker was not opened."
+
+
+def test_defaults_on_the_cpu():
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        mem = MemoryTracker()
+        assert (mem.device, mem.method) == (torch.device("cpu"), "storage")
+
+
+def test_as_dict_is_json():
+    with MemoryTracker(device="cpu") as mem, mem.outer(3), mem.phase("query"):
+        pass
+    row = mem.records()[1].as_dict()
+    assert json.loads(json.dumps(row)) == row
+    assert row.pop("seconds") >= 0
+    path = {"path": [["outer", 3], ["query", None]], "name": "query", "index": None, "depth": 1, "outer": 3}
+    sizes = {"before": 0, "after": 0, "peak": 0, "peak_delta": 0, "graph": 0, "at_peak": 0}
+    assert row == {**path, **sizes, "device": "cpu", "method": "storage"}
+
+
+def test_closed_costs_nothing():
+    before = active()
+    assert before[:2] == ([], None)
+    with MemoryTracker(device="cpu"):
+        during = active()
+        assert len(during[0]) == 1
+        assert all(on is not off for on, off in zip(during, before, strict=True))
+    assert active() == before
+
+
+def allocate_and_raise(mem):
+    with mem, mem.outer(0), mem.inner(0):
+        f64(N).sum()
+        raise KeyError("mine")
+
+
+def test_closed_after_an_exception_too():
+    before, mem = active(), MemoryTracker(device="cpu")
+    with pytest.raises(KeyError, match="mine"):
+        allocate_and_raise(mem)
+    assert active() == before
+    assert current() is None
+    assert [record.peak for record in mem.records()] == [BYTES + 8] * 2
+
+
+def test_a_phase_that_raises_is_left_and_the_run_goes_on():
+    with MemoryTracker(device="cpu") as mem:
+        with pytest.raises(KeyError, match="mine"), mem.outer(0), mem.inner(0):
+            raise KeyError("mine")
+        with mem.outer(1):
+            pass
+    assert [record.path for record in mem.records()] == [
+        (("outer", 0),),
+        (("outer", 0), ("inner", 0)),
+        (("outer", 1),),
+    ]
+
+
+def test_current_is_the_open_tracker_of_this_thread():
+    seen = []
+    assert current() is None
+    with MemoryTracker(device="cpu") as mem:
+        assert current() is mem
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+    assert current() is None
+    assert seen == [None]
+
+
+def test_reopening_while_open():
+    with (
+        MemoryTracker(device="cpu") as mem,
+        pytest.raises(
+            RuntimeError, match="expected no open tracker, but this one is; close it or use current"
+        ),
+    ):
+        mem.__enter__()
+
+
+def test_two_open_at_once():
+    with (
+        MemoryTracker(device="cpu"),
+        pytest.raises(RuntimeError, match="expected no open tracker, but another one is; close it or use"),
+    ):
+        MemoryTracker(device="cpu").__enter__()
+
+
+def test_a_tracker_measures_one_run():
+    with MemoryTracker(device="cpu") as mem:
+        pass
+    with pytest.raises(RuntimeError, match="this one has measured its run; make a new one"):
+        mem.__enter__()
+    assert current() is None
+
+
+@pytest.mark.parametrize("open_first", [False, True])
+def test_phases_of_a_closed_tracker(open_first):
+    mem = MemoryTracker(device="cpu")
+    if open_first:
+        with mem:
+            pass
+    message = (
+        r"MemoryTracker.phase\('inner'\): expected an open tracker, but it is closed; enter phases inside"
+    )
+    with pytest.raises(RuntimeError, match=message), mem.inner(0):
+        pass
+
+
+def test_phases_from_another_thread():
+    errors = []
+
+    def enter():
+        try:
+            mem.inner(0).__enter__()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with MemoryTracker(device="cpu") as mem:
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+    assert "but it is open in another thread; enter phases inside `with tracker:`" in errors[0]
+
+
+def suspended_in(mem):
+    """A generator that was suspended inside an inner step."""
+
+    def steps():
+        with mem.inner(0):
+            yield
+
+    generator = steps()
+    next(generator)
+    return generator
+
+
+def leave_before_inner(phase, mem, suspended, error=None):
+    with phase:
+        suspended.append(suspended_in(mem))
+        if error is not None:
+            raise error
+
+
+def test_a_phase_closed_out_of_order():
+    message = (
+        "expected outer 0 / inner 0 to be closed before outer 0, which is around it; close phases in the"
+    )
+    suspended = []
+    with MemoryTracker(device="cpu") as mem:
+        with pytest.raises(RuntimeError, match=message):
+            leave_before_inner(mem.outer(0), mem, suspended)
+        suspended.pop().close()
+        with mem.outer(1):
+            pass
+    assert [record.path[-1] for record in mem.records()] == [("outer", 0), ("inner", 0), ("outer", 1)]
+
+
+def test_a_tracker_closed_before_its_phases():
+    mem, before, suspended = MemoryTracker(device="cpu"), active(), []
+    message = (
+        "expected every phase to be closed before the tracker, but inner 0 was open; close phases in the"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        leave_before_inner(mem, mem, suspended)
+    suspended.pop().close()
+    assert active() == before
+    assert len(mem.records()) == 1
+
+
+def test_an_exception_is_not_replaced_by_the_order_of_phases():
+    suspended = []
+    with MemoryTracker(device="cpu") as mem, pytest.raises(KeyError, match="mine"):
+        leave_before_inner(mem.outer(0), mem, suspended, KeyError("mine"))
+    suspended.pop().close()
+    mem = MemoryTracker(device="cpu")
+    with pytest.raises(KeyError, match="mine"):
+        leave_before_inner(mem, mem, suspended, KeyError("mine"))
+    assert current() is None
+
+
+BAD_ARGUMENTS = {
+    "method": (lambda: MemoryTracker(method="gpu"), ValueError, "expected one of auto, .*, rss, got 'gpu'"),
+    "device": (
+        lambda: MemoryTracker(device="gpu"),
+        ValueError,
+        "expected a device such as 'cpu' or 'cuda:0'",
+    ),
+    "meta": (lambda: MemoryTracker(device="meta"), ValueError, "expected a CPU or CUDA device, got 'meta'"),
+    "type": (
+        lambda: MemoryTracker(device=1.5),
+        TypeError,
+        "expected a torch.device, its name or None, got float",
+    ),
+    "allocator": (
+        lambda: MemoryTracker(device="cpu", method="allocator"),
+        ValueError,
+        "expected a CUDA device, got 'cpu'; use method='storage'",
+    ),
+    "name": (lambda: MemoryTracker().phase(3), TypeError, r"phase\(name\): expected a string, got int"),
+    "index": (
+        lambda: MemoryTracker().inner("0"),
+        TypeError,
+        r"inner', index=\.\.\.\): expected an integer or None, got str",
+    ),
+    "last": (
+        lambda: MemoryTracker().table(last=0),
+        ValueError,
+        "expected a positive number of rows or None, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments(name):
+    call, error, message = BAD_ARGUMENTS[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+def test_cuda_that_is_not_there():
+    with pytest.raises(ValueError, match="expected CUDA to be available, but it is not; use device='cpu'"):
+        MemoryTracker(device="cuda")
+
+
+def test_public_names():
+    assert metagrad.memory.__all__ == ["MemoryTracker", "Record", "current"]
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(tracker).failed == 0

@@ -1,0 +1,430 @@
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+
+sgd = mg.optim.rules.sgd
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+
+class Custom(nn.Module):
+    """A model whose forward only vmap can stack: tied weights, an own parameter, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter = nn.Linear(2, 8)
+        self.mix = nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+        self.leave = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3))
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.enter(x)) * self.gain
+        return self.leave(self.mix(self.mix(h)) + h)
+
+
+def tied():
+    torch.manual_seed(2)
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(nn.Linear(2, 3), shared, nn.Tanh(), shared).double()
+
+
+def conv(norm):
+    torch.manual_seed(3)
+    return mg.models.Conv4(3, hidden=4, image_size=16, norm=norm).double()
+
+
+def meta_gradient(loss, model):
+    params = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(loss, params, materialize_grads=True)
+
+
+def assert_same(got, expected, rtol=1e-10):
+    scale = max(float(e.abs().max()) for e in expected)
+    for a, b in zip(got, expected, strict=True):
+        # A bias before BatchNorm has the exact gradient 0, so the scale is that of the whole gradient.
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * scale)
+
+
+REGRESSION = {"MLP": mlp, "custom forward": Custom, "tied weights": tied}
+
+
+@pytest.mark.parametrize("model", REGRESSION)
+@pytest.mark.parametrize("steps", [0, 1, 5, 10])
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+def test_meta_gradient_equals_the_textbook_loop(textbook, regression, model, steps, memory, task_chunk):
+    model = REGRESSION[model]()
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=steps, memory=memory, task_chunk=task_chunk)
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=steps)
+    out = maml(regression)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-10, atol=1e-12)
+    assert_same(meta_gradient(out.loss, model), meta_gradient(expected.mean(), model))
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("steps", [1, 5, 10])
+@pytest.mark.parametrize(("memory", "task_chunk"), [("full", None), ("full", 2), ("step", None), ("step", 2)])
+def test_conv4_equals_the_textbook_loop(textbook, images, norm, steps, memory, task_chunk):
+    model = conv(norm)
+    maml = mg.MAML(
+        model, F.cross_entropy, inner=sgd(lr=0.05), steps=steps, memory=memory, task_chunk=task_chunk
+    )
+    expected = textbook(model, F.cross_entropy, images, lr=0.05, steps=steps)
+    assert_same(meta_gradient(maml(images).loss, model), meta_gradient(expected.mean(), model))
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_first_order(textbook, regression, memory, task_chunk):
+    model = mlp()
+    maml = mg.MAML(
+        model, F.mse_loss, inner=sgd(lr=0.1), steps=5, order=1, memory=memory, task_chunk=task_chunk
+    )
+    first = meta_gradient(textbook(model, F.mse_loss, regression, lr=0.1, steps=5, order=1).mean(), model)
+    second = meta_gradient(textbook(model, F.mse_loss, regression, lr=0.1, steps=5).mean(), model)
+    got = meta_gradient(maml(regression).loss, model)
+    assert_same(got, first)
+    assert not torch.allclose(got[0], second[0])
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
+    """A third derivative of the model, against that of the textbook loop."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    params = list(model.parameters())
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
+
+    def hessian_products(loss):
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        assert all(g.requires_grad for g in grads)
+        return torch.autograd.grad(sum((g**2).sum() for g in grads), params)
+
+    expected = hessian_products(textbook(model, F.mse_loss, regression, lr=0.1, steps=3).mean())
+    assert_same(hessian_products(maml(regression).loss), expected)
+
+
+def test_output_shapes_and_the_first_losses(regression):
+    model = mlp()
+    out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5)(regression)
+    assert out.loss.shape == ()
+    assert out.losses.shape == (4, 5)
+    assert out.query_losses.shape == (4,)
+    assert out.query_logits.shape == (4, 5, 3)
+    plain = torch.stack([F.mse_loss(model(x), y) for x, y in zip(*regression.support, strict=True)])
+    torch.testing.assert_close(out.losses[:, 0], plain)
+    torch.testing.assert_close(out.loss, out.query_losses.mean())
+    assert (out.losses[:, -1] < out.losses[:, 0]).all()
+    assert out.losses.requires_grad
+    assert out.query_logits.requires_grad
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_adapt_gives_the_model_that_forward_judges(regression, task_chunk):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
+    out, fast = maml(regression), maml.adapt(regression.support)
+    torch.testing.assert_close(fast(regression.query.x), out.query_logits)
+    torch.testing.assert_close(fast.losses, out.losses)
+    assert fast.params["0.weight"].shape == (4, 8, 2)
+    assert fast(regression.query.x).requires_grad
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_without_grad_mode_it_adapts_and_keeps_no_graph(regression, task_chunk, memory):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk, memory=memory)
+    expected = maml(regression)
+    with torch.no_grad():
+        out, fast = maml(regression), maml.adapt(regression.support)
+    torch.testing.assert_close(out.query_logits, expected.query_logits)
+    assert not any(t.requires_grad for t in (out.loss, out.losses, out.query_losses, out.query_logits))
+    assert not fast(regression.query.x.detach()).grad_fn or fast.params["0.weight"].is_leaf
+
+
+def test_steps_can_differ_from_call_to_call(regression, textbook):
+    model = mlp()
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=6)
+    torch.testing.assert_close(maml(regression, steps=6).query_losses, expected)
+    assert maml.adapt(regression.support, steps=0).losses.shape == (4, 0)
+
+
+def test_frozen_parameters_are_shared_and_not_adapted(textbook, regression):
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    assert "0.weight" not in maml.adapt(regression.support).params
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=3).mean()
+    assert_same(meta_gradient(maml(regression).loss, model), meta_gradient(expected, model))
+
+
+def test_a_parameter_the_loss_does_not_use_stays_as_it_is(regression):
+    model = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
+    fast = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2).adapt(regression.support)
+    assert torch.equal(fast.params["unused"].detach(), torch.ones(4, 2, dtype=torch.float64))
+
+
+def test_learned_hyperparameters_are_parameters_of_the_module(regression):
+    model = mlp()
+    rates = {k: nn.Parameter(torch.full_like(p, 0.1)) for k, p in model.named_parameters()}
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=rates, momentum=nn.Parameter(torch.tensor(0.5))), steps=3)
+    names = {k for k, _ in maml.named_parameters()}
+    assert {"inner_lr_0_weight", "inner_momentum", "model.0.weight"} <= names
+    maml(regression).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in maml.parameters())
+
+
+def test_a_copy_is_independent(regression):
+    maml = mg.MAML(Custom(), F.mse_loss, inner=sgd(lr=nn.Parameter(torch.tensor(0.1))), steps=2)
+    maml(regression)
+    twin = copy.deepcopy(maml)
+    with torch.no_grad():
+        for p in maml.parameters():
+            p.add_(1.0)
+    fresh = mg.MAML(Custom(), F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    torch.testing.assert_close(twin(regression).query_losses, fresh(regression).query_losses)
+
+
+def test_state_dict_round_trip(regression):
+    rate = nn.Parameter(torch.tensor(0.3))
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=rate), steps=2)
+    other = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=nn.Parameter(torch.tensor(0.1))), steps=2)
+    other.load_state_dict(maml.state_dict())
+    torch.testing.assert_close(other(regression).loss, maml(regression).loss)
+
+
+def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    ones = torch.ones(3, 4, 6, dtype=torch.float64)
+    batch = Batch(Examples(ones, torch.zeros(3, 4, 2).double()), Examples(ones, torch.zeros(3, 4, 2).double()))
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory="step")
+    results = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        out = maml(batch)
+        results.append((out.query_logits, *meta_gradient(out.loss, model)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not torch.equal(results[0][0][0], results[0][0][1])
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.lstm = nn.LSTM(1, 5, batch_first=True)
+        self.head = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+class RunningStatistics(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(5)
+        super().__init__(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        self.double()
+
+
+class DataDependent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.linear = nn.Linear(2, 3).double()
+
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else -self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Recurrent, r"no rule for LSTM \(lstm\)"),
+        (RunningStatistics, r"BatchNorm1d \(1\) updates running statistics"),
+        (DataDependent, "torch.vmap cannot take the model.*data-dependent control flow"),
+    ],
+)
+def test_what_vmap_cannot_take_runs_in_a_loop_with_one_warning(textbook, regression, model, reason):
+    model = model()
+    twin = copy.deepcopy(model)
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    with pytest.warns(UserWarning, match=reason) as caught:
+        out = maml(regression)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        maml(regression)
+    expected = textbook(twin, F.mse_loss, regression, lr=0.1, steps=2)
+    assert_same(meta_gradient(out.loss, model), meta_gradient(expected.mean(), twin))
+
+
+def test_running_statistics_are_updated_once_with_recomputation(regression):
+    models = [RunningStatistics() for _ in range(2)]
+    for model, memory in zip(models, ["full", "step"], strict=True):
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=1)
+        maml(regression).loss.backward()
+    torch.testing.assert_close(models[0][1].running_mean, models[1][1].running_mean)
+    assert models[1][1].num_batches_tracked == 4 * 3
+
+
+def test_a_fallback_leaves_the_random_numbers_as_the_loop_draws_them(regression):
+    def run(task_chunk):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Dropout(0.5), DataDependent())
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=task_chunk)
+        return maml(regression).loss
+
+    with pytest.warns(UserWarning, match="one by one"):
+        automatic = run(None)
+    assert torch.equal(automatic, run(1))
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_vmap(regression):
+    model = nn.Sequential(nn.Linear(7, 3)).double()
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="shapes"):
+        warnings.simplefilter("error")
+        mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=1)(regression)
+
+
+def test_phases_are_reported_to_an_open_tracker(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    with mg.MemoryTracker(device="cpu") as mem, mem.outer(0):
+        maml(regression).loss.backward()
+    assert [r.path[-1] for r in mem.records()] == [
+        ("outer", 0),
+        ("inner", 0),
+        ("inner", 1),
+        ("inner", 2),
+        ("query", None),
+    ]
+
+
+def test_a_forward_outside_any_phase_is_an_outer_step_of_its_own(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    with mg.MemoryTracker(device="cpu") as mem:
+        maml(regression)
+        maml(regression)
+    assert [r.path for r in mem.records() if r.name == "inner"] == [
+        (("outer", 0), ("inner", 0)),
+        (("outer", 1), ("inner", 0)),
+    ]
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_nan_names_task_and_step(regression, task_chunk):
+    regression.support.y[2, 0, 0] = float("nan")
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
+    for call in (lambda: maml(regression), lambda: maml.adapt(regression.support)):
+        with pytest.raises(FloatingPointError, match="loss of task 2 is nan at inner step 0.*1 of 4 tasks"):
+            call()
+
+
+def test_divergence_names_the_step_where_it_became_infinite(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=1e6), steps=200)
+    with pytest.raises(FloatingPointError, match="loss of task 0 is (inf|nan) at inner step"), torch.no_grad():
+        maml(regression)
+
+
+def test_nan_in_the_query_is_named(regression):
+    regression.query.y[1, 0, 0] = float("inf")
+    with pytest.raises(FloatingPointError, match="task 1 is inf on its query examples"):
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)(regression)
+
+
+def classification(highest=2, lowest=0):
+    x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0)).double()
+    y = torch.tensor([[lowest, 1, 2, highest]] * 2)
+    return Batch(Examples(x, y), Examples(x, y))
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [F.cross_entropy, nn.CrossEntropyLoss(), functools.partial(F.cross_entropy, label_smoothing=0.1)],
+    ids=["function", "module", "partial"],
+)
+def test_labels_out_of_range_are_named(task_chunk, loss_fn):
+    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
+    assert maml(classification()).loss.isfinite()
+    for batch, bounds in ((classification(3), "0 to 3"), (classification(lowest=-1), "-1 to 2")):
+        with pytest.raises(ValueError, match=rf"labels must lie in 0..2.*from {bounds}"):
+            maml(batch)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_ignored_labels_pass(task_chunk, textbook):
+    model, batch = mlp(), classification(-100)
+    maml = mg.MAML(model, F.cross_entropy, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
+    expected = textbook(model, F.cross_entropy, batch, lr=0.1, steps=1)
+    torch.testing.assert_close(maml(batch).query_losses, expected)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "message"),
+    [
+        ({"steps": -1}, ValueError, "steps must be 0 or more, got -1"),
+        ({"steps": 1.0}, TypeError, "steps must be an int, got float"),
+        ({"order": 3}, ValueError, r"expected 1 \(first-order MAML\) or 2, got 3"),
+        ({"memory": "half"}, ValueError, "expected one of .*'step'.*got 'half'"),
+        ({"task_chunk": 0}, ValueError, "task_chunk.*got 0"),
+    ],
+)
+def test_bad_arguments_are_named(keywords, error, message):
+    with pytest.raises(error, match=message):
+        mg.MAML(mlp(), F.mse_loss, **{"inner": sgd(lr=0.1), "steps": 1, **keywords})
+
+
+def test_a_model_without_anything_to_adapt_is_refused():
+    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
+        mg.MAML(nn.ReLU(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, got function"):
+        mg.MAML(lambda x: x, F.mse_loss, inner=sgd(lr=0.1), steps=1)
+
+
+def test_bad_batches_are_named(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    (sx, sy), (qx, qy) = regression
+    cases = {
+        r"support.x is empty, its shape is \(0, 6, 2\)": ((sx[:0], sy[:0]), (qx[:0], qy[:0])),
+        r"query.x is empty, its shape is \(4, 0, 2\)": ((sx, sy), (qx[:, :0], qy[:, :0])),
+        "same number of tasks in front": ((sx[:2], sy[:2]), (qx, qy)),
+        "support.x and support.y must have the same number of examples": ((sx, sy[:, :3]), (qx, qy)),
+        r"must be \[tasks, examples, ...\], got shape \(6,\)": ((sx[0, :, 0], sy), (qx, qy)),
+    }
+    for message, (support, query) in cases.items():
+        with pytest.raises(ValueError, match=message):
+            maml(Batch(Examples(*support), Examples(*query)))
+    with pytest.raises(ValueError, match="adapted to 4 tasks"):
+        maml.adapt(regression.support)(qx[:2])
+    with pytest.raises(ValueError, match="steps must be 0 or more, got -2"):
+        maml(regression, steps=-2)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_loss_that_is_not_a_scalar_is_named(regression, task_chunk):
+    loss_fn = functools.partial(F.mse_loss, reduction="none")
+    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
+    with pytest.raises(ValueError, match=r"scalar for each task, got shape \(6, 3\)"):
+        maml(regression)
+
+
+def test_repr_names_the_algorithm():
+    assert "steps=3, order=1, memory='step', inner=SGD" in repr(
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, order=1, memory="step")
+    )

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from metagrad.meta.stacked import forward_stacked, losses_stacked
+
+
+class Doubling(nn.Linear):
+    """A subclass with a forward of its own, which must not be taken for a Linear."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked():
+    linear = nn.Linear(4, 3)
+    linear.register_forward_hook(lambda module, args, output: output * 3)
+    return linear
+
+
+def frozen(name):
+    linear = nn.Linear(4, 3)
+    getattr(linear, name).requires_grad_(False)
+    return linear
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "without bias": lambda: nn.Linear(4, 3, bias=False),
+    "frozen weight": lambda: frozen("weight"),
+    "frozen bias": lambda: frozen("bias"),
+    "deep": lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 5), nn.GELU()), nn.Linear(5, 3)),
+    "flatten": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)),
+    "norm": lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)),
+    "prelu": lambda: nn.Sequential(nn.Linear(4, 3), nn.PReLU(3)),
+    "softmax": lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)),
+    "subclass": lambda: Doubling(4, 3),
+    "hook": hooked,
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    "spectral": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("extra", [(), (2,)], ids=["[n, i]", "[n, 2, i]"])
+def test_equals_one_task_after_the_other(name, extra):
+    if extra and name in ("flatten", "prelu", "softmax"):
+        pytest.skip(f"{name} takes [n, i] only")
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    features = 3 if name == "spectral" else 4
+    x = torch.randn(6, 5, *extra, features, dtype=torch.float64)
+    params = {
+        k: (p + torch.randn(6, *p.shape, dtype=torch.float64)).detach().requires_grad_()
+        for k, p in model.named_parameters()
+        if p.requires_grad
+    }
+    together = forward_stacked(model, params, x)
+    each = torch.stack(
+        [functional_call(model, {k: p[i] for k, p in params.items()}, (x[i],)) for i in range(len(x))]
+    )
+    torch.testing.assert_close(together, each, rtol=1e-12, atol=1e-12)
+    grads = [torch.autograd.grad(y.pow(2).sum(), list(params.values())) for y in (together, each)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "classes"),
+    [
+        (F.mse_loss, False),
+        (F.l1_loss, False),
+        (nn.MSELoss(), False),
+        (F.cross_entropy, True),
+        (nn.CrossEntropyLoss(), True),
+    ],
+)
+def test_losses_are_those_of_each_task(loss_fn, classes):
+    torch.manual_seed(0)
+    prediction = torch.randn(4, 5, 3, dtype=torch.float64)
+    target = torch.randint(3, (4, 5)) if classes else torch.randn(4, 5, 3, dtype=torch.float64)
+    expected = torch.stack([loss_fn(p, t) for p, t in zip(prediction, target, strict=True)])
+    torch.testing.assert_close(losses_stacked(loss_fn, prediction, target), expected)
