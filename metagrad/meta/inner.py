@@ -57,15 +57,27 @@ class InnerLoop:
             params, rule_state = state
             with phase("inner", t):
                 losses, _ = loss(params, x, y, labels)
-                grads = torch.autograd.grad(
-                    losses.sum(), list(params.values()), create_graph=second_order, materialize_grads=True
-                )
-                state = self.rule.update(dict(zip(params, grads, strict=True)), rule_state, params)
+                grads = _gradients(losses.sum(), params, second_order)
+                state = self.rule.update(grads, rule_state, params)
             return state, losses
 
         state = (params, self.rule.init(params))
         (params, _), losses = unroll(step, state, x, y, steps=steps, memory=self.memory)
         return Adaptation(params, losses)
+
+
+def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:
+    """Differentiate; a parameter that the loss does not use gets zeros, its exact gradient."""
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
+    if all(gradient is None for gradient in grads):
+        raise ValueError(
+            "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
+            "learn from the support examples. Does the model detach its output?"
+        )
+    return {
+        name: torch.zeros_like(param) if gradient is None else gradient
+        for (name, param), gradient in zip(params.items(), grads, strict=True)
+    }
 
 
 def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager:

@@ -220,8 +220,10 @@ def _concatenated(outcomes: list[_Outcome]) -> _Outcome:
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
     """Give every task the parameter, without a copy; to be differentiated with respect to in any grad mode."""
-    stacked = param.expand(num_tasks, *param.shape)
-    return stacked if stacked.requires_grad else stacked.detach().requires_grad_()
+    if torch.is_grad_enabled():
+        return param.expand(num_tasks, *param.shape)
+    # A view made without grad mode says that it requires grad, but gradients pass it by.
+    return param.detach().expand(num_tasks, *param.shape).requires_grad_()
 
 
 def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:

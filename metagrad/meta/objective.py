@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from metagrad.meta.calling import call_with, values_for
 from metagrad.meta.stacked import forward_stacked, losses_stacked
 from metagrad.optim.rules import Params
 
@@ -30,7 +30,7 @@ class Objective:
     """``loss_fn(model(x), y)`` as a function of the model's parameters.
 
     Attributes:
-        model: The module; it is called through :func:`torch.func.functional_call`.
+        model: The module; its own parameters are never written to.
         loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
     """
 
@@ -55,7 +55,7 @@ class Objective:
 
     def predict(self, params: Params, x: Tensor) -> Tensor:
         """Return the prediction ``[n, ...]`` of one task."""
-        return functional_call(self.model, params, (x,))
+        return call_with(self.model, values_for(self.model, params), x)
 
     def predict_stacked(self, params: Params, x: Tensor) -> Tensor:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""

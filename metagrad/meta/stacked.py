@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from metagrad.meta.calling import Values, call_with, values_for
 from metagrad.optim.rules import Params
 
-Values = dict[int, Tensor]
-"""Stacked values ``[tasks, ...]`` by the id of the parameter they stand for, so that tied weights stay tied."""
+
+_IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
 def forward_stacked(model: nn.Module, params: Params, x: Tensor) -> Tensor:
@@ -29,8 +29,7 @@ def forward_stacked(model: nn.Module, params: Params, x: Tensor) -> Tensor:
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
-    values = {id(p): params[name] for name, p in model.named_parameters() if name in params}
-    return _call(model, values, x)
+    return _call(model, values_for(model, params), x)
 
 
 def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, target: Tensor) -> Tensor:
@@ -39,7 +38,8 @@ def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tens
         return (prediction - target).square().flatten(1).mean(1)
     if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
         each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
-        return each.view(target.shape).mean(1)
+        counted = (target != _IGNORED).sum(1)
+        return each.view(target.shape).sum(1) / counted
     return torch.vmap(loss_fn, randomness="different")(prediction, target)
 
 
@@ -55,8 +55,8 @@ def _call(module: nn.Module, values: Values, x: Tensor) -> Tensor:
             return _linear(module, values, x)
         if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
             return x.flatten(module.start_dim + 1, module.end_dim)
-    own = {name: values[id(p)] for name, p in module.named_parameters() if id(p) in values}
-    return torch.vmap(lambda own, x: functional_call(module, own, (x,)), randomness="different")(own, x)
+    own = {key: values[key] for key in map(id, module.parameters()) if key in values}
+    return torch.vmap(lambda own, x: call_with(module, own, x), randomness="different")(own, x)
 
 
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
