@@ -62,9 +62,7 @@ def gradcheck(
     trees = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     leaves, spec = tree_flatten(trees)
     names = leaf_names(trees, "inputs")
-    checked = [
-        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
+    checked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     _check_arguments(leaves, names, checked, order)
     points = [leaves[i].detach() for i in checked]
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
 from metagrad._tree import (
@@ -312,7 +313,7 @@ class _Recorder(TorchFunctionMode):
         made = self.made.get(id(tensor))
         if made is not None and made() is tensor and self._is_as_made(tensor):
             return True
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_functorch_wrapped_tensor(tensor):
             # Made by a torch.func transform inside the function; it cannot outlive the transform.
             return True
         return self._depends_on_arguments(tensor)
@@ -426,7 +427,7 @@ class RandomState:
 
     def close(self, tensors: Sequence[Tensor]) -> None:
         """Forget the states that the call left as they were."""
-        if torch.equal(self.cpu, torch.get_rng_state()):
+        if self.cpu is not None and torch.equal(self.cpu, torch.get_rng_state()):
             self.cpu = None
         self.cuda = {i: s for i, s in self.cuda.items() if not torch.equal(s, torch.cuda.get_rng_state(i))}
 

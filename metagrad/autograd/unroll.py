@@ -102,9 +102,7 @@ def _check(steps: int, memory: str) -> None:
         raise ValueError(f'unroll(..., memory): expected "full" or "step", got {memory!r}.')
 
 
-def _unroll_plain(
-    step: Step, state: Tree, args: tuple, steps: int, *, keep_graph: bool
-) -> tuple[Tree, Tree]:
+def _unroll_plain(step: Step, state: Tree, args: tuple, steps: int, *, keep_graph: bool) -> tuple[Tree, Tree]:
     check = _StateCheck(state)
     collected = []
     for t in range(steps):
@@ -230,7 +228,9 @@ class _Sweep:
         """Keep aux in one buffer for all steps, so that what a step leaves behind is its state alone."""
         t = len(self.calls) - 1
         if t == 0:
-            self.aux = [a.new_empty((self.num_steps, *a.shape)).requires_grad_(a.requires_grad) for a in tensors]
+            self.aux = [
+                a.new_empty((self.num_steps, *a.shape)).requires_grad_(a.requires_grad) for a in tensors
+            ]
         if [tuple(a.shape) for a in tensors] != [tuple(b.shape[1:]) for b in self.aux]:
             raise ValueError("unroll(step, ...): aux must have the same structure and shapes at every step.")
         with torch.no_grad():

@@ -21,18 +21,28 @@ class ExamplesLike(Protocol):
     """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
 
     @property
-    def x(self) -> Tensor: ...
+    def x(self) -> Tensor:
+        """Inputs ``[tasks, examples, ...]``."""
+        ...
+
     @property
-    def y(self) -> Tensor: ...
+    def y(self) -> Tensor:
+        """Targets ``[tasks, examples, ...]``."""
+        ...
 
 
 class BatchLike(Protocol):
     """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
 
     @property
-    def support(self) -> ExamplesLike: ...
+    def support(self) -> ExamplesLike:
+        """What a task is adapted on."""
+        ...
+
     @property
-    def query(self) -> ExamplesLike: ...
+    def query(self) -> ExamplesLike:
+        """What the adapted model is judged on."""
+        ...
 
 
 class MAML(nn.Module):
@@ -117,7 +127,8 @@ class MAML(nn.Module):
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
         tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
         outcome, _ = self._over_tasks(tasks, labels, steps)
-        assert outcome.query_losses is not None and outcome.predictions is not None
+        assert outcome.query_losses is not None
+        assert outcome.predictions is not None
         _refuse_nonfinite(outcome.losses, outcome.query_losses)
         return MAMLOutput(
             outcome.query_losses.mean(), outcome.losses, outcome.query_losses, outcome.predictions
@@ -160,7 +171,7 @@ class MAML(nn.Module):
 
     def _over_tasks(self, tasks: Tasks, labels: Labels | None, steps: int) -> tuple[_Outcome, int]:
         """Compute all tasks; return the outcome and how many were computed together."""
-        params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         device_type = next(iter(params.values())).device.type
         used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type)
 
@@ -194,9 +205,7 @@ class MAML(nn.Module):
             return _Outcome(stacked, losses.reshape(1, steps), None, None)
         with phase("query"):
             query_loss, prediction = loss(adapted, task.query_x, task.query_y, labels)
-        return _Outcome(
-            stacked, losses.reshape(1, steps), query_loss.unsqueeze(0), prediction.unsqueeze(0)
-        )
+        return _Outcome(stacked, losses.reshape(1, steps), query_loss.unsqueeze(0), prediction.unsqueeze(0))
 
 
 class _Outcome(NamedTuple):
@@ -213,9 +222,14 @@ def _concatenated(outcomes: list[_Outcome]) -> _Outcome:
     return _Outcome(
         {name: torch.cat([o.params[name] for o in outcomes]) for name in first.params},
         torch.cat([o.losses for o in outcomes]),
-        None if first.query_losses is None else torch.cat([o.query_losses for o in outcomes]),
-        None if first.predictions is None else torch.cat([o.predictions for o in outcomes]),
+        _joined([o.query_losses for o in outcomes]),
+        _joined([o.predictions for o in outcomes]),
     )
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
@@ -257,7 +271,9 @@ def _check_arguments(model: object, steps: int, order: int, memory: str, task_ch
     if not isinstance(model, nn.Module):
         raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted.")
+        raise ValueError(
+            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
+        )
     _check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
@@ -278,7 +294,9 @@ def _check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
             if len(shape) < 2:
                 raise ValueError(f"{call}: {name}.{field} must be [tasks, examples, ...], got shape {shape}.")
             if 0 in shape[:2]:
-                raise ValueError(f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example.")
+                raise ValueError(
+                    f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example."
+                )
             sizes[f"{name}.{field}"] = shape
     if len({shape[0] for shape in sizes.values()}) > 1:
         raise ValueError(f"{call}: every part must have the same number of tasks in front, got {sizes}.")
@@ -296,7 +314,9 @@ def _refuse_nonfinite(losses: Tensor, query_losses: Tensor | None) -> None:
     if finite.all():
         return
     task, step = (int(i) for i in (~finite).nonzero()[0])
-    where = f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
+    where = (
+        f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
+    )
     raise FloatingPointError(
         f"MAML: the loss of task {task} is {found[task, step].item()} {where} (tasks and steps count from 0; "
         f"{int((~finite).any(1).sum())} of {len(found)} tasks are affected). Lower the inner learning rate, or "

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from metagrad.meta.calling import Values, call_with, values_for
 from metagrad.optim.rules import Params
 
-
 _IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 

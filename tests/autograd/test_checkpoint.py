@@ -65,7 +65,9 @@ def test_derivatives_agree_with_finite_differences(form):
 
 
 def test_one_tensor_in_two_places_has_the_sum_of_both_derivatives():
-    assert_same_derivatives(lambda x: mg.checkpoint(torch.mul, x, x.sin()), lambda x: x * x.sin(), (randn(4),))
+    assert_same_derivatives(
+        lambda x: mg.checkpoint(torch.mul, x, x.sin()), lambda x: x * x.sin(), (randn(4),)
+    )
     assert_same_derivatives(lambda x: mg.checkpoint(torch.mul, x, x), lambda x: x * x, (randn(4),))
 
 

@@ -41,7 +41,9 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
-        return g * (6.06 if ctx.order == 2 else 6.0) * (x if ctx.order != 3 else x * 1.01 - 0.01 * x.detach()), None
+        return g * (6.06 if ctx.order == 2 else 6.0) * (
+            x if ctx.order != 3 else x * 1.01 - 0.01 * x.detach()
+        ), None
 
 
 @pytest.mark.parametrize(

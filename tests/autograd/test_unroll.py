@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,7 +31,12 @@ def problem():
 
 def objective(memory, step, state, lr, steps=4) -> Tensor:
     last, aux = mg.unroll(step, state, lr, steps=steps, memory=memory)
-    return (last["a"] ** 2).sum() + last["b"].sin().sum() + (aux["loss"] ** 2).sum() + aux["seen"][0].pow(3).sum()
+    return (
+        (last["a"] ** 2).sum()
+        + last["b"].sin().sum()
+        + (aux["loss"] ** 2).sum()
+        + aux["seen"][0].pow(3).sum()
+    )
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
@@ -47,7 +54,9 @@ def test_step_equals_full_at_three_orders_with_respect_to_state_arguments_and_cl
             loss = loss + sum((g**2 + g).sum() for g in grads)
         results.append(values)
     for full, step_values in zip(*results, strict=True):
-        torch.testing.assert_close(step_values, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max()))
+        torch.testing.assert_close(
+            step_values, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max())
+        )
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -160,7 +169,7 @@ def bytes_per_step(memory: str) -> list[int]:
         last, _ = mg.unroll(step, params, x, steps=6, memory=memory)
         befores = [r.before for r in mem.records()]
     del last
-    return [b - a for a, b in zip(befores, befores[1:], strict=False)]
+    return [b - a for a, b in pairwise(befores)]
 
 
 def test_step_keeps_exactly_the_state_of_each_step():

@@ -101,9 +101,7 @@ def test_forms_of_a_hyperparameter(form):
 
 def test_values_per_element_apply_to_every_stacked_task():
     p = {"w": torch.ones(4, 2)}
-    new, _ = sgd(lr={"w": torch.tensor([0.1, 0.2])}).update(
-        {"w": torch.ones(4, 2)}, sgd(lr=0.1).init(p), p
-    )
+    new, _ = sgd(lr={"w": torch.tensor([0.1, 0.2])}).update({"w": torch.ones(4, 2)}, sgd(lr=0.1).init(p), p)
     torch.testing.assert_close(new["w"], torch.tensor([0.9, 0.8]).expand(4, 2))
 
 

@@ -120,7 +120,11 @@ def _plus_scaled(
     """Compute ``base + sign * scale * direction`` for each parameter, in one call where scales are equal numbers."""
     first = scales[0] if scales else 0.0
     if isinstance(first, (int, float)) and all(scale is first for scale in scales):
-        return list(torch._foreach_add(bases, directions, alpha=sign * first))
+        return list(
+            torch._foreach_add(  # type: ignore[reportPrivateImportUsage]
+                bases, directions, alpha=sign * first
+            )
+        )
     return [
         torch.addcmul(base, direction, scale, value=sign)
         if isinstance(scale, Tensor)

@@ -1,0 +1,95 @@
+"""What the installed package is: small, alone, and quick to import."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_IN_THE_CORE = {
+    "hydra",
+    "omegaconf",
+    "wandb",
+    "matplotlib",
+    "scipy",
+    "pytest",
+}  # torch itself imports tqdm
+FLOORS = {"_tree": 0, "memory": 0, "autograd": 1, "optim": 3, "meta": 4}
+APART = {"tasks", "models"}
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_import_pulls_in_nothing_that_belongs_to_experiments():
+    loaded = run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
+    assert not NOT_IN_THE_CORE & {name.split(".")[0] for name in loaded}
+
+
+def imported_packages(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "metagrad").rglob("*.py")), ids=lambda p: p.stem)
+def test_modules_import_from_floors_below_their_own(path):
+    room = path.relative_to(ROOT / "metagrad").parts[0].removesuffix(".py")
+    for name in imported_packages(path):
+        top, _, rest = name.partition(".")
+        assert top not in NOT_IN_THE_CORE
+        other = rest.split(".")[0]
+        if top != "metagrad" or room in ("__init__", other) or other not in {*FLOORS, *APART}:
+            continue
+        assert other not in APART, f"{path} imports {name}"
+        assert room in FLOORS, f"{path} imports {name}"
+        assert FLOORS[other] < FLOORS[room], f"{path} imports {name}, which is no floor below"
+
+
+def test_the_wheel_carries_the_library_alone(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"metagrad"}
+    assert "metagrad/py.typed" in names
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "metagrad").rglob("*.py")}
+    assert sources <= set(names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment_with_torch_and_numpy_only(wheel, tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    constraints = ("--constraint", ROOT / "constraints.txt")
+    run(python, "-m", "pip", "install", "--quiet", *constraints, wheel)
+    installed = {line.split("==")[0].lower() for line in run(python, "-m", "pip", "freeze").splitlines()}
+    assert {"torch", "numpy"} <= installed
+    assert not installed & {"hydra-core", "wandb", "matplotlib", "tqdm", "scipy", "pytest"}
+    program = (
+        "import torch, metagrad as mg;"
+        "maml = mg.MAML(mg.models.MLP([1, 8, 1]), torch.nn.functional.mse_loss,"
+        " inner=mg.optim.rules.sgd(lr=0.01), steps=2);"
+        "out = maml(mg.tasks.Sinusoid().sample(3)); out.loss.backward(); print(float(out.loss))"
+    )
+    assert float(run(python, "-W", "error", "-c", program)) > 0
