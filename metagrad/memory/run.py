@@ -75,6 +75,11 @@ class Run:
         self._instruments.close()
         return innermost
 
+    @property
+    def depth(self) -> int:
+        """How many phases are open."""
+        return len(self._stack.open) - 1
+
     def closed_phases(self) -> list[Phase]:
         """Return the phases that were left, in the order of entry."""
         return [phase for phase in self._phases if phase.closed]

@@ -152,6 +152,12 @@ class MemoryTracker:
         """
         return self._inside(check_step(name, index))
 
+    def implied_outer(self) -> contextlib.AbstractContextManager[object]:
+        """Open the next outer step if no phase is open, else nothing; what a library calls around a step."""
+        if self._run is None or self._run.depth:
+            return contextlib.nullcontext()
+        return self.outer(sum(record.depth == 0 and record.name == "outer" for record in self.records()))
+
     @property
     def peak(self) -> int:
         """The most bytes in use at any time of the run so far; 0 before it."""

@@ -80,6 +80,12 @@ def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:
     }
 
 
+def outer_phase() -> contextlib.AbstractContextManager:
+    """Open an outer step of the memory tracker, if one is open and nobody has opened a phase."""
+    tracker = memory_tracking.current()
+    return contextlib.nullcontext() if tracker is None else tracker.implied_outer()
+
+
 def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager:
     """Open a phase of the memory tracker, if one is open."""
     tracker = memory_tracking.current()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from metagrad.autograd.unroll import Memory
 from metagrad.meta.batching import Batching, Tasks
-from metagrad.meta.inner import InnerLoop, phase
+from metagrad.meta.inner import InnerLoop, outer_phase, phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.result import Adapted, MAMLOutput
 from metagrad.optim.rules import Params, Rule
@@ -126,7 +126,8 @@ class MAML(nn.Module):
         _check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
         tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
-        outcome, _ = self._over_tasks(tasks, labels, steps)
+        with outer_phase():
+            outcome, _ = self._over_tasks(tasks, labels, steps)
         assert outcome.query_losses is not None
         assert outcome.predictions is not None
         _refuse_nonfinite(outcome.losses, outcome.query_losses)
@@ -151,7 +152,8 @@ class MAML(nn.Module):
         steps = self._steps(steps)
         _check_batch("MAML.adapt(support)", {"support": support})
         labels = self.objective.label_bounds(support.y)
-        outcome, chunk = self._over_tasks(Tasks(support.x, support.y, None, None), labels, steps)
+        with outer_phase():
+            outcome, chunk = self._over_tasks(Tasks(support.x, support.y, None, None), labels, steps)
         _refuse_nonfinite(outcome.losses, None)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
         return Adapted(outcome.params, outcome.losses, predict)

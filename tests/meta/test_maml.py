@@ -332,6 +332,17 @@ def test_phases_are_reported_to_an_open_tracker(regression):
     ]
 
 
+def test_a_forward_outside_any_phase_is_an_outer_step_of_its_own(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    with mg.MemoryTracker(device="cpu") as mem:
+        maml(regression)
+        maml.adapt(regression.support)
+    assert [r.path for r in mem.records() if r.name == "inner"] == [
+        (("outer", 0), ("inner", 0)),
+        (("outer", 1), ("inner", 0)),
+    ]
+
+
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_a_module_that_occurs_twice_in_a_model(textbook, regression, task_chunk):
     """torch.func.functional_call leaves its values behind in such a model."""
@@ -440,7 +451,7 @@ def test_bad_batches_are_named(regression):
     for message, (support, query) in cases.items():
         with pytest.raises(ValueError, match=message):
             maml(Batch(Examples(*support), Examples(*query)))
-    with pytest.raises(ValueError, match="adapted to 4 tasks"):
+    with pytest.raises(ValueError, match=r"adapted to 4 tasks"):
         maml.adapt(regression.support)(qx[:2])
     with pytest.raises(ValueError, match="steps must be 0 or more, got -2"):
         maml(regression, steps=-2)
