@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from experiments.config import register, typed
 from experiments.train import run_job
 
 REPOSITORY = Path(__file__).parents[2]
-FAST = ("debug=fast", "logger=none", "device=cpu")
+FAST = ("debug=fast", "logger=none", "device=cpu", "threads=1")
 
 
 def pytest_configure(config):
@@ -40,7 +41,11 @@ def run(composed):
 
     def start(folder, *overrides):
         folder.mkdir(parents=True, exist_ok=True)
-        run_job(composed(*FAST, *overrides), folder)
+        threads = torch.get_num_threads()
+        try:
+            run_job(composed(*FAST, *overrides), folder)
+        finally:
+            torch.set_num_threads(threads)
         return folder
 
     return start
@@ -54,10 +59,15 @@ def fast_run(run, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_program():
-    """Return a function that starts `python -m experiments.MODULE`, on one thread for the same bits anywhere."""
+    """Return a function that starts `python -m experiments.MODULE`, on one thread: the same bits anywhere."""
 
     def start(module, *arguments, cwd):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(REPOSITORY)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+            "PYTHONPATH": str(REPOSITORY),
+        }
         environment.pop("HYDRA_FULL_ERROR", None)
         command = [sys.executable, "-m", f"experiments.{module}", *arguments]
         return subprocess.Popen(
@@ -69,7 +79,7 @@ def start_program():
 
 @pytest.fixture(scope="session")
 def program(start_program):
-    """Return a function that runs a program to its end and returns (exit code, standard output, standard error)."""
+    """Return a function that runs a program to its end: exit code, standard output, standard error."""
 
     def call(module, *arguments, cwd):
         process = start_program(module, *arguments, cwd=cwd)

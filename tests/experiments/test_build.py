@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.build import build, build_parts, build_splits, device, generator
-from experiments.config import Algorithm, InnerRule, Model, Target
+from experiments.schema import Algorithm, InnerRule, Model, Target
 
 
 @pytest.mark.parametrize("target", ["os.system", "torch.load", "metagradient.x", "builtins.eval"])
@@ -24,12 +24,14 @@ def test_a_refused_argument_is_told_in_the_words_of_who_refused_it(composed):
 
 
 def test_a_name_that_does_not_exist_is_told():
-    with pytest.raises(ValueError, match="build: metagrad.models.Nothing: "):
+    with pytest.raises(ValueError, match=r"build: metagrad\.models\.Nothing: "):
         build(Model(_target_="metagrad.models.Nothing"))
 
 
 def test_parts_are_what_the_config_says(composed):
-    parts = build_parts(composed("device=cpu", "optimizer=sgd", "schedule=cosine", "iterations=10", "algorithm=fomaml"))
+    parts = build_parts(
+        composed("device=cpu", "optimizer=sgd", "schedule=cosine", "iterations=10", "algorithm=fomaml")
+    )
     assert isinstance(parts.optimizer, torch.optim.SGD)
     assert isinstance(parts.schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
     assert parts.maml.inner.order == 1
@@ -37,7 +39,10 @@ def test_parts_are_what_the_config_says(composed):
 
 def test_streams_of_tasks_differ_and_repeat(composed):
     tasks = build_splits(composed()).train
-    drawn = {name: tasks.sample(2, generator=generator(0, name)).support.x for name in ("train", "validation", "test")}
+    drawn = {
+        name: tasks.sample(2, generator=generator(0, name)).support.x
+        for name in ("train", "validation", "test")
+    }
     assert not torch.equal(drawn["train"], drawn["test"])
     assert not torch.equal(drawn["validation"], drawn["test"])
     assert torch.equal(drawn["test"], tasks.sample(2, generator=generator(0, "test")).support.x)

@@ -58,7 +58,9 @@ def test_another_model_is_refused_by_name(composed, saved):
     state = checkpoint.load(path)
     config = composed("device=cpu", "model.sizes=[1,30,1]")
     state["config"] = plain(config)
-    with pytest.raises(ValueError, match=r"another model: model\.layers\.0\.weight is \[40, 1\] there and \[30, 1\] here"):
+    with pytest.raises(
+        ValueError, match=r"another model: model\.\S*0\.weight is \[40, 1\] there and \[30, 1\] here"
+    ):
         checkpoint.restore(state, build_parts(config), plain(config))
 
 
@@ -77,7 +79,9 @@ def test_another_configuration_is_refused_by_name(composed, saved, override, mes
         restore(saved[0], composed("device=cpu", override))
 
 
-@pytest.mark.parametrize("override", ["iterations=20000", "logger=none", "evaluate.every=7", "memory.enabled=false"])
+@pytest.mark.parametrize(
+    "override", ["iterations=20000", "logger=none", "evaluate.every=7", "memory.enabled=false"]
+)
 def test_what_does_not_touch_the_trajectory_may_change(composed, saved, override):
     assert restore(saved[0], composed("device=cpu", override))[0] == 7
 

@@ -7,7 +7,8 @@ import pytest
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.config import Device, plain
+from experiments.config import plain
+from experiments.schema import Device
 
 CONF = Path(__file__).parents[2] / "conf"
 OPTIONS = [f"{file.parent.name}={file.stem}" for file in sorted(CONF.glob("*/*.yaml"))]
@@ -29,12 +30,12 @@ WRONG = [
     ("device=tpu", "Invalid value 'tpu', expected one of"),
     ("logger.name=csv", "Invalid value 'csv', expected one of"),
     ("task.foo=1", "Key 'foo' not in 'Sinusoid'"),
-    ("+task.foo=1", "Key 'foo' not in 'Sinusoid'"),
     ("sede=1", "Key 'sede' not in 'Config'"),
 ]
 
 COUNTS = [
     ("iterations=0", "iterations must be at least 1, got 0"),
+    ("threads=0", "threads must be at least 1, got 0"),
     ("seed=-1", "seed must be at least 0, got -1"),
     ("evaluate.tasks=1", "evaluate.tasks must be at least 2, got 1"),
     ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
@@ -43,7 +44,7 @@ COUNTS = [
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes(composed, option):
-    config = composed(option)
+    config = composed(*(["task=omniglot"] if option == "model=conv4" else []), option)
     assert json.loads(json.dumps(plain(config)))["device"] == "auto"
 
 
@@ -100,6 +101,17 @@ def test_unknown_keys_and_wrong_types_are_refused(composed, override, message):
 def test_unknown_options_are_refused_with_the_known_ones(composed):
     with pytest.raises(MissingConfigException, match="omniglot\n\tsinusoid"):
         composed("task=omniglt")
+
+
+@pytest.mark.parametrize("key", ["foo", "task.foo", "algorithm.inner.foo"])
+def test_added_keys_are_refused(composed, key):
+    with pytest.raises(ValueError, match=rf"there is no key {key}; the keys there are "):
+        composed(f"+{key}=1")
+
+
+def test_a_convolutional_model_of_sinusoids_is_refused(composed):
+    with pytest.raises(OmegaConfBaseException, match=r"Interpolation key 'task\.ways' not found"):
+        composed("model=conv4")
 
 
 @pytest.mark.parametrize(("override", "message"), COUNTS)

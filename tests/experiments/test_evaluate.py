@@ -56,6 +56,14 @@ def test_zero_steps_change_nothing_and_more_steps_do(composed):
     assert adapted["query_loss"].tasks == 7
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_evaluation_without_grad_is_the_loss_that_training_sees(composed, momentum):
+    config = composed("device=cpu", f"algorithm.inner.momentum={momentum}")
+    parts, tasks = build_parts(config), build_splits(config).test
+    seen = parts.maml(tasks.sample(7, generator=generator(0, "test")), steps=3).loss.item()
+    assert judge(parts, tasks)["query_loss"].mean == pytest.approx(seen, rel=1e-6)
+
+
 def test_evaluation_leaves_no_gradient_and_no_change(composed):
     config = composed("device=cpu")
     parts = build_parts(config)

@@ -52,6 +52,13 @@ def test_without_git_there_is_no_commit(tmp_path, monkeypatch):
     assert provenance.git(tmp_path) is None
 
 
+def test_a_run_that_starts_from_a_file_has_its_own_record(tmp_path):
+    provenance.write(tmp_path, seed=3, resumed={"from": "last.pt", "step": 20})
+    record = json.loads((tmp_path / provenance.FILE).read_text())
+    assert record["seed"] == 3
+    assert record["resumed"][0]["step"] == 20
+
+
 def test_a_resumed_run_adds_to_the_record(tmp_path):
     provenance.write(tmp_path, seed=3)
     first = json.loads((tmp_path / provenance.FILE).read_text())

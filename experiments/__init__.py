@@ -1,0 +1,1 @@
+"""Hydra programs around metagrad: training, evaluation, plots, comparison. No algorithm lives here."""

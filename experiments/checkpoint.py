@@ -1,0 +1,134 @@
+"""Checkpoints: the whole state of a run as plain dicts, written atomically."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from experiments.build import Parts
+
+FILE = "checkpoints/last.pt"
+FREE = (
+    "device",
+    "resume",
+    "logger",
+    "log",
+    "evaluate",
+    "checkpoint",
+    "memory",
+    "plots",
+    "anomaly",
+    "iterations",
+)
+"""Keys a resumed run may change: they do not enter the training trajectory."""
+
+
+def save(path: Path, parts: Parts, *, step: int, config: Mapping[str, Any]) -> None:
+    """Write the state after `step` iterations; a crash leaves the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        torch.save(_state(parts, step, config), file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync_folder(path.parent)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint.
+
+    Raises:
+        ValueError: There is no such file, or it is not a checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"resume: there is no checkpoint {path}.")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "the file ends too early"
+        raise ValueError(f"resume: {path} is not a readable checkpoint ({reason})") from error
+    if not isinstance(state, dict) or "fingerprint" not in state:
+        raise ValueError(f"resume: {path} is a torch file, but not a checkpoint of this program.")
+    return state
+
+
+def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any]) -> int:
+    """Put a run into a saved state and return the number of iterations done.
+
+    Raises:
+        ValueError: The checkpoint is of another configuration or model; the message names what differs.
+    """
+    _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
+    _refuse("model", state["fingerprint"], fingerprint(parts.maml))
+    parts.maml.load_state_dict(state["model"])
+    parts.optimizer.load_state_dict(state["optimizer"])
+    parts.schedule.load_state_dict(state["schedule"])
+    parts.generator.set_state(state["rng"]["tasks"])
+    torch.set_rng_state(state["rng"]["torch"])
+    if state["rng"]["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    return state["step"]
+
+
+def fingerprint(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Return the name and shape of every parameter and buffer."""
+    return {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _state(parts: Parts, step: int, config: Mapping[str, Any]) -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "step": step,
+        "config": dict(config),
+        "fingerprint": fingerprint(parts.maml),
+        "model": parts.maml.state_dict(),
+        "optimizer": parts.optimizer.state_dict(),
+        "schedule": parts.schedule.state_dict(),
+        "rng": {"torch": torch.get_rng_state(), "cuda": cuda, "tasks": parts.generator.get_state()},
+    }
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in FREE}
+
+
+def _refuse(what: str, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    if names:
+        listed = ", ".join(
+            f"{name} is {_show(saved, name)} there and {_show(wanted, name)} here" for name in names[:5]
+        )
+        more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(f"resume: the checkpoint is of another {what}: {listed}{more}.")
+
+
+def _show(values: Mapping[str, object], name: str) -> object:
+    return values.get(name, "absent")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(config, prefix))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,159 @@
+"""Compare runs: `python -m experiments.compare multirun/DATE/TIME [FOLDER ...]` prints a table, draws curves.
+
+A folder is a sweep or a single run. Runs that differ in their seed only are one group, shown as mean and
+standard deviation over seeds. Runs that are missing, failed or unfinished are listed and enter no mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from experiments import result
+from experiments.metrics import read_rows
+from experiments.plots.comparison import comparison
+
+OVERRIDES = ".hydra/overrides.yaml"
+IGNORED = ("seed", "resume")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison: its folder, its overrides, its test metrics if it finished, else why not."""
+
+    folder: Path
+    overrides: dict[str, str]
+    metrics: dict[str, float] | None
+    status: str
+
+    def setting(self, names: list[str]) -> str:
+        """Return the overrides that tell groups apart."""
+        return " ".join(f"{name}={self.overrides.get(name, 'default')}" for name in names) or "all"
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="experiments.compare", description="Compare runs of a sweep.")
+    parser.add_argument("folders", nargs="+", type=Path, help="sweep folders or run folders")
+    folders = parser.parse_args().folders
+    try:
+        jobs = [job for folder in folders for job in find_jobs(folder)]
+    except ValueError as error:
+        sys.exit(f"compare: {error}")
+    names = differing(jobs)
+    print(table(jobs, names))
+    drawn = {job.setting(names): [] for job in jobs}
+    for job in jobs:
+        drawn[job.setting(names)].append(read_rows(job.folder / "metrics.jsonl"))
+    path = comparison(folders[0] / "compare.png", drawn)
+    print(f"\nCurves: {path}" if path else "\nNo run has validated yet, so there are no curves.")
+
+
+def find_jobs(folder: Path) -> list[Job]:
+    """Return the jobs of a sweep folder, those that never started included, or the one of a run folder.
+
+    Raises:
+        ValueError: The folder is neither.
+    """
+    if (folder / OVERRIDES).is_file():
+        return [read_job(folder)]
+    started = sorted({file.parent.parent for file in folder.glob(f"*/{OVERRIDES}")}, key=_number)
+    missing = [job for job in _planned(folder) if job.folder not in started]
+    if not started and not missing:
+        raise ValueError(
+            f"{folder} is neither a sweep nor a run folder: expected {OVERRIDES} in it or below it."
+        )
+    return sorted([*map(read_job, started), *missing], key=lambda job: _number(job.folder))
+
+
+def read_job(folder: Path) -> Job:
+    """Read a run folder in whatever state it is."""
+    overrides = _parse(yaml.safe_load((folder / OVERRIDES).read_text()))
+    path, failure = folder / result.FILE, folder / "failure.txt"
+    if failure.exists():
+        return Job(folder, overrides, None, f"failed: {failure.read_text().splitlines()[0]}")
+    if not path.exists():
+        rows = read_rows(folder / "metrics.jsonl")
+        return Job(folder, overrides, None, f"unfinished at step {rows[-1]['step'] if rows else 0}")
+    metrics = json.loads(path.read_text())["metrics"]
+    return Job(folder, overrides, {name: value["mean"] for name, value in metrics.items()}, "finished")
+
+
+def differing(jobs: list[Job]) -> list[str]:
+    """Return the overrides that are not the same in all jobs, seeds left out."""
+    names = dict.fromkeys(name for job in jobs for name in job.overrides if name not in IGNORED)
+    return [name for name in names if len({job.overrides.get(name) for job in jobs}) > 1]
+
+
+def table(jobs: list[Job], names: list[str]) -> str:
+    """Return one line for each group and one for each run that is not finished."""
+    groups: dict[str, list[Job]] = defaultdict(list)
+    for job in jobs:
+        groups[job.setting(names)].append(job)
+    metrics = list(dict.fromkeys(name for job in jobs for name in job.metrics or {}))
+    rows = [["setting", "runs", *(name.removeprefix("test/") for name in metrics)]]
+    rows += [_group_row(setting, group, metrics) for setting, group in groups.items()]
+    lines = [*_aligned(rows), "Mean over runs +- their standard deviation; runs: finished / planned."]
+    unfinished = [job for job in jobs if job.metrics is None]
+    return "\n".join([*lines, *(f"  {job.folder.name} ({_words(job)}): {job.status}" for job in unfinished)])
+
+
+def _group_row(setting: str, group: list[Job], metrics: list[str]) -> list[str]:
+    finished = [job.metrics for job in group if job.metrics is not None]
+    cells = [_cell([values[name] for values in finished if name in values]) for name in metrics]
+    return [setting, f"{len(finished)} / {len(group)}", *cells]
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.mean(values):.4g}" + (
+        f" +- {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    )
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
+def _planned(folder: Path) -> list[Job]:
+    """Expand the sweep as Hydra's basic sweeper numbers it."""
+    file = folder / "multirun.yaml"
+    if not file.is_file():
+        return []
+    hydra: dict[str, Any] = yaml.safe_load(file.read_text())["hydra"]
+    overrides = OverridesParser.create().parse_overrides(hydra["overrides"]["task"])
+    jobs = BasicSweeper.split_arguments(overrides, None)[0]
+    return [
+        Job(folder / str(i), _parse(job), None, "missing: it never started") for i, job in enumerate(jobs)
+    ]
+
+
+def _parse(overrides: list[str]) -> dict[str, str]:
+    return {key.lstrip("+"): value for key, _, value in (item.partition("=") for item in overrides)}
+
+
+def _words(job: Job) -> str:
+    return " ".join(f"{name}={value}" for name, value in job.overrides.items())
+
+
+def _number(folder: Path) -> tuple[int, str]:
+    return (int(folder.name), "") if folder.name.isdigit() else (sys.maxsize, folder.name)
+
+
+if __name__ == "__main__":
+    main()

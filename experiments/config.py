@@ -1,0 +1,102 @@
+"""From Hydra's composed config to a typed one, converted and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from experiments.schema import (
+    MLP,
+    SGD,
+    Adam,
+    Algorithm,
+    Config,
+    Constant,
+    Conv4,
+    Cosine,
+    Logger,
+    Loss,
+    Omniglot,
+    Sinusoid,
+)
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot},
+    "loss": {"loss": Loss},
+    "model": {"mlp": MLP, "conv4": Conv4},
+    "algorithm": {"maml": Algorithm},
+    "optimizer": {"adam": Adam, "sgd": SGD},
+    "schedule": {"constant": Constant, "cosine": Cosine},
+    "logger": {"logger": Logger},
+}
+
+
+def register() -> None:
+    """Store the schemas where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, schemas in SCHEMAS.items():
+        for name, node in schemas.items():
+            store.store(group=f"schema/{group}", name=name, node=node, package=group)
+
+
+def typed(config: DictConfig) -> Config:
+    """Resolve a composed config and return it as a `Config`, converted once.
+
+    Raises:
+        ValueError: A key was added that the schema does not have, or a count is too small.
+    """
+    resolved: Any = OmegaConf.to_object(config)
+    _check_keys(resolved, "")
+    _check_counts(resolved)
+    return resolved
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Return the config as nested dicts of JSON values."""
+    return _plain(asdict(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.name if isinstance(value, Enum) else value
+
+
+def _check_keys(node: Any, prefix: str) -> None:
+    """Refuse what `+key=value` adds, which Hydra lets through."""
+    known = [item.name for item in fields(node)]
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ValueError(f"train: there is no key {prefix}{name}; the keys there are {', '.join(known)}.")
+        if is_dataclass(value):
+            _check_keys(value, f"{prefix}{name}.")
+
+
+def _check_counts(config: Config) -> None:
+    least = {
+        "seed": (config.seed, 0),
+        "threads": (1 if config.threads is None else config.threads, 1),
+        "iterations": (config.iterations, 1),
+        "meta_batch": (config.meta_batch, 1),
+        "log.every": (config.log.every, 1),
+        "evaluate.every": (config.evaluate.every, 1),
+        "evaluate.validation_tasks": (config.evaluate.validation_tasks, 2),
+        "evaluate.tasks": (config.evaluate.tasks, 2),
+        "evaluate.steps": (config.evaluate.steps, 0),
+        "evaluate.chunk": (config.evaluate.chunk, 1),
+        "checkpoint.every": (config.checkpoint.every, 1),
+        "memory.outer_steps": (config.memory.outer_steps, 1),
+        "plots.tasks": (config.plots.tasks, 1),
+        "plots.steps": (config.plots.steps, 1),
+    }
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise ValueError(f"train: {name} must be at least {smallest}, got {value}.")

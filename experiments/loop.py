@@ -1,0 +1,189 @@
+"""The training loop: outer steps, metrics, validation, checkpoints, and the memory of the first steps."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+import metagrad as mg
+from experiments import checkpoint, memory
+from experiments.build import generator
+from experiments.config import plain
+from experiments.evaluate import Interval, accuracies, evaluate, is_classification
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from experiments.build import Parts, Splits
+    from experiments.journal import Journal
+    from experiments.schema import Config
+
+MIB = 2**20
+
+
+@dataclass
+class Run:
+    """A run in progress; `step` counts the iterations done."""
+
+    config: Config
+    parts: Parts
+    splits: Splits
+    device: torch.device
+    folder: Path
+    journal: Journal
+    step: int = 0
+    seconds: float = field(default=0.0, init=False)
+    untimed: int = field(default=0, init=False)
+
+
+def train(run: Run) -> None:
+    """Train up to `config.iterations`, the first steps with a memory tracker open if the config wants one."""
+    config = run.config
+    tracked = min(config.memory.outer_steps, config.iterations) if config.memory.enabled else 0
+    if run.step == 0:
+        run.journal.write(0, _validate(run), {})
+    with logging_redirect_tqdm(), _progress(run) as bar:
+        if run.step < tracked:
+            with mg.MemoryTracker(run.device) as tracker:
+                _advance(run, bar, until=tracked, tracker=tracker)
+            memory.write(run.folder, tracker)
+            run.journal.mirror.table("memory/phases", memory.read(run.folder))
+        _advance(run, bar, until=config.iterations, tracker=None)
+
+
+def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Batch, Any]:
+    """Sample tasks, adapt to them, and move the initialisation."""
+    _, optimizer, schedule, source = run.parts
+    with nullcontext() if tracker is None else tracker.outer(run.step):
+        with _phase(tracker, "sample"):
+            batch = run.splits.train.sample(run.config.meta_batch, generator=source).to(device=run.device)
+        optimizer.zero_grad(set_to_none=True)
+        out = _judged(run, batch)
+        with _phase(tracker, "backward"):
+            out.loss.backward()
+        with _phase(tracker, "optimizer"):
+            optimizer.step()
+    schedule.step()
+    return batch, out
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak memory in MiB: of the allocator on CUDA, of the whole process (resident) on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / MIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
+
+
+def named(group: str, intervals: dict[str, Interval]) -> dict[str, float]:
+    """Flatten intervals into metrics: `group/name(unit)` and `group/name_ci95(unit)`."""
+    metrics = {}
+    for name, interval in intervals.items():
+        stem, bracket, unit = name.partition("(")
+        metrics[f"{group}/{name}"] = interval.mean
+        metrics[f"{group}/{stem}_ci95{bracket}{unit}"] = interval.ci95
+    return metrics
+
+
+def _advance(run: Run, bar: tqdm[Any], *, until: int, tracker: mg.MemoryTracker | None) -> None:
+    while run.step < until:
+        _iterate(run, bar, tracker)
+        if _due(run, run.config.checkpoint.every):
+            _save(run)
+
+
+def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None:
+    """Take one outer step and record it; on return its batch and output are free."""
+    start = time.perf_counter()
+    batch, out = outer_step(run, tracker)
+    run.seconds += time.perf_counter() - start
+    run.step += 1
+    run.untimed += 1
+    bar.update()
+    _record(run, bar, batch, out, tracker)
+
+
+def _record(
+    run: Run, bar: tqdm[Any], batch: mg.tasks.Batch, out: Any, tracker: mg.MemoryTracker | None
+) -> None:
+    metrics: dict[str, float] = {}
+    costs: dict[str, float] = {}
+    if _due(run, run.config.log.every):
+        metrics |= _train_metrics(run, batch, out)
+        costs |= _costs(run)
+        bar.set_postfix(_postfix(metrics, costs), refresh=False)
+    if _due(run, run.config.evaluate.every):
+        with _phase(tracker, "validation"):
+            metrics |= _validate(run)
+    if metrics:
+        run.journal.write(run.step, metrics, costs)
+
+
+def _save(run: Run) -> None:
+    run.journal.sync()
+    checkpoint.save(run.folder / checkpoint.FILE, run.parts, step=run.step, config=plain(run.config))
+
+
+def _judged(run: Run, batch: mg.tasks.Batch) -> Any:
+    try:
+        return run.parts.maml(batch)
+    except FloatingPointError as error:
+        raise FloatingPointError(f"Iteration {run.step}: {error}") from error
+
+
+def _train_metrics(run: Run, batch: mg.tasks.Batch, out: Any) -> dict[str, float]:
+    metrics = {"train/query_loss": out.loss.item()}
+    if is_classification(batch.query.y):
+        metrics["train/accuracy(%)"] = accuracies(out.query_logits, batch.query.y).mean().item()
+    if out.losses.shape[1]:
+        metrics["train/support_loss"] = out.losses[:, 0].mean().item()
+    metrics["optimizer/lr"] = float(run.parts.optimizer.param_groups[0]["lr"])
+    return metrics
+
+
+def _costs(run: Run) -> dict[str, float]:
+    milliseconds = 1000 * run.seconds / run.untimed
+    run.seconds, run.untimed = 0.0, 0
+    return {"time/outer_step(ms)": milliseconds, "memory/peak(MiB)": peak_memory(run.device)}
+
+
+def _validate(run: Run) -> dict[str, float]:
+    config = run.config.evaluate
+    intervals = evaluate(
+        run.parts.maml,
+        run.splits.validation,
+        num_tasks=config.validation_tasks,
+        steps=config.steps,
+        chunk=config.chunk,
+        generator=generator(run.config.seed, "validation"),
+        device=run.device,
+    )
+    return named("validation", intervals)
+
+
+def _progress(run: Run) -> tqdm[Any]:
+    return tqdm(total=run.config.iterations, initial=run.step, unit="step", disable=None, dynamic_ncols=True)
+
+
+def _postfix(metrics: dict[str, float], costs: dict[str, float]) -> dict[str, str]:
+    shown = {"loss": f"{metrics['train/query_loss']:.3f}"}
+    if "train/accuracy(%)" in metrics:
+        shown["accuracy"] = f"{metrics['train/accuracy(%)']:.1f}%"
+    return {**shown, "peak": f"{costs['memory/peak(MiB)']:.0f}MiB"}
+
+
+def _due(run: Run, every: int) -> bool:
+    return run.step % every == 0 or run.step == run.config.iterations
+
+
+def _phase(tracker: mg.MemoryTracker | None, name: str) -> AbstractContextManager[Any]:
+    return nullcontext() if tracker is None else tracker.phase(name)

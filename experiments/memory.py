@@ -1,0 +1,25 @@
+"""The memory report of a run: `memory.txt` to read, `memory.jsonl` to compute with."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import metagrad as mg
+
+TEXT, ROWS = "memory.txt", "memory.jsonl"
+
+
+def write(folder: Path, tracker: mg.MemoryTracker) -> None:
+    """Write the table and the verdict of a tracker, and its records."""
+    (folder / TEXT).write_text(f"{tracker.table()}\n\n{tracker.verdict()}\n")
+    (folder / ROWS).write_text("".join(json.dumps(record.as_dict()) + "\n" for record in tracker.records()))
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, none if it tracked no step."""
+    path = folder / ROWS
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,0 +1,71 @@
+"""One look for every plot: quiet axes, colours that colour-blind readers can tell apart."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
+CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+"""Okabe and Ito's palette."""
+INK, MUTED, FAINT = "#222222", "#767676", "#E4E4E4"
+
+RULES: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+
+
+@contextmanager
+def figure(
+    path: Path, rows: int = 1, columns: int = 1, *, size: tuple[float, float], **options: Any
+) -> Iterator[Any]:
+    """Open a figure, give its axes [rows, columns], and write it when done; no display is needed."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(RULES):
+        canvas = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(canvas)
+        yield canvas.subplots(rows, columns, squeeze=False, **options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, dpi=160)
+
+
+def thousands(axis: Any) -> None:
+    """Write 20,000 for 20000 on an axis of counts."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=7, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def legend_below(axis: Any, *, columns: int) -> None:
+    """Put the legend of one axis under the whole figure."""
+    handles, labels = axis.get_legend_handles_labels()
+    axis.figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, handlelength=1.6, columnspacing=1.6
+    )

@@ -1,0 +1,62 @@
+"""Where a run comes from: code, versions, platform, command line, seed, time."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import metagrad as mg
+
+FILE = "provenance.json"
+
+
+def write(folder: Path, *, seed: int, resumed: dict[str, Any] | None = None) -> None:
+    """Write `provenance.json`; a resumed run appends itself to the file of the run it continues."""
+    path = folder / FILE
+    record = start(seed)
+    if resumed is not None:
+        origin = json.loads(path.read_text()) if path.exists() else dict(record)
+        origin.setdefault("resumed", []).append({**resumed, **record})
+        record = origin
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def start(seed: int) -> dict[str, Any]:
+    """Return what is known of a run when it starts."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "seed": seed,
+        "git": git(Path(__file__).parent),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "metagrad": mg.__version__,
+        },
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def git(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the checkout around a folder and whether it has changes; None without git."""
+    commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": changes != ""}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

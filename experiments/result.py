@@ -1,0 +1,103 @@
+"""The result of a run: test metrics, and the protocol without which they mean nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from experiments.build import generator
+from experiments.config import plain
+from experiments.evaluate import Interval, evaluate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from experiments.loop import Run
+    from metagrad.tasks import TaskDistribution
+
+FILE = "result.json"
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def judge(run: Run) -> dict[str, Any]:
+    """Evaluate on test tasks and return the result, as `result.json` holds it."""
+    config = run.config.evaluate
+    intervals = evaluate(
+        run.parts.maml,
+        run.splits.test,
+        num_tasks=config.tasks,
+        steps=config.steps,
+        chunk=config.chunk,
+        generator=generator(run.config.seed, "test"),
+        device=run.device,
+    )
+    metrics = {f"test/{name}": interval._asdict() for name, interval in intervals.items()}
+    return {"step": run.step, "seed": run.config.seed, "protocol": protocol(run), "metrics": metrics}
+
+
+def protocol(run: Run) -> dict[str, Any]:
+    """Return what must be known to compare the result with another."""
+    config, model = run.config, run.parts.maml.model
+    batch_norm = any(isinstance(module, NORMS) for module in model.modules())
+    return {
+        "test_tasks": config.evaluate.tasks,
+        "tasks": describe(run.splits.test),
+        "inner_rule": plain(config)["algorithm"]["inner"],
+        "inner_steps_train": config.algorithm.steps,
+        "inner_steps_test": config.evaluate.steps,
+        "order": config.algorithm.order,
+        "meta_batch": config.meta_batch,
+        "iterations": config.iterations,
+        "batch_norm": "batch statistics, transductive" if batch_norm else "none in the model",
+    }
+
+
+def describe(tasks: TaskDistribution) -> str:
+    """Return the distribution in words: its own, if it has any."""
+    own = getattr(tasks, "protocol_description", None)
+    if own is not None:
+        return own
+    settings = {name: value for name, value in vars(tasks).items() if isinstance(value, (int, float, tuple))}
+    return (
+        f"{type(tasks).__name__}({', '.join(f'{name}={_short(value)}' for name, value in settings.items())})"
+    )
+
+
+def write(folder: Path, result: dict[str, Any]) -> None:
+    """Write `result.json`."""
+    (folder / FILE).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def text(result: dict[str, Any]) -> str:
+    """Return the result as a few lines to print."""
+    protocol = result["protocol"]
+    intervals = {name.removeprefix("test/"): Interval(**value) for name, value in result["metrics"].items()}
+    steps, number = protocol["inner_steps_test"], protocol["test_tasks"]
+    lines = [f"Test on {number} tasks after {result['step']} iterations, mean and 95 % confidence interval:"]
+    lines += [_row(name, intervals, steps) for name in intervals if "_before" not in name]
+    lines += [
+        "Protocol:",
+        *(f"  {name.replace('_', ' ')}: {_words(value)}" for name, value in protocol.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, intervals: dict[str, Interval], steps: int) -> str:
+    stem, bracket, unit = name.partition("(")
+    before, after = intervals[f"{stem}_before{bracket}{unit}"], intervals[name]
+    title = f"{stem.replace('_', ' ')} {bracket}{unit}".strip()
+    gain = f"  (ratio {before.mean / after.mean:.1f})" if not unit and after.mean > 0 else ""
+    return f"  {title}: {before} before, {after} after {steps} inner steps{gain}"
+
+
+def _words(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    arguments = ", ".join(f"{name}={item}" for name, item in value.items() if name != "_target_")
+    return f"{value['_target_'].rpartition('.')[2]}({arguments})"
+
+
+def _short(value: Any) -> str:
+    return f"({', '.join(map(_short, value))})" if isinstance(value, tuple) else f"{value:.4g}"

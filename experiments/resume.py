@@ -1,0 +1,69 @@
+"""Continuing a run: `resume=FOLDER` goes on in that folder, `resume=FILE` starts a new run from a checkpoint.
+
+A folder brings its own overrides along, so `python -m experiments.train resume=FOLDER` is the whole command;
+overrides given beside it win. A file is only a state: repeat the overrides of the run it comes from. A run
+that starts from a file inside a run folder takes that folder's metrics up to the checkpoint with it, and the
+folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import yaml
+
+from experiments import checkpoint
+
+HISTORIES = ("metrics.jsonl", "costs.jsonl")
+
+
+def command_line(arguments: list[str]) -> list[str]:
+    """Return the command line, completed from the run folder it resumes, if it resumes one.
+
+    Raises:
+        ValueError: The folder is not a run folder, or a sweep is asked to resume one.
+    """
+    folder = _folder(arguments)
+    if folder is None:
+        return arguments
+    if {"-m", "--multirun"} & set(arguments):
+        raise ValueError(
+            "resume: a run folder is continued by one run; leave out -m, or resume=FILE for every job."
+        )
+    overrides = folder / ".hydra" / "overrides.yaml"
+    if not overrides.is_file():
+        raise ValueError(f"resume: {folder} is not a run folder: it has no .hydra/overrides.yaml.")
+    saved = yaml.safe_load(overrides.read_text())
+    place = [f"hydra.run.dir={_quoted(folder)}", "hydra.output_subdir=.hydra_resumed"]
+    first = next(i for i, argument in enumerate(arguments) if _is_override(argument))
+    return [*arguments[:first], *saved, *arguments[first:], *place]
+
+
+def checkpoint_file(path: str) -> Path:
+    """Return the checkpoint that `resume=PATH` means."""
+    return Path(path) / checkpoint.FILE if Path(path).is_dir() else Path(path)
+
+
+def copy_history(file: Path, folder: Path) -> None:
+    """Give a new run the metrics of the run its checkpoint comes from."""
+    source = file.parent.parent
+    for name in HISTORIES:
+        if source.resolve() != folder.resolve() and (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def _folder(arguments: list[str]) -> Path | None:
+    values = [
+        argument.partition("=")[2].strip("'\"") for argument in arguments if argument.startswith("resume=")
+    ]
+    return Path(values[-1]) if values and Path(values[-1]).is_dir() else None
+
+
+def _is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-")
+
+
+def _quoted(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from experiments.compare import Job, differing, find_jobs, table
+from experiments.plots.comparison import mean_curve
+
+
+@pytest.fixture(scope="module")
+def swept(program, tmp_path_factory):
+    """Return the folder of a sweep of two algorithms and two seeds."""
+    cwd = tmp_path_factory.mktemp("sweep")
+    sweep = [
+        "-m",
+        "algorithm=maml,fomaml",
+        "seed=0,1",
+        "debug=fast",
+        "logger=none",
+        "iterations=8",
+        "device=cpu",
+    ]
+    code, _, err = program("train", *sweep, "hydra.sweep.dir=multirun/day/time", cwd=cwd)
+    assert code == 0, err
+    return cwd / "multirun" / "day" / "time"
+
+
+@pytest.fixture
+def copied(swept, tmp_path):
+    """Return a copy of the sweep, to be damaged."""
+    return shutil.copytree(swept, tmp_path / "sweep")
+
+
+def lines(folder):
+    jobs = find_jobs(folder)
+    return table(jobs, differing(jobs)).splitlines()
+
+
+def test_there_is_one_folder_for_each_job(swept):
+    jobs = find_jobs(swept)
+    assert [job.status for job in jobs] == ["finished"] * 4
+    assert [(job.overrides["algorithm"], job.overrides["seed"]) for job in jobs] == [
+        ("maml", "0"),
+        ("maml", "1"),
+        ("fomaml", "0"),
+        ("fomaml", "1"),
+    ]
+    assert all(
+        json.loads((job.folder / "provenance.json").read_text())["seed"] == i % 2
+        for i, job in enumerate(jobs)
+    )
+
+
+def test_jobs_do_not_depend_on_those_before_them(swept, run, tmp_path):
+    alone = run(tmp_path, "algorithm=fomaml", "seed=1", "iterations=8")
+    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (alone, swept / "3")]
+    first = [json.loads(side[1])["train/query_loss"] for side in rows]
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+def test_the_table_groups_by_what_differs_and_averages_over_seeds(swept):
+    header, maml, fomaml, _ = lines(swept)
+    assert header.split() == ["setting", "runs", "query_loss_before", "query_loss"]
+    assert maml.startswith("algorithm=maml ")
+    assert fomaml.startswith("algorithm=fomaml ")
+    losses = [
+        json.loads((swept / job / "result.json").read_text())["metrics"]["test/query_loss"]["mean"]
+        for job in "01"
+    ]
+    assert f"{sum(losses) / 2:.4g} +- {abs(losses[0] - losses[1]) / 2**0.5:.2g}" in maml
+    assert "2 / 2" in maml
+
+
+def test_what_is_not_finished_is_listed(copied):
+    shutil.rmtree(copied / "1")
+    (copied / "2" / "result.json").unlink()
+    (copied / "3" / "failure.txt").write_text("MAML: the loss of task 3 is nan\n")
+    _, maml, fomaml, _, *listed = lines(copied)
+    assert "1 / 2" in maml
+    assert "0 / 2" in fomaml
+    assert listed[0].startswith("  1 (algorithm=maml seed=1 ")
+    assert [line.partition("): ")[2] for line in listed] == [
+        "missing: it never started",
+        "unfinished at step 8",
+        "failed: MAML: the loss of task 3 is nan",
+    ]
+
+
+def test_the_program_prints_the_table_and_draws(program, swept, tmp_path):
+    code, out, err = program("compare", str(swept), cwd=tmp_path)
+    assert code == 0, err
+    assert "algorithm=fomaml" in out
+    assert (swept / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_single_runs_compare_too(swept):
+    jobs = [*find_jobs(swept / "0"), *find_jobs(swept / "2")]
+    assert differing(jobs) == ["algorithm"]
+
+
+def test_runs_that_lack_an_override_have_the_default(tmp_path):
+    jobs = [Job(tmp_path, {"seed": "0"}, None, ""), Job(tmp_path, {"seed": "1", "task.shots": "5"}, None, "")]
+    assert [job.setting(differing(jobs)) for job in jobs] == ["task.shots=default", "task.shots=5"]
+
+
+def test_the_mean_curve_is_over_the_steps_all_have():
+    assert mean_curve([([0, 10, 20], [1.0, 2.0, 3.0]), ([0, 10], [3.0, 6.0])]) == ([0, 10], [2.0, 4.0])

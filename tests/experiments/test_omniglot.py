@@ -1,0 +1,44 @@
+"""A whole run on the real data, where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from experiments.metrics import read_rows
+
+FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
+
+pytestmark = pytest.mark.skipif(
+    not FILE.is_file(), reason="$METAGRAD_DATA/omniglot/omniglot_105_bits.npz is missing"
+)
+
+
+@pytest.fixture(scope="module")
+def omniglot_run(run, tmp_path_factory):
+    settings = ["iterations=2", "model.hidden=8", "task.queries=3", "plots.steps=3", "evaluate.every=2"]
+    return run(tmp_path_factory.mktemp("omniglot"), "experiment=omniglot_5way1shot", *settings)
+
+
+def test_accuracy_is_measured_in_percent(omniglot_run):
+    row = read_rows(omniglot_run / "metrics.jsonl")[-1]
+    assert 0 <= row["train/accuracy(%)"] <= 100
+    assert {"validation/accuracy(%)", "validation/accuracy_ci95(%)", "validation/accuracy_before(%)"} <= set(
+        row
+    )
+
+
+def test_the_protocol_says_what_makes_the_number_comparable(omniglot_run):
+    protocol = json.loads((omniglot_run / "result.json").read_text())["protocol"]
+    assert "5-way 1-shot, 3 queries per class, test split of Vinyals" in protocol["tasks"]
+    assert "nearest" in protocol["tasks"]
+    assert protocol["batch_norm"] == "batch statistics, transductive"
+    assert (protocol["inner_steps_train"], protocol["inner_steps_test"]) == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["learning_curve", "adaptation", "memory"])
+def test_classification_has_its_plots(omniglot_run, name):
+    assert (omniglot_run / "plots" / f"{name}.png").stat().st_size > 0

@@ -1,0 +1,52 @@
+"""The programs as the user starts them: exit codes, messages, logs."""
+
+from __future__ import annotations
+
+import pytest
+
+ERRORS = [
+    (["seed=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
+    (["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
+    (["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
+    (["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
+    (["model.sizes=[1]", "logger=none"], "build: metagrad.models.MLP: "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_bad_input_is_one_clear_line_and_a_failure(program, tmp_path, arguments, message):
+    code, _, err = program("train", *arguments, cwd=tmp_path)
+    assert code != 0
+    assert any(line.startswith(message) for line in err.splitlines())
+    assert "Traceback" not in err
+
+
+def test_a_loss_that_is_not_finite_fails_and_is_logged(program, tmp_path):
+    arguments = [
+        "debug=fast",
+        "logger=none",
+        "algorithm.inner.lr=1e30",
+        "evaluate.steps=0",
+        "hydra.run.dir=run",
+    ]
+    code, _, err = program("train", *arguments, cwd=tmp_path)
+    assert code != 0
+    assert "Iteration 0: MAML: the loss of task" in err
+    assert "Iteration 0: MAML: the loss of task" in (tmp_path / "run" / "train.log").read_text()
+    assert (tmp_path / "run" / "failure.txt").read_text().startswith("Iteration 0: MAML: the loss of task")
+
+
+def test_an_unexpected_error_is_logged_with_its_traceback(program, tmp_path):
+    arguments = ["debug=fast", "logger=none", "model.sizes=[2,4,1]", "hydra.run.dir=run"]
+    code, _, _ = program("train", *arguments, cwd=tmp_path)
+    assert code != 0
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "The run failed." in log
+    assert "Traceback" in log
+
+
+def test_compare_refuses_other_folders(program, tmp_path):
+    code, _, err = program("compare", ".", cwd=tmp_path)
+    assert code != 0
+    assert err.startswith("compare: . is neither a sweep nor a run folder")
+    assert "Traceback" not in err
