@@ -63,7 +63,7 @@ def conv4(num_tasks: int) -> Workload:
     generator = torch.Generator().manual_seed(0)
 
     def examples(shots: int) -> Examples:
-        images = torch.rand(num_tasks, 5 * shots, 1, 28, 28, generator=generator).round()
+        images = torch.rand(num_tasks, 5 * shots, 1, 28, 28, generator=generator)
         return Examples(images, torch.arange(5).repeat_interleave(shots).repeat(num_tasks, 1))
 
     batch = Batch(examples(1), examples(15))

@@ -58,10 +58,11 @@ def build(config: Target, *args: object) -> Any:
 
 def build_splits(config: Config) -> Splits:
     """Build the distributions of training, validation and test tasks."""
-    if isinstance(config.task, Omniglot):
-        return Splits(build(config.task), *(build(replace(config.task, split=name)) for name in STREAMS[1:]))
-    tasks = build(config.task)
-    return Splits(tasks, tasks, tasks)
+    judged = replace(config.task, queries=config.evaluate.queries)
+    if isinstance(judged, Omniglot):
+        return Splits(build(config.task), *(build(replace(judged, split=name)) for name in STREAMS[1:]))
+    tasks = build(judged)
+    return Splits(build(config.task), tasks, tasks)
 
 
 def build_parts(config: Config) -> Parts:

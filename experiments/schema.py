@@ -180,6 +180,7 @@ class Evaluate:
     every: int = MISSING
     validation_tasks: int = MISSING
     tasks: int = MISSING
+    queries: int = MISSING
     steps: int = MISSING
     chunk: int = MISSING
 

@@ -5,7 +5,8 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,14 +29,35 @@ def leaf_names(tree: Tree, root: str = "") -> list[str]:
     return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
-def split_tensors(leaves: list[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Separate tensors from constants: the tensors in order, and the leaves with a hole at each tensor."""
+class _Hole:
+    """The place of a tensor among constants."""
+
+    def __repr__(self) -> str:
+        return "<tensor>"
+
+
+HOLE = _Hole()
+
+
+class Structure(NamedTuple):
+    """A tree without its tensors."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    def fill(self, tensors: Sequence[Tensor]) -> Tree:
+        """Put tensors into the places where the original had some."""
+        return tree_unflatten(_fill(self.leaves, tensors), self.spec)
+
+
+def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """Take a tree apart into its tensors and its :class:`Structure`."""
+    leaves, spec = tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, [HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tensors, Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def fill_holes(leaves: list[Any], tensors: list[Tensor]) -> list[Any]:
-    """Undo :func:`split_tensors` with other tensors."""
+def _fill(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
     supply = iter(tensors)
     return [next(supply) if leaf is HOLE else leaf for leaf in leaves]
 
@@ -55,13 +77,3 @@ def fresh_leaf(value: Any) -> Any:
 def is_differentiable(tensor: Tensor) -> bool:
     """Say whether a tensor of this dtype can carry a gradient."""
     return torch.is_floating_point(tensor) or torch.is_complex(tensor)
-
-
-class _Hole:
-    """The place of a tensor among constants."""
-
-    def __repr__(self) -> str:
-        return "<tensor>"
-
-
-HOLE = _Hole()

@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from metagrad._tree import Tree, fresh_leaf
-from metagrad.autograd.replay import Structure, record, tell_recorders
+from metagrad._tree import Structure, Tree, fresh_leaf
+from metagrad.autograd.reads import tell_recorders
+from metagrad.autograd.replay import record
 
 T = TypeVar("T")
 

@@ -1,65 +1,22 @@
 """Recording one call of a function so that it can be run again on other values of what it read.
 
-Recomputation is right only if the second run sees what the first one saw. A :class:`Call` therefore captures,
-at call time, everything that can differ later:
-
-* the arguments, and the *free tensors*: tensors the function read without being handed them, such as the
-  parameters of a module in its closure. ``torch.func.functional_call`` exchanges these for the duration of a
-  call only, so a second run must be handed the recorded ones;
-* the state of the random number generators, when the function drew from them;
-* the autocast state.
-
-Free tensors are found by a ``TorchFunctionMode``: a tensor that enters a torch function and is neither an
-argument nor the result of an earlier function is free. The position of the function in the sequence of calls
-identifies it, so a deterministic function can be replayed with other tensors in these places.
+Recomputation is right only if the second run sees what the first one saw. A :class:`Call` therefore captures, at
+call time, everything that can differ later: the arguments, the tensors that the function read without being handed
+them (:mod:`metagrad.autograd.reads`), and the random numbers and the autocast state
+(:mod:`metagrad.autograd.ambient`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.overrides import TorchFunctionMode
 
-from metagrad._tree import (
-    Tree,
-    TreeSpec,
-    fill_holes,
-    fresh_leaf,
-    split_tensors,
-    tree_flatten,
-    tree_unflatten,
-)
-from metagrad.autograd.grad import graph_nodes
-
-# Functions that write into arguments though their names do not end in an underscore.
-_WRITERS = {torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
-_IN_PLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _IN_PLACE} | {"__setitem__"}
-
-
-class Structure(NamedTuple):
-    """A tree without its tensors."""
-
-    leaves: list[Any]
-    spec: TreeSpec
-
-    def fill(self, tensors: Sequence[Tensor]) -> Tree:
-        """Put tensors into the places where the original had some."""
-        return tree_unflatten(fill_holes(self.leaves, list(tensors)), self.spec)
-
-
-def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
-    """Take a tree apart into its tensors and its :class:`Structure`."""
-    leaves, spec = tree_flatten(tree)
-    tensors, constants = split_tensors(leaves)
-    return tensors, Structure(constants, spec)
+from metagrad._tree import Structure, Tree, dissect, fresh_leaf
+from metagrad.autograd.ambient import AutocastState, RandomState
+from metagrad.autograd.reads import Reads, Recorder, unobserved
 
 
 class Recording(NamedTuple):
@@ -88,7 +45,7 @@ class Call:
         self.arguments = arguments
         self.num_arguments = num_arguments
         self.reads = Reads()
-        with _unobserved():
+        with unobserved():
             self.random = RandomState()
             self.autocast = AutocastState()
 
@@ -121,346 +78,17 @@ def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name
     handed = [fresh_leaf(tensor) for tensor in tensors]
     versions = [tensor._version for tensor in handed]
     fresh_args, fresh_kwargs = arguments.fill(handed)
-    with torch.enable_grad(), _Recorder(call.reads, handed) as recorder:
+    with torch.enable_grad(), Recorder(call.reads, handed) as recorder:
         outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
     if any(tensor._version != version for tensor, version in zip(handed, versions, strict=True)):
         raise ValueError(
             f"{name}: the function writes in place into one of its arguments, so running it again would see "
             "another value. Write into a copy."
         )
-    with _unobserved():
+    with unobserved():
         call.random.close(tensors)
         call.reads.close(name)
         recorder.refuse_unseen(name, outputs)
     return Recording(
         call, tensors + call.reads.differentiable, [fresh_leaf(output) for output in outputs], structure
     )
-
-
-class Constant(NamedTuple):
-    """A free tensor that does not require grad.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version when it was read.
-        before: A copy of what it held then, if the function that read it may have written into it, as batch
-            normalisation writes its running statistics.
-    """
-
-    tensor: Tensor
-    version: int
-    before: Tensor | None
-
-    def replayed(self, name: str) -> Tensor:
-        """Return what the call read; to write into it again leaves the tensor itself alone."""
-        if self.before is not None:
-            return self.before.clone()
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"{name}: a tensor of shape {tuple(self.tensor.shape)} that the function reads was modified in "
-                "place between the forward pass and its recomputation. Modify a copy, or pass it as an argument."
-            )
-        return self.tensor
-
-
-def _may_write(function: Callable, kwargs: dict[str, Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
-
-
-class Place(NamedTuple):
-    """A torch function in the sequence of calls, and the free tensors at some positions of its arguments.
-
-    A slot is (requires grad, index among the free tensors of that kind).
-    """
-
-    function: Callable
-    slots: dict[int, tuple[bool, int]]
-
-
-class Reads:
-    """The free tensors of a call, and where in its sequence of torch functions each was read."""
-
-    def __init__(self) -> None:
-        self.differentiable: list[Tensor] = []
-        self.constants: list[Constant] = []
-        self.places: dict[int, Place] = {}
-        self._slots: dict[tuple[int, bool], tuple[bool, int]] = {}
-        self._read: list[Tensor] = []
-
-    def add(self, tensor: Tensor, function: Callable, number: int, position: int, writes: bool) -> Tensor:
-        """Note that call ``number`` reads a free tensor; return what it is to read in its place."""
-        # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
-        with _unobserved():
-            key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
-        if key not in self._slots:
-            self._slots[key] = self._new_slot(_as_modes_see(tensor), key[1], writes)
-            self._read.append(tensor)
-        slot = self._slots[key]
-        self.places.setdefault(number, Place(function, {})).slots[position] = slot
-        differentiable, index = slot
-        return self.differentiable[index] if differentiable else self.constants[index].tensor
-
-    def _new_slot(self, tensor: Tensor, differentiable: bool, writes: bool) -> tuple[bool, int]:
-        if differentiable:
-            self.differentiable.append(tensor)
-            return True, len(self.differentiable) - 1
-        with _unobserved():
-            before = tensor.clone() if writes else None
-            self.constants.append(Constant(tensor, tensor._version, before))
-        return False, len(self.constants) - 1
-
-    def close(self, name: str) -> None:
-        """Check that what the call wrote into is known as it was before."""
-        self._slots, self._read = {}, []
-        for index, constant in enumerate(self.constants):
-            if constant.before is not None:
-                # Not by version: batch normalisation writes its running statistics without a new one.
-                if torch.equal(constant.before, constant.tensor):
-                    self.constants[index] = constant._replace(before=None)
-            elif constant.tensor._version != constant.version:
-                raise ValueError(
-                    f"{name}: the function reads a tensor of shape {tuple(constant.tensor.shape)} that it did "
-                    "not make and then writes into it in place, so running it again would see another value. "
-                    "Return the new value instead."
-                )
-
-    @contextlib.contextmanager
-    def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
-        """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
-        if not self.places:
-            yield
-            return
-        with _unobserved():
-            constants = [constant.replayed(name) for constant in self.constants]
-        with _Substitution(name, self.places, list(free), constants) as substitution:
-            yield
-        substitution.close()
-
-
-def _unobserved() -> contextlib.AbstractContextManager:
-    """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
-    return torch._C.DisableTorchFunction()
-
-
-def _as_modes_see(tensor: Tensor) -> Tensor:
-    """Let an enclosing recording or replay see the tensor, and replace it, before this one keeps it."""
-    return tensor.view_as(tensor) if torch._C._len_torch_function_stack() else tensor
-
-
-class _Active(threading.local):
-    """The recorders at work in this thread, the outermost first."""
-
-    def __init__(self) -> None:
-        self.recorders: list[_Recorder] = []
-
-
-_active = _Active()
-
-
-def tell_recorders(made: Sequence[Tensor]) -> None:
-    """Tell enclosing recordings of the outputs of a ``Function.apply``, of which no mode is told."""
-    for recorder in _active.recorders:
-        recorder.note(made)
-
-
-class _Recorder(TorchFunctionMode):
-    """Finds the free tensors of a function while it runs."""
-
-    def __init__(self, reads: Reads, arguments: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.reads = reads
-        self.call_number = 0
-        self.arguments = {id(tensor): tensor for tensor in arguments}
-        self.made: dict[int, weakref.ref[Tensor]] = {}
-        self.without_grad: set[int] = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        number, self.call_number = self.call_number, self.call_number + 1
-        with _unobserved():
-            free = {i: t for i, t in enumerate(_tensors_in((args, kwargs))) if not self._is_own(t)}
-        if free:
-            writes = _may_write(func, kwargs)
-            stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free.items()}
-            args, kwargs = _replace_tensors((args, kwargs), stand_ins)
-        result = func(*args, **kwargs)
-        self.note(t for t in _tensors_in(result) if not any(t is known for known in free.values()))
-        return result
-
-    def __enter__(self):
-        _active.recorders.append(self)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        _active.recorders.remove(self)
-        return super().__exit__(*error)
-
-    def note(self, made: Iterable[Tensor]) -> None:
-        """Remember tensors as made by the function."""
-        for tensor in made:
-            self.made[id(tensor)] = weakref.ref(tensor)
-            (self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add)(id(tensor))
-
-    def _is_as_made(self, tensor: Tensor) -> bool:
-        """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
-        return id(tensor) not in self.without_grad or tensor.is_leaf
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        if id(tensor) in self.arguments:
-            return True
-        made = self.made.get(id(tensor))
-        if made is not None and made() is tensor and self._is_as_made(tensor):
-            return True
-        if is_functorch_wrapped_tensor(tensor):
-            # Made by a torch.func transform inside the function; it cannot outlive the transform.
-            return True
-        return self._depends_on_arguments(tensor)
-
-    def _depends_on_arguments(self, tensor: Tensor) -> bool:
-        """Recognise the output of a custom ``autograd.Function``, which no mode is told of."""
-        return any(id(getattr(node, "variable", None)) in self.arguments for node in graph_nodes([tensor]))
-
-    def refuse_unseen(self, name: str, outputs: Sequence[Tensor]) -> None:
-        """Raise if an output depends on a tensor that was never seen: its gradient would be lost."""
-        seen = {tensor.grad_fn for tensor in self.reads.differentiable}
-        leaves = {id(tensor) for tensor in self.reads.differentiable} | set(self.arguments)
-        stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        visited = set(stack)
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and id(variable) not in leaves:
-                raise ValueError(
-                    f"{name}: the function depends on a tensor of shape {tuple(variable.shape)} that requires "
-                    "grad and that only a custom autograd.Function or a torch.func transform reads. Pass it "
-                    "as an argument, or its gradient would be lost."
-                )
-            for successor, _ in node.next_functions:
-                if successor is not None and successor not in visited:
-                    visited.add(successor)
-                    stack.append(successor)
-
-
-class _Substitution(TorchFunctionMode):
-    """Replays a function with other tensors in the places where it reads its free ones."""
-
-    def __init__(
-        self, name: str, places: dict[int, Place], free: list[Tensor], constants: list[Tensor]
-    ) -> None:
-        super().__init__()
-        self.name = name
-        self.places = places
-        self.free = free
-        self.constants = constants
-        self.call_number = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        place = self.places.get(self.call_number)
-        self.call_number += 1
-        if place is not None:
-            if place.function != func:
-                raise self._astray(f"{place.function} became {func}")
-            stand_ins = {
-                position: (self.free if differentiable else self.constants)[index]
-                for position, (differentiable, index) in place.slots.items()
-            }
-            args, kwargs = _replace_tensors((args, kwargs), stand_ins)
-        return func(*args, **kwargs)
-
-    def close(self) -> None:
-        """Check that every place was reached."""
-        if self.call_number <= max(self.places):
-            raise self._astray(f"it ended after {self.call_number} torch functions")
-
-    def _astray(self, how: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name}: the function took another path when it was recomputed ({how}). It must depend on "
-            "its arguments, its free tensors and torch's random numbers alone."
-        )
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-
-
-def _replace_tensors(value: Any, stand_ins: dict[int, Tensor]) -> Any:
-    """Replace the tensors at some positions, counted as :func:`_tensors_in` yields them."""
-    position = -1
-
-    def visit(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, Tensor):
-            position += 1
-            return stand_ins.get(position, value)
-        if isinstance(value, list):
-            return [visit(item) for item in value]
-        if isinstance(value, tuple):
-            items = [visit(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, dict):
-            return {key: visit(item) for key, item in value.items()}
-        return value
-
-    return visit(value)
-
-
-class RandomState:
-    """The state of torch's global random generators, kept only if a call draws from them."""
-
-    def __init__(self) -> None:
-        self.cpu: Tensor | None = torch.get_rng_state()
-        self.cuda: dict[int, Tensor] = {}
-        if torch.cuda.is_initialized():
-            self.cuda = {i: torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
-
-    def close(self, tensors: Sequence[Tensor]) -> None:
-        """Forget the states that the call left as they were."""
-        if self.cpu is not None and torch.equal(self.cpu, torch.get_rng_state()):
-            self.cpu = None
-        self.cuda = {i: s for i, s in self.cuda.items() if not torch.equal(s, torch.cuda.get_rng_state(i))}
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Draw again what the recorded call drew, and leave the generators untouched."""
-        if self.cpu is None and not self.cuda:
-            yield
-            return
-        with torch.random.fork_rng(devices=list(self.cuda)):
-            if self.cpu is not None:
-                torch.set_rng_state(self.cpu)
-            for index, state in self.cuda.items():
-                torch.cuda.set_rng_state(state, index)
-            yield
-
-
-class AutocastState:
-    """The autocast state of every device type in use."""
-
-    def __init__(self) -> None:
-        kinds = ["cpu", "cuda"] if torch.cuda.is_initialized() else ["cpu"]
-        self.kinds = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
-        }
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Cast as the recorded call did; without a cache, whose entries would outlive the recomputation."""
-        with contextlib.ExitStack() as stack:
-            for kind, (enabled, dtype) in self.kinds.items():
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-                    )
-            yield

@@ -137,7 +137,6 @@ class Ledger:
 
     def close(self) -> None:
         """Stop: later deaths change nothing."""
-        self._open = False
         self._known.clear()
 
     def _keys(self, func: object, inputs: object) -> set[int]:
