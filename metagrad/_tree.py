@@ -5,7 +5,7 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,6 +27,18 @@ tree_unflatten = pytree.tree_unflatten
 def leaf_names(tree: Tree, root: str = "") -> list[str]:
     """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
     return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, as the arguments of a torch function hold them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 class _Hole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class RandomState:
         if torch.cuda.is_initialized():
             self.cuda = {i: torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
 
-    def close(self, tensors: Sequence[Tensor]) -> None:
+    def close(self) -> None:
         """Forget the states that the call left as they were."""
         if self.cpu is not None and torch.equal(self.cpu, torch.get_rng_state()):
             self.cpu = None
@@ -31,11 +31,15 @@ class RandomState:
             yield
             return
         with torch.random.fork_rng(devices=list(self.cuda)):
-            if self.cpu is not None:
-                torch.set_rng_state(self.cpu)
-            for index, state in self.cuda.items():
-                torch.cuda.set_rng_state(state, index)
+            self.restore()
             yield
+
+    def restore(self) -> None:
+        """Set the generators back."""
+        if self.cpu is not None:
+            torch.set_rng_state(self.cpu)
+        for index, state in self.cuda.items():
+            torch.cuda.set_rng_state(state, index)
 
 
 class AutocastState:

@@ -73,15 +73,21 @@ def grad(
             "Leave it out of params, or pass materialize_grads=True to get zeros."
         )
     if create_graph:
-        _refuse_cuts(loss)
+        _refuse_cuts(loss, leaves)
     filled = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
     return tree_unflatten(filled, spec)
 
 
-def graph_nodes(roots: Iterable[Tensor]) -> Iterator[Node]:
-    """Walk every node of the graph behind some tensors, each once."""
-    stack = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    seen = set(stack)
+def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> Iterator[Node]:
+    """Walk every node of the graph behind some tensors, each once.
+
+    Args:
+        roots: Where to begin.
+        visited: Nodes not to enter; the nodes walked are added.
+    """
+    seen = set() if visited is None else visited
+    stack = [node for tensor in roots if (node := tensor.grad_fn) is not None and node not in seen]
+    seen.update(stack)
     while stack:
         node = stack.pop()
         yield node
@@ -119,8 +125,10 @@ def _check_params(params: Tree, leaves: list[Tensor]) -> None:
             )
 
 
-def _refuse_cuts(loss: Tensor) -> None:
-    for node in graph_nodes([loss]):
+def _refuse_cuts(loss: Tensor, params: list[Tensor]) -> None:
+    # The walk ends at the parameters: in an unrolled loop the steps before lie behind them.
+    behind = {node for param in params if (node := param.grad_fn) is not None}
+    for node in graph_nodes([loss], behind):
         source = CUTTING_NODES.get(node.name().rstrip("0123456789"))
         if source is not None:
             raise ValueError(

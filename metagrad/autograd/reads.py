@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from metagrad._tree import tensors_in
 from metagrad.autograd.grad import graph_nodes
 
 # Functions that write into arguments though their names do not end in an underscore.
@@ -166,18 +168,19 @@ class Recorder(TorchFunctionMode):
         self.arguments = {id(tensor): tensor for tensor in arguments}
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.without_grad: set[int] = set()
+        self.outside: set[Node] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         number, self.call_number = self.call_number, self.call_number + 1
         with unobserved():
-            free = {i: t for i, t in enumerate(_tensors_in((args, kwargs))) if not self._is_own(t)}
+            free = {i: t for i, t in enumerate(tensors_in((args, kwargs))) if not self._is_own(t)}
         if free:
             writes = _may_write(func, kwargs)
             stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
         result = func(*args, **kwargs)
-        self.note(t for t in _tensors_in(result) if not any(t is known for known in free.values()))
+        self.note(t for t in tensors_in(result) if not any(t is known for known in free.values()))
         return result
 
     def __enter__(self):
@@ -211,18 +214,17 @@ class Recorder(TorchFunctionMode):
 
     def _depends_on_arguments(self, tensor: Tensor) -> bool:
         """Recognise the output of a custom ``autograd.Function``, which no mode is told of."""
-        return any(id(getattr(node, "variable", None)) in self.arguments for node in graph_nodes([tensor]))
+        nodes = list(graph_nodes([tensor], self.outside))
+        found = any(id(getattr(node, "variable", None)) in self.arguments for node in nodes)
+        if found:
+            self.outside.difference_update(nodes)
+        return found
 
     def refuse_unseen(self, name: str, outputs: Sequence[Tensor]) -> None:
         """Raise if an output depends on a tensor that was never seen: its gradient would be lost."""
-        seen = {tensor.grad_fn for tensor in self.reads.differentiable}
+        seen = {node for tensor in self.reads.differentiable if (node := tensor.grad_fn) is not None}
         leaves = {id(tensor) for tensor in self.reads.differentiable} | set(self.arguments)
-        stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        visited = set(stack)
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
+        for node in graph_nodes(outputs, seen):
             variable = getattr(node, "variable", None)
             if isinstance(variable, Tensor) and id(variable) not in leaves:
                 raise ValueError(
@@ -230,10 +232,6 @@ class Recorder(TorchFunctionMode):
                     "grad and that only a custom autograd.Function or a torch.func transform reads. Pass it "
                     "as an argument, or its gradient would be lost."
                 )
-            for successor, _ in node.next_functions:
-                if successor is not None and successor not in visited:
-                    visited.add(successor)
-                    stack.append(successor)
 
 
 class _Substitution(TorchFunctionMode):
@@ -275,19 +273,8 @@ class _Substitution(TorchFunctionMode):
         )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-
-
 def _replace_tensors(value: Any, stand_ins: dict[int, Tensor]) -> Any:
-    """Replace the tensors at some positions, counted as :func:`_tensors_in` yields them."""
+    """Replace the tensors at some positions, counted as :func:`tensors_in` yields them."""
     position = -1
 
     def visit(value: Any) -> Any:

@@ -86,7 +86,7 @@ def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name
             "another value. Write into a copy."
         )
     with unobserved():
-        call.random.close(tensors)
+        call.random.close()
         call.reads.close(name)
         recorder.refuse_unseen(name, outputs)
     return Recording(

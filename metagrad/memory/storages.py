@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from metagrad._tree import tensors_in
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -23,18 +25,6 @@ _COMPONENTS = {
 # Where storages come in that no operation made: `torch.tensor` and `torch.load` build them by themselves.
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default})
 _REBUILD = torch.ops.aten.set_.source_Storage_storage_offset
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an operation's arguments or outputs, which may be nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:

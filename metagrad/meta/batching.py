@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metagrad.autograd.ambient import RandomState
+
 T = TypeVar("T")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -63,13 +65,13 @@ class Batching:
         """Call ``compute(chunk)``; if vmap turns out not to take the model, call ``compute(1)`` instead."""
         if chunk == 1 or self._vmap_ran:
             return compute(chunk)
-        random_state = torch.get_rng_state()
+        random_state = RandomState()
         try:
             result = compute(chunk)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            torch.set_rng_state(random_state)
+            random_state.restore()
             # An error of the model's own comes out of the loop again, and leaves from there.
             result = compute(1)
             lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -4,45 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.unroll import Memory
 from metagrad.meta.batching import Batching, Tasks
+from metagrad.meta.checks import (
+    BatchLike,
+    ExamplesLike,
+    check_arguments,
+    check_batch,
+    check_steps,
+    refuse_nonfinite,
+)
 from metagrad.meta.inner import InnerLoop, outer_phase, phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.result import Adapted, MAMLOutput
 from metagrad.optim.rules import Params, Rule
-
-
-class ExamplesLike(Protocol):
-    """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
-
-    @property
-    def x(self) -> Tensor:
-        """Inputs ``[tasks, examples, ...]``."""
-        ...
-
-    @property
-    def y(self) -> Tensor:
-        """Targets ``[tasks, examples, ...]``."""
-        ...
-
-
-class BatchLike(Protocol):
-    """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
-
-    @property
-    def support(self) -> ExamplesLike:
-        """What a task is adapted on."""
-        ...
-
-    @property
-    def query(self) -> ExamplesLike:
-        """What the adapted model is judged on."""
-        ...
 
 
 class MAML(nn.Module):
@@ -99,7 +79,7 @@ class MAML(nn.Module):
         task_chunk: int | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(model, steps, order, memory, task_chunk)
+        check_arguments(model, steps, order, memory, task_chunk)
         self.model = model
         self.steps = steps
         self.inner = InnerLoop(inner, order, memory)
@@ -123,14 +103,14 @@ class MAML(nn.Module):
             FloatingPointError: A loss is NaN or infinite; the message names the task and the inner step.
         """
         steps = self._steps(steps)
-        _check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
+        check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
         tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
         with outer_phase():
             outcome, _ = self._over_tasks(tasks, labels, steps)
         assert outcome.query_losses is not None
         assert outcome.predictions is not None
-        _refuse_nonfinite(outcome.losses, outcome.query_losses)
+        refuse_nonfinite(outcome.losses, outcome.query_losses)
         return MAMLOutput(
             outcome.query_losses.mean(), outcome.losses, outcome.query_losses, outcome.predictions
         )
@@ -150,11 +130,11 @@ class MAML(nn.Module):
             FloatingPointError: As :meth:`forward`.
         """
         steps = self._steps(steps)
-        _check_batch("MAML.adapt(support)", {"support": support})
+        check_batch("MAML.adapt(support)", {"support": support})
         labels = self.objective.label_bounds(support.y)
         with outer_phase():
             outcome, chunk = self._over_tasks(Tasks(support.x, support.y, None, None), labels, steps)
-        _refuse_nonfinite(outcome.losses, None)
+        refuse_nonfinite(outcome.losses, None)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
         return Adapted(outcome.params, outcome.losses, predict)
 
@@ -168,7 +148,7 @@ class MAML(nn.Module):
     def _steps(self, steps: int | None) -> int:
         if steps is None:
             return self.steps
-        _check_steps("MAML(batch, steps)", steps)
+        check_steps("MAML(batch, steps)", steps)
         return steps
 
     def _over_tasks(self, tasks: Tasks, labels: Labels | None, steps: int) -> tuple[_Outcome, int]:
@@ -260,67 +240,3 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
             yield from _leaves(f"{path}_{index}", item)
     else:
         yield path, value
-
-
-def _check_steps(call: str, steps: object) -> None:
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
-    if steps < 0:
-        raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
-
-
-def _check_arguments(model: object, steps: int, order: int, memory: str, task_chunk: int | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
-        )
-    _check_steps("MAML(..., steps)", steps)
-    if order not in (1, 2):
-        raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
-    if memory not in get_args(Memory):
-        raise ValueError(f"MAML(..., memory): expected one of {get_args(Memory)}, got {memory!r}.")
-    if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
-        raise ValueError(
-            f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
-        )
-
-
-def _check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
-    sizes = {}
-    for name, examples in parts.items():
-        for field in ("x", "y"):
-            tensor = getattr(examples, field)
-            shape = tuple(tensor.shape)
-            if len(shape) < 2:
-                raise ValueError(f"{call}: {name}.{field} must be [tasks, examples, ...], got shape {shape}.")
-            if 0 in shape[:2]:
-                raise ValueError(
-                    f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example."
-                )
-            sizes[f"{name}.{field}"] = shape
-    if len({shape[0] for shape in sizes.values()}) > 1:
-        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {sizes}.")
-    for name in parts:
-        if sizes[f"{name}.x"][1] != sizes[f"{name}.y"][1]:
-            raise ValueError(
-                f"{call}: {name}.x and {name}.y must have the same number of examples, got "
-                f"{sizes[f'{name}.x']} and {sizes[f'{name}.y']}."
-            )
-
-
-def _refuse_nonfinite(losses: Tensor, query_losses: Tensor | None) -> None:
-    found = losses if query_losses is None else torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
-    finite = torch.isfinite(found.detach())
-    if finite.all():
-        return
-    task, step = (int(i) for i in (~finite).nonzero()[0])
-    where = (
-        f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
-    )
-    raise FloatingPointError(
-        f"MAML: the loss of task {task} is {found[task, step].item()} {where} (tasks and steps count from 0; "
-        f"{int((~finite).any(1).sum())} of {len(found)} tasks are affected). Lower the inner learning rate, or "
-        "look at the data of that task."
-    )

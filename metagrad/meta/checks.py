@@ -1,0 +1,106 @@
+"""What MAML asks of its arguments, its batches and its losses."""
+
+from __future__ import annotations
+
+from typing import Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.unroll import Memory
+
+
+class ExamplesLike(Protocol):
+    """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
+
+    @property
+    def x(self) -> Tensor:
+        """Inputs ``[tasks, examples, ...]``."""
+        ...
+
+    @property
+    def y(self) -> Tensor:
+        """Targets ``[tasks, examples, ...]``."""
+        ...
+
+
+class BatchLike(Protocol):
+    """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
+
+    @property
+    def support(self) -> ExamplesLike:
+        """What a task is adapted on."""
+        ...
+
+    @property
+    def query(self) -> ExamplesLike:
+        """What the adapted model is judged on."""
+        ...
+
+
+def check_steps(call: str, steps: object) -> None:
+    """Refuse a number of steps that is none."""
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
+    if steps < 0:
+        raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
+
+
+def check_arguments(model: object, steps: int, order: int, memory: str, task_chunk: int | None) -> None:
+    """Refuse arguments of MAML that mean nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
+        )
+    check_steps("MAML(..., steps)", steps)
+    if order not in (1, 2):
+        raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
+    if memory not in get_args(Memory):
+        raise ValueError(f"MAML(..., memory): expected one of {get_args(Memory)}, got {memory!r}.")
+    if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
+        raise ValueError(
+            f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
+        )
+
+
+def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
+    """Refuse a batch that is empty, or whose parts do not fit together."""
+    sizes = {}
+    for name, examples in parts.items():
+        for field in ("x", "y"):
+            tensor = getattr(examples, field)
+            shape = tuple(tensor.shape)
+            if len(shape) < 2:
+                raise ValueError(f"{call}: {name}.{field} must be [tasks, examples, ...], got shape {shape}.")
+            if 0 in shape[:2]:
+                raise ValueError(
+                    f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example."
+                )
+            sizes[f"{name}.{field}"] = shape
+    if len({shape[0] for shape in sizes.values()}) > 1:
+        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {sizes}.")
+    for name in parts:
+        if sizes[f"{name}.x"][1] != sizes[f"{name}.y"][1]:
+            raise ValueError(
+                f"{call}: {name}.x and {name}.y must have the same number of examples, got "
+                f"{sizes[f'{name}.x']} and {sizes[f'{name}.y']}."
+            )
+
+
+def refuse_nonfinite(losses: Tensor, query_losses: Tensor | None) -> None:
+    """Raise for the first task and step whose loss is NaN or infinite."""
+    found = losses if query_losses is None else torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
+    finite = torch.isfinite(found.detach())
+    if finite.all():
+        return
+    task, step = (int(i) for i in (~finite).nonzero()[0])
+    where = (
+        f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
+    )
+    raise FloatingPointError(
+        f"MAML: the loss of task {task} is {found[task, step].item()} {where} (tasks and steps count from 0; "
+        f"{int((~finite).any(1).sum())} of {len(found)} tasks are affected). Lower the inner learning rate, or "
+        "look at the data of that task."
+    )
