@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
 from metagrad.autograd.unroll import Memory
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
@@ -107,13 +108,10 @@ class MAML(nn.Module):
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
         tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
         with outer_phase():
-            outcome, _ = self._over_tasks(tasks, labels, steps)
-        assert outcome.query_losses is not None
-        assert outcome.predictions is not None
-        refuse_nonfinite(outcome.losses, outcome.query_losses)
-        return MAMLOutput(
-            outcome.query_losses.mean(), outcome.losses, outcome.query_losses, outcome.predictions
-        )
+            results, _ = self._over_tasks(self._judge, tasks, labels, steps)
+        losses, query_losses, predictions = results
+        refuse_nonfinite(losses, query_losses)
+        return MAMLOutput(query_losses.mean(), losses, query_losses, predictions)
 
     def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> Adapted:
         """Adapt to every task's support examples.
@@ -132,11 +130,12 @@ class MAML(nn.Module):
         steps = self._steps(steps)
         check_batch("MAML.adapt(support)", {"support": support})
         labels = self.objective.label_bounds(support.y)
+        tasks = Tasks(support.x, support.y, None, None)
         with outer_phase():
-            outcome, chunk = self._over_tasks(Tasks(support.x, support.y, None, None), labels, steps)
-        refuse_nonfinite(outcome.losses, None)
+            (params, losses), chunk = self._over_tasks(self._adapt, tasks, labels, steps)
+        refuse_nonfinite(losses, None)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
-        return Adapted(outcome.params, outcome.losses, predict)
+        return Adapted(params, losses, predict)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -151,67 +150,68 @@ class MAML(nn.Module):
         check_steps("MAML(batch, steps)", steps)
         return steps
 
-    def _over_tasks(self, tasks: Tasks, labels: Labels | None, steps: int) -> tuple[_Outcome, int]:
-        """Compute all tasks; return the outcome and how many were computed together."""
+    def _over_tasks(
+        self, work: Work, tasks: Tasks, labels: Labels | None, steps: int
+    ) -> tuple[tuple[Any, ...], int]:
+        """Do some work on all tasks; return its results, and how many tasks were computed together."""
         params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         device_type = next(iter(params.values())).device.type
         used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type)
 
-        def compute(chunk: int) -> _Outcome:
+        def compute(chunk: int) -> tuple[Any, ...]:
             nonlocal used
             used = chunk
-            if chunk == 1:
-                outcomes = [self._one_task(params, task, labels, steps) for task in tasks.each()]
-            else:
-                outcomes = [self._stacked(params, part, labels, steps) for part in tasks.split(chunk)]
-            return outcomes[0] if len(outcomes) == 1 else _concatenated(outcomes)
+            parts = tasks.each() if chunk == 1 else tasks.split(chunk)
+            return _concatenated([work(params, part, labels, steps, chunk != 1) for part in parts])
 
         return self.batching.run(compute, used), used
 
-    def _stacked(self, params: Params, tasks: Tasks, labels: Labels | None, steps: int) -> _Outcome:
-        num_tasks = tasks.support_x.shape[0]
-        stacked = {name: _repeated(p, num_tasks) for name, p in params.items()}
-        loss = self.objective.stacked
-        adapted, losses = self.inner.run(loss, stacked, tasks.support_x, tasks.support_y, labels, steps)
-        if tasks.query_x is None or tasks.query_y is None:
-            return _Outcome(adapted, losses.t(), None, None)
+    def _adapt(
+        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
+    ) -> tuple[Params, Tensor]:
+        """Return adapted parameters ``[tasks, ...]`` and support losses ``[tasks, steps]``."""
+        adapted, losses = self._run(params, tasks, labels, steps, stacked)
+        return (adapted if stacked else {name: p.unsqueeze(0) for name, p in adapted.items()}), losses
+
+    def _judge(
+        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return support losses ``[tasks, steps]``, query losses ``[tasks]`` and predictions ``[tasks, ...]``."""
+        assert tasks.query_x is not None
+        assert tasks.query_y is not None
+        adapted, losses = self._run(params, tasks, labels, steps, stacked)
+        loss = self.objective.stacked if stacked else self.objective.single
         with phase("query"):
             query_losses, predictions = loss(adapted, tasks.query_x, tasks.query_y, labels)
-        return _Outcome(adapted, losses.t(), query_losses, predictions)
+        if stacked:
+            return losses, query_losses, predictions
+        return losses, query_losses.unsqueeze(0), predictions.unsqueeze(0)
 
-    def _one_task(self, params: Params, task: Tasks, labels: Labels | None, steps: int) -> _Outcome:
-        loss = self.objective.single
-        adapted, losses = self.inner.run(loss, params, task.support_x, task.support_y, labels, steps)
-        stacked = {name: p.unsqueeze(0) for name, p in adapted.items()}
-        if task.query_x is None or task.query_y is None:
-            return _Outcome(stacked, losses.reshape(1, steps), None, None)
-        with phase("query"):
-            query_loss, prediction = loss(adapted, task.query_x, task.query_y, labels)
-        return _Outcome(stacked, losses.reshape(1, steps), query_loss.unsqueeze(0), prediction.unsqueeze(0))
-
-
-class _Outcome(NamedTuple):
-    """What some tasks came to: parameters ``[tasks, ...]``, losses ``[tasks, steps]``, and the query pass."""
-
-    params: Params
-    losses: Tensor
-    query_losses: Tensor | None
-    predictions: Tensor | None
+    def _run(
+        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
+    ) -> tuple[Params, Tensor]:
+        """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
+        x, y = tasks.support_x, tasks.support_y
+        if not stacked:
+            adapted, losses = self.inner.run(self.objective.single, params, x, y, labels, steps)
+            return adapted, losses.reshape(1, steps)
+        start = {name: _repeated(p, x.shape[0]) for name, p in params.items()}
+        adapted, losses = self.inner.run(self.objective.stacked, start, x, y, labels, steps)
+        return adapted, losses.t()
 
 
-def _concatenated(outcomes: list[_Outcome]) -> _Outcome:
-    first = outcomes[0]
-    return _Outcome(
-        {name: torch.cat([o.params[name] for o in outcomes]) for name in first.params},
-        torch.cat([o.losses for o in outcomes]),
-        _joined([o.query_losses for o in outcomes]),
-        _joined([o.predictions for o in outcomes]),
+Work = Callable[[Params, Tasks, "Labels | None", int, bool], tuple[Any, ...]]
+"""Parameters, some tasks, label bounds, steps, and whether the tasks are stacked, to tensors ``[tasks, ...]``."""
+
+
+def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Join what parts of the tasks came to, tensor by tensor."""
+    if len(results) == 1:
+        return results[0]
+    leaves = [tree_leaves(result) for result in results]
+    return tree_unflatten(
+        [torch.cat(column) for column in zip(*leaves, strict=True)], tree_structure(results[0])
     )
-
-
-def _joined(parts: list[Tensor | None]) -> Tensor | None:
-    present = [part for part in parts if part is not None]
-    return torch.cat(present) if present else None
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
