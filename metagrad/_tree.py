@@ -5,7 +5,7 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,16 +29,22 @@ def leaf_names(tree: Tree, root: str = "") -> list[str]:
     return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, as the arguments of a torch function hold them."""
+def tensors_in(value: object) -> list[Tensor]:
+    """Collect the tensors in nested lists, tuples and dicts, as the arguments of a torch function hold them."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            _collect(item, found)
 
 
 class _Hole:

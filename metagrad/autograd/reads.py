@@ -180,7 +180,8 @@ class Recorder(TorchFunctionMode):
             stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
         result = func(*args, **kwargs)
-        self.note(t for t in tensors_in(result) if not any(t is known for known in free.values()))
+        made = tensors_in(result)
+        self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
 
     def __enter__(self):
