@@ -434,7 +434,7 @@ def test_bad_arguments_are_named(keywords, error, message):
 def test_a_model_without_anything_to_adapt_is_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires grad"):
         mg.MAML(nn.ReLU(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, got function"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got function"):
         mg.MAML(lambda x: x, F.mse_loss, inner=sgd(lr=0.1), steps=1)
 
 
