@@ -20,7 +20,7 @@ NOT_IN_THE_CORE = {
     "scipy",
     "pytest",
 }  # torch itself imports tqdm
-FLOORS = {"_tree": 0, "memory": 0, "autograd": 1, "optim": 3, "meta": 4}
+FLOORS = {"_tree": -1, "memory": 0, "autograd": 1, "optim": 3, "meta": 4}
 APART = {"tasks", "models"}
 
 

@@ -15,10 +15,12 @@ OPTIONS = [f"{file.parent.name}={file.stem}" for file in sorted(CONF.glob("*/*.y
 
 # (experiment, ways, shots, meta-batch, inner steps in training, in the test, inner lr)
 OMNIGLOT = [
-    ("omniglot_5way1shot", 5, 1, 32, 1, 3, 0.4),
-    ("omniglot_5way5shot", 5, 5, 32, 1, 3, 0.4),
-    ("omniglot_20way1shot", 20, 1, 16, 5, 5, 0.1),
-    ("omniglot_20way5shot", 20, 5, 16, 5, 5, 0.1),
+    ("omniglot_5way1shot", 5, 1, 8, 1, 3, 0.4),
+    ("omniglot_5way5shot", 5, 5, 8, 1, 3, 0.4),
+    ("omniglot_20way1shot", 20, 1, 4, 5, 5, 0.1),
+    ("omniglot_20way5shot", 20, 5, 4, 5, 5, 0.1),
+    ("omniglot_5way1shot_paper", 5, 1, 32, 1, 3, 0.4),
+    ("omniglot_20way1shot_paper", 20, 1, 16, 5, 5, 0.1),
 ]
 
 WRONG = [
@@ -57,9 +59,21 @@ def test_the_options_are_found():
 def test_omniglot_protocols(composed, name, ways, shots, meta_batch, steps, test_steps, lr):
     config = composed(f"experiment={name}")
     assert (config.task.ways, config.task.shots, config.model.ways) == (ways, shots, ways)
-    assert (config.meta_batch, config.iterations, config.optimizer.lr) == (meta_batch, 60000, 1e-3)
+    assert config.meta_batch == meta_batch
     assert (config.algorithm.steps, config.evaluate.steps) == (steps, test_steps)
     assert config.algorithm.inner.lr == lr
+    assert config.evaluate.queries == 15
+
+
+@pytest.mark.parametrize("ways", [5, 20])
+def test_the_papers_recipe(composed, ways):
+    config = composed(f"experiment=omniglot_{ways}way1shot_paper")
+    assert (config.iterations, config.optimizer.lr, config.schedule._target_) == (
+        60000,
+        1e-3,
+        "torch.optim.lr_scheduler.ConstantLR",
+    )
+    assert (config.task.split, config.task.queries, config.task.resize) == ("trainval", 15, "nearest")
 
 
 def test_sinusoid_protocol(composed):

@@ -28,8 +28,8 @@ def test_the_formula():
 
 
 def test_the_activation_is_relu_unless_said_and_never_last():
-    assert [type(layer) for layer in MLP([1, 2, 1]).layers] == [nn.Linear, nn.ReLU, nn.Linear]
-    assert not any(layer.inplace for layer in MLP([1, 2, 2, 1]).layers if isinstance(layer, nn.ReLU))
+    assert [type(layer) for layer in MLP([1, 2, 1])] == [nn.Linear, nn.ReLU, nn.Linear]
+    assert not any(layer.inplace for layer in MLP([1, 2, 2, 1]) if isinstance(layer, nn.ReLU))
 
 
 def test_second_derivatives_with_respect_to_parameters_and_inputs():
