@@ -34,7 +34,7 @@ def test_accuracy_is_measured_in_percent(omniglot_run):
 def test_the_protocol_says_what_makes_the_number_comparable(omniglot_run):
     protocol = json.loads((omniglot_run / "result.json").read_text())["protocol"]
     assert "5-way 1-shot, 15 queries per class, test split of Vinyals" in protocol["tasks"]
-    assert "nearest" in protocol["tasks"]
+    assert "28x28 by area" in protocol["tasks"]
     assert protocol["batch_norm"] == "batch statistics, transductive"
     assert (protocol["inner_steps_train"], protocol["inner_steps_test"]) == (1, 3)
 
