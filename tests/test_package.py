@@ -90,6 +90,6 @@ def test_the_wheel_works_in_an_empty_environment_with_torch_and_numpy_only(wheel
         "import torch, metagrad as mg;"
         "maml = mg.MAML(mg.models.MLP([1, 8, 1]), torch.nn.functional.mse_loss,"
         " inner=mg.optim.rules.sgd(lr=0.01), steps=2);"
-        "out = maml(mg.tasks.Sinusoid().sample(3)); out.loss.backward(); print(float(out.loss))"
+        "out = maml(mg.tasks.Sinusoid().sample(3)); out.loss.backward(); print(out.loss.item())"
     )
     assert float(run(python, "-W", "error", "-c", program)) > 0
