@@ -18,6 +18,9 @@ from metagrad.optim.rules import Params
 LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
+_ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
+
+
 class Labels(NamedTuple):
     """The bounds of the class labels in a batch."""
 
@@ -41,6 +44,7 @@ class Objective:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
         prediction = self.predict(params, x)
         _check_labels(labels, prediction.shape)
+        self._check_shapes(prediction.shape, y.shape)
         loss = self.loss_fn(prediction, y)
         self._check_loss(loss, prediction, y, num_axes=0)
         return loss, prediction
@@ -49,6 +53,7 @@ class Objective:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
         predictions = self.predict_stacked(params, x)
         _check_labels(labels, predictions.shape[1:])
+        self._check_shapes(predictions.shape[1:], y.shape[1:])
         losses = losses_stacked(self.loss_fn, predictions, y)
         self._check_loss(losses, predictions, y, num_axes=1)
         return losses, predictions
@@ -66,6 +71,13 @@ class Objective:
         tasks = ({name: p[i] for name, p in params.items()} for i in range(x.shape[0]))
         return torch.stack([self.predict(task, x[i]) for i, task in enumerate(tasks)])
 
+    def _check_shapes(self, prediction: torch.Size, target: torch.Size) -> None:
+        if _function_of(self.loss_fn) in _ELEMENTWISE and prediction != target:
+            raise ValueError(
+                f"MAML(batch): the model returns {tuple(prediction)} for the examples of a task, their targets are "
+                f"{tuple(target)}; torch would broadcast one to the other. Give both the same shape."
+            )
+
     def _check_loss(self, loss: Tensor, prediction: Tensor, y: Tensor, num_axes: int) -> None:
         if loss.ndim != num_axes:
             raise ValueError(
@@ -77,7 +89,7 @@ class Objective:
     def label_bounds(self, *targets: Tensor) -> Labels | None:
         """Read the bounds of the class labels; None if the loss does not take any."""
         keywords = self.loss_fn.keywords if isinstance(self.loss_fn, functools.partial) else {}
-        loss_fn = self.loss_fn.func if isinstance(self.loss_fn, functools.partial) else self.loss_fn
+        loss_fn = _function_of(self.loss_fn)
         takes_classes = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(
             loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
@@ -86,6 +98,10 @@ class Objective:
         ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
         bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in targets]
         return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
+
+
+def _function_of(loss_fn: LossFn) -> LossFn:
+    return loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
 
 
 def _check_labels(labels: Labels | None, prediction_shape: torch.Size) -> None:

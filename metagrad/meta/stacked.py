@@ -8,6 +8,7 @@ and a sum), which small networks are bound by.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,8 @@ def forward_stacked(model: nn.Module, params: Params, x: Tensor) -> Tensor:
 
 def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, target: Tensor) -> Tensor:
     """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args and not loss_fn.keywords:
+        loss_fn = loss_fn.func
     if loss_fn is F.mse_loss and prediction.shape == target.shape:
         return (prediction - target).square().flatten(1).mean(1)
     if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:

@@ -465,6 +465,15 @@ def test_a_loss_that_is_not_a_scalar_is_named(regression, task_chunk):
         maml(regression)
 
 
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_targets_that_would_be_broadcast_are_refused(regression, task_chunk):
+    (sx, sy), query = regression
+    loss_fn = functools.partial(F.mse_loss)
+    maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
+    with pytest.raises(ValueError, match=r"returns \(6, 3\).*targets are \(6, 1\).*broadcast"):
+        maml(Batch(Examples(sx, sy[..., :1]), query))
+
+
 def test_repr_names_the_algorithm():
     assert "steps=3, order=1, memory='step', inner=SGD" in repr(
         mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, order=1, memory="step")

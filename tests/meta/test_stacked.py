@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,8 @@ def test_equals_one_task_after_the_other(name, extra):
         (F.l1_loss, False),
         (nn.MSELoss(), False),
         (F.cross_entropy, True),
+        (functools.partial(F.cross_entropy), True),
+        (functools.partial(F.cross_entropy, label_smoothing=0.1), True),
         (nn.CrossEntropyLoss(), True),
     ],
 )
