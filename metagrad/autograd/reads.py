@@ -79,6 +79,7 @@ class Reads:
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
         self.places: dict[int, Place] = {}
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._slots: dict[tuple[int, bool], tuple[bool, int]] = {}
         self._read: list[Tensor] = []
 
@@ -122,14 +123,27 @@ class Reads:
     @contextlib.contextmanager
     def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
         """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
-        if not self.places:
-            yield
-            return
         with unobserved():
             constants = [constant.replayed(name) for constant in self.constants]
-        with _Substitution(name, self.places, list(free), constants) as substitution:
+        with self._generators_restored():
+            if not self.places:
+                yield
+                return
+            with _Substitution(name, self.places, list(free), constants) as substitution:
+                yield
+            substitution.close()
+
+    @contextlib.contextmanager
+    def _generators_restored(self) -> Iterator[None]:
+        """Set the generators that the call was seen to draw from back for the duration of a replay."""
+        now = [(generator, generator.get_state()) for generator, _ in self.generators.values()]
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+        try:
             yield
-        substitution.close()
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
 
 
 def unobserved() -> contextlib.AbstractContextManager:
@@ -173,6 +187,9 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         number, self.call_number = self.call_number, self.call_number + 1
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
         with unobserved():
             free = {i: t for i, t in enumerate(tensors_in((args, kwargs))) if not self._is_own(t)}
         if free:

@@ -40,7 +40,7 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     of batch normalisation are updated once.
 
     Args:
-        fn: A deterministic function (up to torch's global random generators) of trees of tensors, or a module.
+        fn: A function of trees of tensors, or a module; deterministic but for torch's random numbers.
         *args: Trees of tensors and constants.
         **kwargs: Likewise.
 

@@ -54,8 +54,13 @@ class Call:
         handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
         args, kwargs = self.arguments.fill(handed)
         with self.random.restored(), self.autocast.restored(), self.reads.substituted(self.name, free):
-            outputs = self.fn(*args, **kwargs)
-        return dissect(outputs)[0]
+            return _run(self.fn, args, kwargs)[0]
+
+
+def _run(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], Structure]:
+    """Call a function; a free tensor that it returns as it is passes a torch function, and so is read."""
+    outputs, structure = dissect(fn(*args, **kwargs))
+    return [output.view_as(output) for output in outputs], structure
 
 
 def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name: str) -> Recording:
@@ -64,7 +69,7 @@ def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name
     The call is made on detached arguments; its graph is dropped when it returns.
 
     Args:
-        fn: Returns a tree of tensors; it must be deterministic up to torch's global random generators.
+        fn: Returns a tree of tensors; deterministic but for torch's random numbers.
         args: Trees of tensors and constants.
         kwargs: Likewise.
         name: How errors name the call.
@@ -79,7 +84,7 @@ def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name
     versions = [tensor._version for tensor in handed]
     fresh_args, fresh_kwargs = arguments.fill(handed)
     with torch.enable_grad(), Recorder(call.reads, handed) as recorder:
-        outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
+        outputs, structure = _run(fn, fresh_args, fresh_kwargs)
     if any(tensor._version != version for tensor, version in zip(handed, versions, strict=True)):
         raise ValueError(
             f"{name}: the function writes in place into one of its arguments, so running it again would see "

@@ -49,13 +49,17 @@ FORMS = {
     "nested thrice": lambda x, w: mg.checkpoint(
         lambda: mg.checkpoint(lambda z: mg.checkpoint(lambda: layer(z, w)), x)
     ),
+    "a closure that is returned as it is": lambda x, w: mg.checkpoint(lambda x: w, x).sum() * layer(x, w),
     "twice the same tensor": lambda x, w: mg.checkpoint(layer, mg.checkpoint(layer, x, w), w),
 }
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_derivatives_equal_those_of_the_plain_call(form):
-    plain = (lambda x, w: layer(layer(x, w), w)) if form == "twice the same tensor" else layer
+    plain = {
+        "twice the same tensor": lambda x, w: layer(layer(x, w), w),
+        "a closure that is returned as it is": lambda x, w: w.sum() * layer(x, w),
+    }.get(form, layer)
     assert_same_derivatives(FORMS[form], plain, (randn(3, 4), randn(4, 4, seed=1)))
 
 
@@ -122,6 +126,24 @@ def test_the_same_dropout_mask_at_every_order_and_the_generator_moves_once():
     torch.manual_seed(1)
     drop(randn(50))
     assert torch.equal(after, torch.rand(1))
+
+
+def test_a_generator_of_ones_own_is_set_back_for_the_recomputation():
+    x, generator = randn(5), torch.Generator()
+
+    def noisy(x):
+        return (x * torch.rand(5, generator=generator, dtype=torch.float64)).sin()
+
+    generator.manual_seed(1)
+    expected = derivatives(noisy, (x,))
+    generator.manual_seed(1)
+    got = derivatives(lambda x: mg.checkpoint(noisy, x), (x,))
+    after = torch.rand(1, generator=generator)
+    generator.manual_seed(1)
+    noisy(x)
+    assert torch.equal(after, torch.rand(1, generator=generator))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_autocast_is_restored_when_it_is_recomputed():
