@@ -51,7 +51,7 @@ class Batching:
 
     def chunk_size(self, model: nn.Module, num_tasks: int, device_type: str) -> int:
         """Return how many tasks to compute together; 1 means one by one, without vmap."""
-        if self.task_chunk == 1 or self._must_loop:
+        if num_tasks == 1 or self.task_chunk == 1 or self._must_loop:
             return 1
         if self.task_chunk is None and prefers_loop(model, device_type):
             return 1

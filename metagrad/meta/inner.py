@@ -51,6 +51,11 @@ class InnerLoop:
         """Take ``steps`` steps on ``loss(params, x, y, labels)``; differentiable where grad mode is on."""
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, x.shape[0])))
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
+                "torch.no_grad(), under which MAML adapts all the same."
+            )
         second_order = self.order == 2 and torch.is_grad_enabled()
 
         def step(state: tuple, t: int, x: Tensor, y: Tensor) -> tuple[tuple, Tensor]:

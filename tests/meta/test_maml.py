@@ -170,6 +170,20 @@ def test_without_grad_mode_it_adapts_and_keeps_no_graph(regression, task_chunk, 
     torch.testing.assert_close(fast.losses, expected.losses)
 
 
+def test_inference_mode_is_refused_with_the_way_out(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Use torch\.no_grad\(\)"):
+        maml(regression)
+
+
+def test_one_task_needs_no_vmap_and_gives_no_warning(textbook, regression):
+    model = Recurrent()
+    one = Batch(*(Examples(*(t[:1] for t in part)) for part in regression))
+    expected = textbook(model, F.mse_loss, one, lr=0.1, steps=2)
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    torch.testing.assert_close(maml(one).query_losses, expected)
+
+
 def test_steps_can_differ_from_call_to_call(regression, textbook):
     model = mlp()
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
