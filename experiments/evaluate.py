@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from experiments import build
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from experiments.loop import Run
     from metagrad.tasks import Batch, TaskDistribution
 
 
@@ -79,6 +82,20 @@ def evaluate(
         for name, values in {**_judge(maml, batch, 0, "_before"), **_judge(maml, batch, steps, "")}.items():
             parts.setdefault(name, []).append(values.cpu())
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
+
+
+def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interval]:
+    """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
+    config = run.config.evaluate
+    return evaluate(
+        run.parts.maml,
+        getattr(run.splits, split),
+        num_tasks=num_tasks,
+        steps=config.steps,
+        chunk=config.chunk,
+        generator=build.generator(run.config.seed, split),
+        device=run.device,
+    )
 
 
 def batches(

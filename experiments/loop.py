@@ -15,9 +15,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
 from experiments import checkpoint, memory
-from experiments.build import generator
 from experiments.config import plain
-from experiments.evaluate import Interval, accuracies, evaluate, is_classification
+from experiments.evaluate import Interval, accuracies, evaluate_split, is_classification
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -157,17 +156,8 @@ def _costs(run: Run) -> dict[str, float]:
 
 
 def _validate(run: Run) -> dict[str, float]:
-    config = run.config.evaluate
-    intervals = evaluate(
-        run.parts.maml,
-        run.splits.validation,
-        num_tasks=config.validation_tasks,
-        steps=config.steps,
-        chunk=config.chunk,
-        generator=generator(run.config.seed, "validation"),
-        device=run.device,
-    )
-    return named("validation", intervals)
+    num_tasks = run.config.evaluate.validation_tasks
+    return named("validation", evaluate_split(run, "validation", num_tasks=num_tasks))
 
 
 def _progress(run: Run) -> tqdm[Any]:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from experiments.build import generator
 from experiments.config import plain
-from experiments.evaluate import Interval, evaluate
+from experiments.evaluate import Interval, evaluate_split
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,16 +22,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def judge(run: Run) -> dict[str, Any]:
     """Evaluate on test tasks and return the result, as `result.json` holds it."""
-    config = run.config.evaluate
-    intervals = evaluate(
-        run.parts.maml,
-        run.splits.test,
-        num_tasks=config.tasks,
-        steps=config.steps,
-        chunk=config.chunk,
-        generator=generator(run.config.seed, "test"),
-        device=run.device,
-    )
+    intervals = evaluate_split(run, "test", num_tasks=run.config.evaluate.tasks)
     metrics = {f"test/{name}": interval._asdict() for name, interval in intervals.items()}
     return {"step": run.step, "seed": run.config.seed, "protocol": protocol(run), "metrics": metrics}
 
