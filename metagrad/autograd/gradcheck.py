@@ -168,16 +168,8 @@ class _Comparison:
                     raise GradcheckError(
                         f"gradcheck(fn, inputs): the derivative of order {order} with respect to {name} is "
                         f"wrong: along a random direction it is {got:.10g}, finite differences give "
-                        f"{expected:.10g}. {self._hint(scalar, points, index, order)}"
+                        f"{expected:.10g}. {_hint(order)}"
                     )
-
-    def _hint(self, scalar: Scalar, points: list[Tensor], index: int, order: int) -> str:
-        if order == 1:
-            return "The backward of fn itself is wrong."
-        return (
-            f"The gradient of order {order - 1} returned by autograd does not carry its whole graph: some "
-            "backward inside fn detaches, or its derivative is wrong."
-        )
 
     def _direction(self, point: Tensor) -> Tensor:
         direction = torch.randn(point.shape, generator=self.generator, dtype=torch.float64).to(point)
@@ -191,3 +183,12 @@ class _Comparison:
 
         h = self.eps
         return (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+
+
+def _hint(order: int) -> str:
+    if order == 1:
+        return "The backward of fn itself is wrong."
+    return (
+        f"The gradient of order {order - 1} returned by autograd does not carry its whole graph: some backward "
+        "inside fn detaches, or its derivative is wrong."
+    )
