@@ -92,6 +92,8 @@ def _is_plain(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
         or "forward" in module.__dict__
     )
 

@@ -34,10 +34,8 @@ class Conv4(nn.Module):
             (28 -> 14 -> 7 -> 3 -> 1), `"stride"` a convolution of stride 2 without pooling (28 -> 14 -> 7 ->
             4 -> 2), which takes about a quarter of the multiplications.
         norm: `"batch"` normalises by the statistics of the batch at hand, in evaluation too, and keeps no
-            running
-            ones: predictions for a set of queries then depend on each other (transductive). `"group"`
-                normalises each
-            image by gcd(8, hidden) groups of channels. `"none"` does not.
+            running ones: predictions for a set of queries then depend on each other (transductive).
+            `"group"` normalises each image by gcd(8, hidden) groups of channels. `"none"` does not.
         head: What the linear layer sees: `"flatten"`, all features, or `"mean"`, their mean over space.
 
     Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. On torch 2.13
