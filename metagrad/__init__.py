@@ -1,6 +1,6 @@
 """Meta-learning and second-order optimization on PyTorch, right at every order."""
 
-from metagrad import autograd, memory, meta, models, optim, tasks
+from metagrad import autograd, memory, meta, models, optim, sparse, tasks
 from metagrad.autograd import checkpoint, grad, gradcheck, unroll
 from metagrad.memory import MemoryTracker
 from metagrad.meta import MAML
@@ -18,6 +18,7 @@ __all__ = [
     "meta",
     "models",
     "optim",
+    "sparse",
     "tasks",
     "unroll",
 ]

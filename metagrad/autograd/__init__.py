@@ -2,7 +2,8 @@
 
 from metagrad.autograd.grad import grad
 from metagrad.autograd.gradcheck import gradcheck
+from metagrad.autograd.lint import Finding, lint
 from metagrad.autograd.recompute import checkpoint
 from metagrad.autograd.unroll import unroll
 
-__all__ = ["checkpoint", "grad", "gradcheck", "unroll"]
+__all__ = ["Finding", "checkpoint", "grad", "gradcheck", "lint", "unroll"]

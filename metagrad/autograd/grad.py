@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from metagrad._tree import Tree, leaf_names, tree_flatten, tree_unflatten
-
-# Backward nodes of torch that return a gradient without its graph (torch 2.13): the gradient of a sparse
-# tensor's values is read by `_values()`, which detaches.
-CUTTING_NODES = {
-    "SparseCooTensorWithDimsAndTensorsBackward": "torch.sparse_coo_tensor(indices, values)",
-    "SparseCompressedTensorBackward": "torch.sparse_csr_tensor and its relatives",
-    "ValuesBackward": "Tensor.values()",
-}
+from metagrad.autograd.lint import refuse_defects
 
 
 def grad(
@@ -43,8 +33,10 @@ def grad(
 
     Raises:
         ValueError: ``loss`` has more than one element or no graph; a parameter does not require grad or is
-            not used (each is named by its key); or, with ``create_graph``, a node of the graph would
-            return gradients that cannot be differentiated again.
+            not used (each is named by its key); or, with ``create_graph``, the gradients could not be
+            differentiated again: :func:`metagrad.autograd.lint` finds a node that cuts, raises or errs at
+            order 2 of the loss. A defect at order 3, such as ``layer_norm``'s, is refused when the gradient is
+            differentiated, again with ``create_graph``; dense gradients of sparse tensors never are.
         TypeError: A leaf of ``params`` is not a tensor.
 
     Example:
@@ -57,6 +49,8 @@ def grad(
     _check_params(params, leaves)
     if not leaves:
         return tree_unflatten([], spec)
+    if create_graph:
+        refuse_defects("grad(loss, params, create_graph=True)", loss, leaves)
     grads = torch.autograd.grad(
         loss,
         leaves,
@@ -72,29 +66,8 @@ def grad(
             f"grad(loss, params): the loss does not depend on {', '.join(names[i] for i in unused)}. "
             "Leave it out of params, or pass materialize_grads=True to get zeros."
         )
-    if create_graph:
-        _refuse_cuts(loss, leaves)
     filled = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
     return tree_unflatten(filled, spec)
-
-
-def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> Iterator[Node]:
-    """Walk every node of the graph behind some tensors, each once.
-
-    Args:
-        roots: Where to begin.
-        visited: Nodes not to enter; the nodes walked are added.
-    """
-    seen = set() if visited is None else visited
-    stack = [node for tensor in roots if (node := tensor.grad_fn) is not None and node not in seen]
-    seen.update(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        for successor, _ in node.next_functions:
-            if successor is not None and successor not in seen:
-                seen.add(successor)
-                stack.append(successor)
 
 
 def _check_loss(loss: Tensor) -> None:
@@ -122,17 +95,4 @@ def _check_params(params: Tree, leaves: list[Tensor]) -> None:
             raise ValueError(
                 f"grad(loss, params): {name} does not require grad. Call {name}.requires_grad_() before the "
                 "loss is computed, or leave it out of params."
-            )
-
-
-def _refuse_cuts(loss: Tensor, params: list[Tensor]) -> None:
-    # The walk ends at the parameters: in an unrolled loop the steps before lie behind them.
-    behind = {node for param in params if (node := param.grad_fn) is not None}
-    for node in graph_nodes([loss], behind):
-        source = CUTTING_NODES.get(node.name().rstrip("0123456789"))
-        if source is not None:
-            raise ValueError(
-                f"grad(loss, params, create_graph=True): {source} ({node.name()}) is in the graph of the loss, "
-                "and its backward returns gradients without a graph: differentiating them again would "
-                "silently leave terms out. Compute with the values themselves (gather and index_add) instead."
             )

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from metagrad._tree import tensors_in
-from metagrad.autograd.grad import graph_nodes
+from metagrad.autograd.graph import graph_nodes
 
 # Functions that write into arguments though their names do not end in an underscore.
 _WRITERS = {torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
@@ -219,11 +219,15 @@ class Recorder(TorchFunctionMode):
         """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
         return id(tensor) not in self.without_grad or tensor.is_leaf
 
-    def _is_own(self, tensor: Tensor) -> bool:
-        if id(tensor) in self.arguments:
-            return True
+    def _is_known(self, tensor: Tensor | None) -> bool:
+        """Recognise an argument, or what a torch function made."""
+        if tensor is None or id(tensor) in self.arguments:
+            return tensor is not None
         made = self.made.get(id(tensor))
-        if made is not None and made() is tensor and self._is_as_made(tensor):
+        return made is not None and made() is tensor and self._is_as_made(tensor)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        if self._is_known(tensor):
             return True
         if is_functorch_wrapped_tensor(tensor):
             # Made by a torch.func transform inside the function; it cannot outlive the transform.
@@ -231,9 +235,12 @@ class Recorder(TorchFunctionMode):
         return self._depends_on_arguments(tensor)
 
     def _depends_on_arguments(self, tensor: Tensor) -> bool:
-        """Recognise the output of a custom ``autograd.Function``, which no mode is told of."""
+        """Recognise the output of a custom ``autograd.Function`` or of a transform, of which no mode is told.
+
+        Its graph may also end at leaves that the function made: those of a recording inside this one.
+        """
         nodes = list(graph_nodes([tensor], self.outside))
-        found = any(id(getattr(node, "variable", None)) in self.arguments for node in nodes)
+        found = any(self._is_known(getattr(node, "variable", None)) for node in nodes)
         if found:
             self.outside.difference_update(nodes)
         return found

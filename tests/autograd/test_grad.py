@@ -96,3 +96,44 @@ def test_create_graph_refuses_a_node_that_cuts_its_gradient():
     torch.testing.assert_close(
         mg.grad(loss, values), torch.tensor([18.0, 64.0], dtype=torch.float64)
     )  # the first order is right, and allowed
+
+
+def penalty(gradient: Tensor) -> Tensor:
+    return (gradient**3).sum()
+
+
+REFUSED = {
+    "wrong at order 2": (
+        lambda x: torch._weight_norm(x.view(1, 2), torch.ones(1, 1, dtype=x.dtype), 0),
+        "WeightNormInterfaceBackward0.*derivatives of order 2 that are silently wrong.*Write it out",
+    ),
+    "an error at order 2": (
+        torch.nn.functional.hardsigmoid,
+        r"HardsigmoidBackward0.*error in derivatives of order 2.*relu6\(x \+ 3\) / 6",
+    ),
+    "wrong at order 3, in the gradient": (
+        lambda x: mg.grad(penalty(torch.nn.functional.layer_norm(x, (2,))), x, create_graph=True),
+        "NativeLayerNormBackwardBackward0.*derivatives of order 2 that are silently wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "message"), REFUSED.values(), ids=REFUSED)
+def test_create_graph_refuses_what_could_not_be_differentiated_again(fn, message):
+    x = leaf(1.0, 2.0)
+    with pytest.raises(ValueError, match=r"grad\(loss, params, create_graph=True\): " + message):
+        mg.grad(penalty(fn(x)), x, create_graph=True)
+    assert mg.grad(penalty(fn(x)), x).shape == (2,)  # a last derivative is right, and allowed
+
+
+def test_every_defect_is_named():
+    x = leaf(1.0, 2.0)
+    y = torch.nn.functional.hardsigmoid(torch.segment_reduce(x, "sum", lengths=torch.tensor([1, 1])))
+    with pytest.raises(ValueError, match=r"(?s)HardsigmoidBackward0.*\n.*SegmentReduceBackward0"):
+        mg.grad(penalty(y), x, create_graph=True)
+
+
+def test_what_lies_behind_the_parameters_is_not_looked_at():
+    x = leaf(1.0, 2.0)
+    param = torch.nn.functional.hardsigmoid(x)
+    assert mg.grad(penalty(param), param, create_graph=True).requires_grad

@@ -1,0 +1,123 @@
+"""What indices, shapes and values must be like, checked once at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+MAX_CELLS = 2**63 - 1  # cells are numbered by int64
+INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return two sizes as plain integers, whose cells can be numbered."""
+    sizes = tuple(shape) if isinstance(shape, Sequence) else None
+    if sizes is None or len(sizes) != 2 or not all(_is_int(size) for size in sizes):
+        raise TypeError(f"{call}: shape must be two integers, rows and columns, got {shape!r}.")
+    rows, columns = (int(size) for size in sizes)
+    if rows < 0 or columns < 0:
+        raise ValueError(f"{call}: shape must not be negative, got ({rows}, {columns}).")
+    if rows * columns > MAX_CELLS:
+        raise ValueError(
+            f"{call}: a matrix of {rows} x {columns} has more than 2^63 - 1 cells, which int64 cannot number. "
+            "Renumber the rows or columns that are used."
+        )
+    return rows, columns
+
+
+def check_block(call: str, block: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+    """Return the size of blocks that tile a matrix."""
+    sizes = tuple(block) if isinstance(block, Sequence) else None
+    if sizes is None or len(sizes) != 2 or not all(_is_int(size) for size in sizes):
+        raise TypeError(f"{call}: a block must be two integers, its rows and columns, got {block!r}.")
+    p, q = (int(size) for size in sizes)
+    if p < 1 or q < 1 or shape[0] % p or shape[1] % q:
+        raise ValueError(
+            f"{call}: the matrix is ({shape[0]}, {shape[1]}), so blocks must be of positive sizes that divide it, "
+            f"got ({p}, {q})."
+        )
+    return p, q
+
+
+def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return the indices of entries as int64, all inside the shape."""
+    check_ids(call, "row", row)
+    check_ids(call, "col", col)
+    if len(row) != len(col):
+        raise ValueError(
+            f"{call}: row and col must have one number for each entry, got {len(row)} and {len(col)}."
+        )
+    if row.device != col.device:
+        raise ValueError(
+            f"{call}: row is on {row.device} and col on {col.device}. Move one with .to(device)."
+        )
+    check_index(call, "row", row, shape[0])
+    check_index(call, "col", col, shape[1])
+    return row.detach().long(), col.detach().long()
+
+
+def check_index(call: str, name: str, index: Tensor, size: int) -> None:
+    """Refuse an index that is not a vector of integers from 0 to ``size - 1``."""
+    check_ids(call, name, index)
+    if index.is_meta:
+        raise ValueError(
+            f"{call}: {name} is on the meta device, where it has no numbers to check. Give it on a real one."
+        )
+    if index.numel():
+        low, high = (int(bound) for bound in index.aminmax())
+        if low < 0 or high >= size:
+            expected = f"from 0 to {size - 1}" if size else "empty, for there is nothing to count"
+            raise ValueError(f"{call}: {name} must be {expected}, got {low if low < 0 else high}.")
+
+
+def check_ids(call: str, name: str, index: Tensor) -> None:
+    """Refuse what is not a strided vector of integers."""
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{call}: {name} must be a tensor of integers, got {type(index).__name__}.")
+    if index.dtype not in INDEX_DTYPES:
+        raise TypeError(
+            f"{call}: {name} must be integers (int64), got {index.dtype}. Convert it with .long()."
+        )
+    if index.ndim != 1 or index.layout != torch.strided:
+        raise ValueError(
+            f"{call}: {name} must be a strided vector, got shape {tuple(index.shape)}, {index.layout}."
+        )
+
+
+def check_floating(call: str, name: str, values: Tensor) -> None:
+    """Refuse values that no rule can be differentiated in: only strided real floating point is."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{call}: {name} must be a tensor, got {type(values).__name__}.")
+    if values.layout != torch.strided:
+        raise TypeError(
+            f"{call}: {name} must be a strided tensor, got {values.layout}. "
+            "SparseTensor.from_torch(tensor) converts a torch sparse tensor."
+        )
+    check_real(call, name, values.dtype)
+
+
+def check_real(call: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that is not real floating point, and say how to convert it."""
+    if not dtype.is_floating_point:
+        remedy = "Take .real and .imag apart" if dtype.is_complex else "Convert it with .float()"
+        raise TypeError(f"{call}: {name} must be real floating point, got {dtype}. {remedy}.")
+
+
+def check_same(call: str, names: str, first: Tensor, second: Tensor) -> None:
+    """Refuse two tensors of different dtype or device."""
+    if first.dtype != second.dtype:
+        raise TypeError(
+            f"{call}: {names} must have one dtype, got {first.dtype} and {second.dtype}. Convert one with .to(dtype)."
+        )
+    if first.device != second.device:
+        raise ValueError(
+            f"{call}: {names} must be on one device, got {first.device} and {second.device}. "
+            "Move one with .to(device)."
+        )
+
+
+def _is_int(size: object) -> bool:
+    return isinstance(size, Integral) and not isinstance(size, bool)

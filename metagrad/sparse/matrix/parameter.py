@@ -1,0 +1,122 @@
+"""A sparse matrix as a parameter of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.sparse.matrix.operators import Operators
+from metagrad.sparse.matrix.pattern import Pattern
+from metagrad.sparse.matrix.tensor import SparseTensor
+
+_PATTERN_KEY = "_extra_state"  # torch's name for what get_extra_state returns
+
+
+class Parameter(Operators, nn.Module):
+    """A sparse matrix whose values are an ordinary parameter, and whose pattern is saved with them.
+
+    Assign it to a module in the place of a weight. The parameter that optimizers, ``functional_call`` and
+    ``metagrad.MAML`` see is ``weight.values``, a strided tensor; the pattern follows it from device to device, is
+    shared by copies, and is part of the ``state_dict``. Operators and the functions of :mod:`metagrad.sparse` take it
+    where they take a :class:`SparseTensor`; what else that has is at :attr:`tensor`.
+
+    The pattern is fixed: a ``state_dict`` with another one is refused before any value is loaded. What does not work:
+    an optimizer that refuses every strided vector, as ``torch.optim.SparseAdam`` and ``Muon`` do.
+
+    Args:
+        a: The matrix at the start; its values are shared, as ``nn.Parameter`` shares its data.
+        requires_grad: Whether the values are trained.
+
+    Raises:
+        ValueError: ``a`` was computed from other tensors, of which the parameter would be independent.
+        TypeError: ``a`` is not a SparseTensor.
+
+    Example:
+        >>> layer = torch.nn.Module()
+        >>> a = metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 2.0], [3.0, 0.0]]))
+        >>> layer.weight = metagrad.sparse.Parameter(a)
+        >>> [name for name, _ in layer.named_parameters()]
+        ['weight.values']
+        >>> (layer.weight @ torch.tensor([1.0, 10.0])).square().sum().backward()
+        >>> layer.weight.tensor.grad
+        SparseTensor(shape=(2, 2), nnz=2, values=tensor([400.,   6.]))
+    """
+
+    pattern: Pattern
+    values: Tensor
+
+    def __init__(self, a: SparseTensor, requires_grad: bool = True) -> None:
+        call = "Parameter(a)"
+        if not isinstance(a, SparseTensor):
+            raise TypeError(
+                f"{call}: a must be a SparseTensor, got {type(a).__name__}. SparseTensor.from_dense(tensor) converts."
+            )
+        if not a.is_leaf:
+            raise ValueError(
+                f"{call}: a was computed from other tensors, and its parameter would not be connected to them. "
+                "Use Parameter(a.detach())."
+            )
+        super().__init__()
+        self.pattern = a.pattern
+        self.values = nn.Parameter(a.values, requires_grad)
+
+    @property
+    def tensor(self) -> SparseTensor:
+        """The matrix of the values that the module has now, on the tape."""
+        return SparseTensor._of(self.pattern, self.values)
+
+    @property
+    def _matrix(self) -> SparseTensor:
+        return self.tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return self.tensor.shape
+
+    def extra_repr(self) -> str:
+        """Describe the matrix without its values."""
+        blocks = f", blocks={self.tensor.block_shape}" if self.tensor.is_blocked else ""
+        return f"shape={tuple(self.shape)}, nnz={self.tensor.nnz}{blocks}, dtype={self.values.dtype}"
+
+    def get_extra_state(self) -> Tensor:
+        """Return the pattern as one tensor, int64 [2, 1 + nnz]: its shape, then the row and column of each entry."""
+        shape = self.pattern.row.new_tensor(self.pattern.shape)
+        return torch.cat([shape[:, None], torch.stack([self.pattern.row, self.pattern.col])], 1)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Do nothing: the pattern is fixed, and that of a ``state_dict`` has been compared before values are read."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Tensor],
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        pattern = state_dict.get(prefix + _PATTERN_KEY)
+        if pattern is not None and not _same(pattern, self.get_extra_state()):
+            error_msgs.append(
+                f"Parameter.load_state_dict(state_dict): {prefix}{_PATTERN_KEY} is another pattern than this "
+                f"parameter's, {self.pattern}: values would be put into the wrong cells. Make the parameter on the "
+                "pattern that was saved."
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self.pattern = self.pattern.to(self.values.device)  # load_state_dict(assign=True) may move the values
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Parameter:
+        super()._apply(fn, recurse)
+        self.pattern = self.pattern.to(self.values.device)
+        return self
+
+
+def _same(loaded: Tensor, own: Tensor) -> bool:
+    return isinstance(loaded, Tensor) and torch.equal(loaded.to(own.device), own)

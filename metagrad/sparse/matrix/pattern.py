@@ -1,0 +1,406 @@
+"""The structure of a sparse matrix: which cells are stored, in one order, with its maps computed once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.sparse.checks import check_indices, check_shape
+from metagrad.sparse.matrix.segments import Segments
+from metagrad.sparse.matrix.structure import structural
+from metagrad.sparse.policies.stats import count_merge, timed
+
+
+class Merge(NamedTuple):
+    """A pattern made of two, and where their entries are in it."""
+
+    pattern: Pattern
+    left: Tensor  # int64: for a union, the place of each entry of the first; for an intersection, its entry
+    right: Tensor  # the same for the second
+
+
+class Product(NamedTuple):
+    """The symbolic part of ``a @ b``: every pair of entries that meet, and the cell that they add to."""
+
+    pattern: Pattern
+    left: Segments  # [pairs] an entry of a
+    right: Segments  # [pairs] an entry of b
+    cell: Segments  # [pairs] an entry of the product
+
+
+class Pattern:
+    """The cells of a sparse matrix: immutable, row-major, without duplicates, compared by identity.
+
+    A tensor, its gradient and every derivative of it share one pattern, so they add as plain vectors. Pointers,
+    the column order, the transpose and the merges with other patterns are computed when first asked for,
+    and kept.
+
+    Args:
+        row: The row of each entry, int64 of shape [nnz], ascending.
+        col: The column of each entry, int64 of shape [nnz], ascending within a row, no cell twice.
+        shape: Rows and columns.
+
+    Raises:
+        ValueError: Entries are out of order, doubled, out of range, of different lengths or on two devices;
+            or the shape has more than 2^63 - 1 cells.
+        TypeError: The indices are not integers, or the shape is not two integers.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1, 1]), torch.tensor([2, 0, 1]), (2, 3))
+        >>> pattern
+        Pattern(shape=(2, 3), nnz=3)
+        >>> pattern.crow
+        tensor([0, 1, 3])
+        >>> pattern.to_mask()
+        tensor([[False, False,  True],
+                [ True,  True, False]])
+    """
+
+    row: Tensor
+    col: Tensor
+    shape: tuple[int, int]
+
+    def __init__(self, row: Tensor, col: Tensor, shape: Sequence[int]) -> None:
+        size = check_shape("Pattern(row, col, shape)", shape)
+        row, col = check_indices("Pattern(row, col, shape)", row, col, size)
+        _check_order(row, col, size)
+        self._set(row, col, size)
+
+    def _set(self, row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
+        self.row, self.col, self.shape = row, col, shape
+        self._transpose: Pattern | weakref.ref[Pattern] | None = None
+        self._merges: dict[str, weakref.WeakKeyDictionary[Pattern, Merge | Product]] = {}
+        self._copies: weakref.WeakValueDictionary[torch.device, Pattern] = weakref.WeakValueDictionary()
+        self._repeat: tuple[int, Pattern] | None = None
+        self._unblocked: dict[tuple[int, int], tuple[Pattern, Segments]] = {}
+        self._frozen = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("row", "col", "shape") and hasattr(self, "_frozen"):
+            raise AttributeError(
+                f"Pattern.{name} cannot be changed: a pattern is shared by tensors and their gradients. "
+                "Make a new one."
+            )
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _trusted(cls, row: Tensor, col: Tensor, shape: tuple[int, int]) -> Pattern:
+        pattern = cls.__new__(cls)
+        pattern._set(row, col, shape)
+        return pattern
+
+    @classmethod
+    @timed("conversion")
+    def coalesce(cls, row: Tensor, col: Tensor, shape: Sequence[int]) -> tuple[Pattern, Tensor]:
+        """Make a pattern of entries in any order, in which a cell may occur more than once.
+
+        Args:
+            row: The row of each entry, integers of shape [entries].
+            col: The column of each entry, in the same order.
+            shape: Rows and columns.
+
+        Returns:
+            The pattern, and int64 [entries] with the place of each entry in it: values given in the order of
+            ``row`` and ``col`` come to it by ``segment_sum(values, index, pattern.nnz)``.
+
+        Raises:
+            ValueError: Entries are out of range, of different lengths or on two devices; too many cells.
+            TypeError: The indices are not integers, or the shape is not two integers.
+
+        Example:
+            >>> row, col = torch.tensor([1, 0, 1]), torch.tensor([0, 2, 0])
+            >>> pattern, index = metagrad.sparse.Pattern.coalesce(row, col, (2, 3))
+            >>> pattern.nnz, index
+            (2, tensor([1, 0, 1]))
+        """
+        size = check_shape("Pattern.coalesce(row, col, shape)", shape)
+        row, col = check_indices("Pattern.coalesce(row, col, shape)", row, col, size)
+        keys, index = torch.unique(_keys(row, col, size), return_inverse=True)
+        return cls._of_keys(keys, size), index
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Pattern:
+        """Make the pattern of the true cells of a boolean matrix."""
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+            what = f"{mask.dtype}, {mask.ndim}-d" if isinstance(mask, Tensor) else type(mask).__name__
+            raise TypeError(
+                f"Pattern.from_mask(mask): mask must be a boolean tensor of two dimensions, got {what}."
+            )
+        row, col = mask.nonzero(as_tuple=True)
+        return cls._trusted(row, col, (mask.shape[0], mask.shape[1]))
+
+    @classmethod
+    def banded(
+        cls, n: int, below: int, above: int = 0, *, device: torch.device | str | None = None
+    ) -> Pattern:
+        """Make the pattern of the cells with ``-below <= col - row <= above`` in an n x n matrix."""
+        if below < 0 or above < 0:
+            raise ValueError(
+                f"Pattern.banded(n, below, above): widths must be at least 0, got {below}, {above}."
+            )
+        row = torch.arange(n, device=device).repeat_interleave(below + above + 1)
+        col = row + torch.arange(-below, above + 1, device=device).repeat(n)
+        inside = (col >= 0) & (col < n)
+        return cls._trusted(row[inside], col[inside], (n, n))
+
+    @classmethod
+    def _of_keys(cls, keys: Tensor, shape: tuple[int, int]) -> Pattern:
+        width = max(shape[1], 1)
+        row = torch.div(keys, width, rounding_mode="floor")
+        return cls._trusted(row, keys - row * width, shape)
+
+    @property
+    def nnz(self) -> int:
+        """Entries stored."""
+        return self.row.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the indices are."""
+        return self.row.device
+
+    @property
+    def density(self) -> float:
+        """Entries stored for each cell; 0 for a matrix without cells."""
+        return self.nnz / max(self.shape[0] * self.shape[1], 1)
+
+    @cached_property
+    @structural
+    def rows(self) -> Segments:
+        """The entries grouped by row."""
+        return Segments.sorted_ids(self.row, self.shape[0])
+
+    @cached_property
+    @structural
+    @timed("conversion")
+    def cols(self) -> Segments:
+        """The entries grouped by column."""
+        order = torch.argsort(self.col, stable=True)
+        return Segments.grouped(self.col, self.shape[1], order)
+
+    @cached_property
+    @timed("conversion")
+    def cells(self) -> Tensor:
+        """The number of the cell of each entry, counted row by row, int64 [nnz]; dense products ask for it."""
+        return _keys(self.row, self.col, self.shape)
+
+    @property
+    def crow(self) -> Tensor:
+        """The CSR pointers: row i holds the entries from ``crow[i]`` to ``crow[i + 1]``, int64 [rows + 1]."""
+        return self.rows.pointers
+
+    @property
+    def ccol(self) -> Tensor:
+        """The CSC pointers into :attr:`csc_order`, int64 [columns + 1]."""
+        return self.cols.pointers
+
+    @property
+    def csc_order(self) -> Tensor:
+        """The entries by column, and by row within one, int64 [nnz]: ``values[csc_order]`` is CSC's order."""
+        return self.cols.order
+
+    @structural
+    @timed("conversion")
+    def t(self) -> Pattern:
+        """Return the transpose; its entry k is this pattern's entry ``csc_order[k]``."""
+        found = self._transpose() if isinstance(self._transpose, weakref.ref) else self._transpose
+        if found is None:
+            order = self.csc_order
+            found = Pattern._trusted(self.col[order], self.row[order], (self.shape[1], self.shape[0]))
+            found._transpose = weakref.ref(self)  # weak, so that the pair is freed without a collection
+            self._transpose = found
+        return found
+
+    def union(self, other: Pattern) -> Merge:
+        """Return the pattern of the cells of either, with the place of each entry of both in it (cached)."""
+        if other is self:
+            count_merge("avoided")
+            places = torch.arange(self.nnz, device=self.device)
+            return Merge(self, places, places)
+        return self._cached("union", other, _union)  # type: ignore[return-value]
+
+    def intersection(self, other: Pattern) -> Merge:
+        """Return the pattern of the cells of both, with the entries of each that are there (cached)."""
+        if other is self:
+            count_merge("avoided")
+            places = torch.arange(self.nnz, device=self.device)
+            return Merge(self, places, places)
+        return self._cached("intersection", other, _intersection)  # type: ignore[return-value]
+
+    def product(self, other: Pattern) -> Product:
+        """Return the pattern of ``self @ other`` and the pairs of entries that add to each of its cells (cached).
+
+        Cost: time and memory in the number of pairs, which is the number of multiplications of the product.
+        """
+        return self._cached("product", other, _product)  # type: ignore[return-value]
+
+    @structural
+    def _cached(self, kind: str, other: Pattern, compute) -> Merge | Product:
+        _check_pair(kind, self, other)
+        known = self._merges.setdefault(kind, weakref.WeakKeyDictionary())
+        count_merge("avoided" if other in known else "done")
+        if other not in known:
+            known[other] = _without_owner(compute(self, other), self, other)
+        made = known[other]
+        return made._replace(pattern=made.pattern()) if isinstance(made.pattern, weakref.ref) else made
+
+    @structural
+    @timed("conversion")
+    def repeat(self, num: int) -> Pattern:
+        """Return the block-diagonal pattern of ``num`` copies, the entries of copy b from ``b * nnz`` on."""
+        if self._repeat is None or self._repeat[0] != num:
+            copy = torch.arange(num, device=self.device).repeat_interleave(self.nnz)
+            row = self.row.repeat(num) + copy * self.shape[0]
+            col = self.col.repeat(num) + copy * self.shape[1]
+            repeated = Pattern._trusted(row, col, (num * self.shape[0], num * self.shape[1]))
+            self._repeat = (num, repeated)
+        return self._repeat[1]
+
+    @structural
+    def unblocked(self, block: tuple[int, int]) -> tuple[Pattern, Segments]:
+        """Return the pattern of the cells of p x q blocks, and where in the blocks each of its values is (cached)."""
+        if block not in self._unblocked:
+            self._unblocked[block] = _unblocked(self, block)
+        return self._unblocked[block]
+
+    def find(self, row: Tensor, col: Tensor) -> Tensor:
+        """Return the entry that each cell is stored in, or -1: int64 in the shape of ``row``."""
+        keys, wanted = _keys(self.row, self.col, self.shape), _keys(row, col, self.shape)
+        if not self.nnz:
+            return torch.full_like(wanted, -1)
+        place = torch.searchsorted(keys, wanted).clamp_(max=self.nnz - 1)
+        return torch.where(keys[place] == wanted, place, -1)
+
+    def equals(self, other: Pattern) -> bool:
+        """Say whether two patterns have the same cells (``==`` says whether they are the same object)."""
+        return self is other or (
+            self.shape == other.shape
+            and torch.equal(self.row, other.row.to(self.device))
+            and torch.equal(self.col, other.col.to(self.device))
+        )
+
+    def to_mask(self) -> Tensor:
+        """Return the boolean matrix that is true at the entries."""
+        mask = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+        mask[self.row, self.col] = True
+        return mask
+
+    @structural
+    def to(self, device: torch.device | str) -> Pattern:
+        """Return this pattern on a device; one copy for each device, so that patterns stay shared."""
+        row = self.row.to(device)
+        if row is self.row:
+            return self
+        copy = self._copies.get(row.device)
+        if copy is None:
+            copy = Pattern._trusted(row, self.col.to(device), self.shape)
+            copy._copies[self.device] = self
+            self._copies[row.device] = copy
+        return copy
+
+    def __reduce__(self):
+        return Pattern, (self.row, self.col, self.shape)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pattern:
+        return self  # immutable, and shared by a tensor and its gradients
+
+    def __repr__(self) -> str:
+        device = "" if self.device.type == "cpu" else f", device='{self.device}'"
+        return f"Pattern(shape={self.shape}, nnz={self.nnz}{device})"
+
+
+def _keys(row: Tensor, col: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Number the cells row by row; ``check_shape`` has made sure that the numbers fit."""
+    return row * shape[1] + col
+
+
+def _check_order(row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
+    keys = _keys(row, col, shape)
+    bad = (keys[1:] <= keys[:-1]).nonzero()
+    if len(bad):
+        at = int(bad[0]) + 1
+        here, before = (int(row[at]), int(col[at])), (int(row[at - 1]), int(col[at - 1]))
+        what = "is given twice" if here == before else f"comes after {before}"
+        raise ValueError(
+            f"Pattern(row, col, shape): entries must be in row-major order without duplicates, but entry {at}, "
+            f"{here}, {what}. Values would be put into the wrong cells. Use SparseTensor.from_coo(row, col, "
+            "values, shape), which sorts and adds duplicates, or Pattern.coalesce(row, col, shape), which "
+            "also returns where each entry went."
+        )
+
+
+def _without_owner(made: Merge | Product, left: Pattern, right: Pattern) -> Merge | Product:
+    """Refer weakly to a pattern that its own cache, or its partner's, would keep alive."""
+    shared = made.pattern is left or made.pattern is right
+    return made._replace(pattern=weakref.ref(made.pattern)) if shared else made  # type: ignore[arg-type]
+
+
+def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
+    fits = left.shape[1] == right.shape[0] if kind == "product" else left.shape == right.shape
+    if not fits:
+        need = f"{left.shape[1]} rows" if kind == "product" else f"shape {left.shape}"
+        raise ValueError(
+            f"Pattern.{kind}(other): this pattern is {left.shape}, so the other must have {need}, got {right.shape}."
+        )
+    if left.device != right.device:
+        raise ValueError(
+            f"Pattern.{kind}(other): this pattern is on {left.device} and the other on {right.device}. "
+            "Move one with .to(device)."
+        )
+
+
+@timed("conversion")
+def _union(a: Pattern, b: Pattern) -> Merge:
+    both = torch.cat([_keys(a.row, a.col, a.shape), _keys(b.row, b.col, b.shape)])
+    keys, place = torch.unique(both, return_inverse=True)
+    left, right = place.split([a.nnz, b.nnz])
+    if len(keys) == a.nnz:
+        return Merge(a, left, right)
+    if len(keys) == b.nnz:
+        return Merge(b, left, right)
+    return Merge(Pattern._of_keys(keys, a.shape), left, right)
+
+
+@timed("conversion")
+def _intersection(a: Pattern, b: Pattern) -> Merge:
+    place = b.find(a.row, a.col)
+    left = (place >= 0).nonzero().squeeze(1)
+    right = place[left]
+    if len(left) == a.nnz:
+        return Merge(a, left, right)
+    if len(left) == b.nnz:
+        return Merge(b, left, right)
+    return Merge(Pattern._trusted(a.row[left], a.col[left], a.shape), left, right)
+
+
+@timed("conversion")
+def _product(a: Pattern, b: Pattern) -> Product:
+    """Pair every entry (i, k) of a with the entries of row k of b (Gustavson, ACM TOMS 4:250, 1978)."""
+    counts = b.crow.diff()[a.col]  # pairs of each entry of a
+    left = torch.repeat_interleave(torch.arange(a.nnz, device=a.device), counts)
+    first = counts.cumsum(0) - counts
+    right = torch.arange(len(left), device=a.device) - first[left] + b.crow[a.col[left]]
+    shape = check_shape("Pattern.product(other)", (a.shape[0], b.shape[1]))
+    keys, cell = torch.unique(_keys(a.row[left], b.col[right], shape), return_inverse=True)
+    pattern = Pattern._of_keys(keys, shape)
+    return Product(
+        pattern,
+        Segments.sorted_ids(left, a.nnz),
+        Segments.grouped(right, b.nnz),
+        Segments.grouped(cell, pattern.nnz),
+    )
+
+
+@timed("conversion")
+def _unblocked(blocks: Pattern, block: tuple[int, int]) -> tuple[Pattern, Segments]:
+    p, q = block
+    shape = check_shape("SparseTensor(pattern, values)", (blocks.shape[0] * p, blocks.shape[1] * q))
+    row = blocks.row[:, None, None] * p + torch.arange(p, device=blocks.device)[:, None]
+    col = blocks.col[:, None, None] * q + torch.arange(q, device=blocks.device)
+    keys, order = torch.sort((row * shape[1] + col).reshape(-1))
+    return Pattern._of_keys(keys, shape), Segments.grouped(order, len(order))

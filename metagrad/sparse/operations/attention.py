@@ -1,0 +1,126 @@
+"""Scaled dot-product attention over the entries of a pattern."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.matrix.pattern import Pattern
+from metagrad.sparse.operations import rules
+
+_CALL = "attention(q, k, v, pattern)"
+TOGETHER = 1 << 17  # entries: below it one block-diagonal product is faster than a loop over heads (measured)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None) -> Tensor:
+    r"""Attend from each query to the keys that its row of the pattern stores.
+
+    .. math::
+        y_i = \sum_{j \in \mathrm{row}\ i} \frac{e^{s_{ij}}}{\sum_{l \in \mathrm{row}\ i} e^{s_{il}}} \, v_j,
+        \qquad s_{ij} = \mathrm{scale} \cdot q_i^\top k_j
+
+    Like ``torch.nn.functional.scaled_dot_product_attention`` with the pattern as its boolean mask, and right at
+    every order. Memory and time of every derivative are those of the entries, times the heads: it is the output
+    that is normalised and not the weights, so the forward keeps one number for each entry.
+
+    Args:
+        q: Queries, [..., n, D]; leading dimensions are batch and heads, and broadcast.
+        k: Keys, [..., m, D].
+        v: Values, [..., m, E].
+        pattern: Which keys each query sees, of shape (n, m), the same in all heads.
+        scale: The factor of the scores; None is 1 / sqrt(D).
+
+    Returns:
+        [..., n, E]. A query without keys gets zeros, and gives no gradient.
+
+    Raises:
+        ValueError: Shapes do not fit the pattern or each other, or two devices.
+        TypeError: Operands of other types or of two dtypes.
+
+    Note:
+        There is no dropout and no bias on the scores.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), (3, 2))
+        >>> q, k, v = torch.zeros(3, 4), torch.zeros(2, 4), torch.tensor([[1.0], [3.0]])
+        >>> metagrad.sparse.attention(q, k, v, pattern).tolist()  # the mean of both, one, none
+        [[2.0], [3.0], [0.0]]
+
+    References:
+        Vaswani et al., "Attention is all you need", arXiv:1706.03762, section 3.2.1. Normalising the output in
+        place of the weights: Dao et al., "FlashAttention", arXiv:2205.14135, section 3.1.
+    """
+    batch = _check_arguments(q, k, v, pattern)
+    q = q * (1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
+    if not batch:
+        return _attend(q, k, v, pattern)
+    num = batch.numel()
+    if not num:
+        return v.new_zeros(*batch, pattern.shape[0], v.shape[-1])
+    q, k, v = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (q, k, v))
+    size = _group(num, pattern.nnz)
+    q, k, v = (x.unflatten(0, (-1, size)).flatten(1, 2) for x in (q, k, v))
+    cells = pattern if size == 1 else pattern.repeat(size)
+    heads = [_attend(*head, cells) for head in zip(q, k, v, strict=True)]
+    return torch.stack(heads).reshape(*batch, pattern.shape[0], v.shape[-1])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+    """Attend in one head, scale included in the queries."""
+    scores = rules.sample(pattern, q, k)
+    # The result does not depend on what is subtracted, so it may be a constant at every order.
+    weights = torch.exp(scores - rules.gather(_row_max(scores.detach(), pattern), pattern.rows))
+    summed = rules.matmul(pattern, weights, torch.cat([v, v.new_ones(v.shape[0], 1)], dim=1))
+    total = torch.where(_is_empty(pattern), 1, summed[:, -1:])
+    return summed[:, :-1] / total
+
+
+def _row_max(scores: Tensor, pattern: Pattern) -> Tensor:
+    lowest = scores.new_full((pattern.shape[0],), -torch.inf)
+    return lowest.scatter_reduce(0, pattern.row, scores, "amax")
+
+
+def _is_empty(pattern: Pattern) -> Tensor:
+    return (pattern.rows.counts == 0).unsqueeze(1)
+
+
+def _group(num: int, nnz: int) -> int:
+    """Choose how many heads to compute together: equally many each time, so that their pattern is made once."""
+    most = min(num, max(TOGETHER // max(nnz, 1), 1))
+    return next(size for size in range(most, 0, -1) if num % size == 0)
+
+
+def _check_arguments(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> torch.Size:
+    """Return the broadcast leading dimensions."""
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"{_CALL}: pattern must be a Pattern, got {type(pattern).__name__}. Pattern.from_mask(mask) makes one."
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(_CALL, name, x)
+    check_same(_CALL, "q and k", q, k)
+    check_same(_CALL, "q and v", q, v)
+    if q.device != pattern.device:
+        raise ValueError(
+            f"{_CALL}: q is on {q.device} and the pattern on {pattern.device}. Move one with .to(device)."
+        )
+    n, m = pattern.shape
+    shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+    if (
+        min(q.ndim, k.ndim, v.ndim) < 2
+        or (q.shape[-2], k.shape[-2], v.shape[-2]) != (n, m, m)
+        or q.shape[-1] != k.shape[-1]
+    ):
+        raise ValueError(
+            f"{_CALL}: the pattern is {pattern.shape}, so q must be [..., {n}, D], k [..., {m}, D] and "
+            f"v [..., {m}, E], got {shapes}."
+        )
+    try:
+        return torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{_CALL}: the leading dimensions of q, k and v must broadcast, got {shapes}."
+        ) from error

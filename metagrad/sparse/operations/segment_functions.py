@@ -1,0 +1,199 @@
+"""Between entries and segments: gather, and the sum, mean and maximum of each segment."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.sparse.checks import check_floating, check_ids, check_index
+from metagrad.sparse.matrix.segments import Segments
+from metagrad.sparse.operations import rules
+
+Index: TypeAlias = Segments | Tensor
+"""Which segment each entry belongs to: a fixed map, or its ids as data, int64 of shape [entries]."""
+
+
+def gather(x: Tensor, index: Index) -> Tensor:
+    r"""Give each entry the row of its segment.
+
+    .. math:: y_e = x_{s(e)}
+
+    The derivative is :func:`segment_sum`, whose derivative is this again.
+
+    Args:
+        x: Floating point, [num_segments, ...].
+        index: :class:`Segments`, or ids of shape [entries]. Ids are data: under ``torch.vmap`` they may be batched.
+            They are checked on the CPU; on CUDA torch's kernel stops at a bad one, as it does in ``F.embedding``.
+
+    Returns:
+        [entries, ...].
+
+    Raises:
+        ValueError: ``x`` has no rows to choose from, not one for each segment, or an id is out of range; two devices.
+        TypeError: ``x`` is not strided floating point, or the ids are not integers.
+
+    Example:
+        >>> metagrad.sparse.gather(torch.tensor([1.0, 10.0]), torch.tensor([1, 0, 1]))
+        tensor([10.,  1., 10.])
+    """
+    call = "gather(x, index)"
+    check_floating(call, "x", x)
+    if not x.ndim:
+        raise ValueError(f"{call}: x must have a row for each segment, got a scalar.")
+    if isinstance(index, Segments) and len(x) != index.num_segments:
+        raise ValueError(
+            f"{call}: index has {index.num_segments} segments, so x must have as many rows, got {len(x)}."
+        )
+    return spread(x, _checked(call, index, x, len(x)))
+
+
+def segment_sum(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
+    r"""Add the entries of each segment.
+
+    .. math:: y_s = \sum_{e : s(e) = s} v_e
+
+    The derivative is :func:`gather`, whose derivative is this again. With :class:`Segments` the sum is several times
+    faster than with ids, and on CUDA it does not depend on the order in which the entries arrive.
+
+    Args:
+        values: Floating point, [entries, ...].
+        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
+        num_segments: How many segments there are; with ids alone.
+
+    Returns:
+        [num_segments, ...]; 0 for a segment without entries.
+
+    Raises:
+        ValueError: There is not one value for each entry, an id is out of range, or two devices; ``num_segments`` is
+            missing with ids, or given with Segments, which know it.
+        TypeError: ``values`` is not strided floating point, or the ids are not integers.
+
+    Example:
+        >>> metagrad.sparse.segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 2]), 3)
+        tensor([2., 0., 4.])
+    """
+    index, num = check_entries("segment_sum(values, index, num_segments)", values, index, num_segments)
+    return total(values, index, num)
+
+
+def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
+    r"""Average the entries of each segment.
+
+    .. math:: y_s = \frac{1}{\max(n_s, 1)} \sum_{e : s(e) = s} v_e, \qquad n_s = \#\{e : s(e) = s\}
+
+    Args:
+        values: Floating point, [entries, ...].
+        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
+        num_segments: How many segments there are; with ids alone.
+
+    Returns:
+        [num_segments, ...]; 0 for a segment without entries.
+
+    Raises:
+        ValueError: As :func:`segment_sum`.
+        TypeError: As :func:`segment_sum`.
+
+    Example:
+        >>> metagrad.sparse.segment_mean(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 2]), 3)
+        tensor([2., 0., 2.])
+    """
+    index, num = check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
+    counts = index.counts if isinstance(index, Segments) else _counts(index, num)
+    return total(values, index, num) / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))
+
+
+def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
+    r"""Take the largest entry of each segment.
+
+    .. math:: y_s = \max_{e : s(e) = s} v_e, \qquad
+        \frac{\partial y_s}{\partial v_e} = \frac{[v_e = y_s]}{\#\{e' : v_{e'} = y_s\}}
+
+    The gradient goes to the largest entry; several that are equal share it evenly, as in ``torch.amax``. The
+    derivative is constant where it exists, so the second is zero.
+
+    Args:
+        values: Floating point, [entries, ...]; each number of a row has its own maximum.
+        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
+        num_segments: How many segments there are; with ids alone.
+
+    Returns:
+        [num_segments, ...]; 0 for a segment without entries, where the maximum of nothing, minus infinity, would be
+        NaN in the next product.
+
+    Raises:
+        ValueError: As :func:`segment_sum`.
+        TypeError: As :func:`segment_sum`.
+
+    Example:
+        >>> values = torch.tensor([5.0, -2.0, 5.0, 1.0], requires_grad=True)
+        >>> top = metagrad.sparse.segment_max(values, torch.tensor([2, 0, 2, 2]), 3)
+        >>> top.tolist(), torch.autograd.grad(top.sum(), values)[0].tolist()
+        ([-2.0, 0.0, 5.0], [0.5, 1.0, 0.5, 0.0])
+    """
+    index, num = check_entries("segment_max(values, index, num_segments)", values, index, num_segments)
+    top = largest(values, index, num)
+    is_top = values == spread(top, index)
+    ties = total(is_top.to(values.dtype), index, num)
+    shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
+    # A third of a number, three times, may not be the number: the value comes from the comparison, the derivative
+    # from the shares. Infinity minus itself is NaN, and shares of infinity are infinite.
+    return torch.where(top.isfinite(), top + (shared - shared.detach()), shared)
+
+
+def spread(x: Tensor, index: Index) -> Tensor:
+    """Do :func:`gather` with arguments known to fit."""
+    return rules.gather(x, index) if isinstance(index, Segments) else x.index_select(0, index)
+
+
+def total(values: Tensor, index: Index, num: int) -> Tensor:
+    """Do :func:`segment_sum` with arguments known to fit."""
+    if isinstance(index, Segments):
+        return rules.segment_sum(values, index)
+    return values.new_zeros(num, *values.shape[1:]).index_add(0, index, values)
+
+
+def largest(values: Tensor, index: Index, num: int) -> Tensor:
+    """Compute the maximum of each segment as a constant; 0 for one without entries."""
+    values = values.detach()
+    ids = index.ids if isinstance(index, Segments) else index
+    ids = ids.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
+    empty = values.new_zeros(num, *values.shape[1:])
+    return empty.scatter_reduce(0, ids, values, "amax", include_self=False)
+
+
+def check_entries(call: str, values: Tensor, index: Index, num_segments: int | None) -> tuple[Index, int]:
+    """Return the index and the number of its segments, for values known to have a row for each entry."""
+    check_floating(call, "values", values)
+    if isinstance(index, Segments):
+        if num_segments is not None:
+            raise ValueError(f"{call}: index is a Segments, which knows num_segments: leave it out.")
+        num_segments = index.num_segments
+    elif num_segments is None:
+        raise ValueError(f"{call}: index holds ids, so num_segments must be given.")
+    index = _checked(call, index, values, num_segments)
+    entries = len(index)
+    if not values.ndim or len(values) != entries:
+        raise ValueError(
+            f"{call}: index has {entries} entries, so values must be [{entries}, ...], got {list(values.shape)}."
+        )
+    return index, num_segments
+
+
+def _checked(call: str, index: Index, x: Tensor, num_segments: int) -> Index:
+    ids = index.ids if isinstance(index, Segments) else index
+    check_ids(call, "index", ids)
+    if ids.device != x.device:
+        raise ValueError(
+            f"{call}: the values are on {x.device} and the index is on {ids.device}. Move one with .to(device)."
+        )
+    if isinstance(index, Segments):
+        return index
+    if ids.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+        check_index(call, "index", ids, num_segments)
+    return ids.long()
+
+
+def _counts(ids: Tensor, num_segments: int) -> Tensor:
+    return ids.new_zeros(num_segments).index_add(0, ids, torch.ones_like(ids))

@@ -1,0 +1,1 @@
+"""Sparse or dense, where cotangents are added, and what was saved."""

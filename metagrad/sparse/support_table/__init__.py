@@ -1,0 +1,1 @@
+"""The cases of the capability table, each found by running it."""

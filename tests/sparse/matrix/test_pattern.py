@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from metagrad.sparse import Pattern, SparseTensor
+from tests.sparse.strategies import entries, patterns
+
+quick = settings(max_examples=25, deadline=None)
+
+
+def pattern_of(*cells, shape=(3, 4)):
+    row, col = torch.tensor(cells, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return Pattern(row, col, shape)
+
+
+A = pattern_of((0, 1), (0, 3), (2, 0))
+B = pattern_of((0, 3), (1, 1), (2, 0), (2, 2))
+
+
+def mask_of(row, col, shape):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[row, col] = True
+    return mask
+
+
+def test_pointers_orders_and_numbers_are_those_of_csr_and_csc():
+    assert A.nnz == 3
+    assert A.density == 3 / 12
+    assert A.device == torch.device("cpu")
+    assert A.crow.tolist() == [0, 2, 2, 3]
+    assert A.ccol.tolist() == [0, 1, 2, 2, 3]
+    assert A.csc_order.tolist() == [2, 0, 1]
+    assert A.rows.counts.tolist() == [2, 0, 1]
+    assert A.cols.counts.tolist() == [1, 1, 0, 1]
+    assert repr(A) == "Pattern(shape=(3, 4), nnz=3)"
+
+
+def test_no_cells_have_density_zero():
+    assert Pattern(torch.tensor([]).long(), torch.tensor([]).long(), (0, 4)).density == 0
+
+
+@quick
+@given(cells=entries())
+def test_coalesce_sorts_and_says_where_each_entry_went(cells):
+    pattern, place = Pattern.coalesce(*cells)
+    assert torch.equal(pattern.to_mask(), mask_of(*cells))
+    assert torch.equal(pattern.row[place], cells.row)
+    assert torch.equal(pattern.col[place], cells.col)
+    assert Pattern(pattern.row, pattern.col, pattern.shape).equals(pattern)  # in order, no cell twice
+
+
+@quick
+@given(pattern=patterns())
+def test_maps_are_those_of_the_mask(pattern):
+    mask = pattern.to_mask()
+    assert torch.equal(Pattern.from_mask(mask).row, pattern.row)
+    assert torch.equal(pattern.crow.diff(), mask.sum(1))
+    assert torch.equal(pattern.ccol.diff(), mask.sum(0))
+    assert torch.equal(pattern.t().to_mask(), mask.T)
+    assert torch.equal(pattern.col[pattern.csc_order], pattern.t().row)
+    assert pattern.t().t() is pattern
+    row, col = (~mask).nonzero(as_tuple=True)
+    assert torch.equal(pattern.find(pattern.row, pattern.col), torch.arange(pattern.nnz))
+    assert torch.equal(pattern.find(row, col), torch.full_like(row, -1))
+
+
+@quick
+@given(first=entries(3, 3), second=entries(3, 3))
+def test_unions_and_intersections_are_those_of_the_masks(first, second):
+    a, b = Pattern.coalesce(*first)[0], Pattern.coalesce(*second)[0]
+    union, both = a.union(b), a.intersection(b)
+    assert torch.equal(union.pattern.to_mask(), a.to_mask() | b.to_mask())
+    assert torch.equal(both.pattern.to_mask(), a.to_mask() & b.to_mask())
+    for x, place, entry in ((a, union.left, both.left), (b, union.right, both.right)):
+        assert torch.equal(union.pattern.row[place], x.row)
+        assert torch.equal(union.pattern.col[place], x.col)
+        assert torch.equal(x.row[entry], both.pattern.row)
+        assert torch.equal(x.col[entry], both.pattern.col)
+
+
+def test_a_merge_with_itself_or_a_part_of_it_is_itself():
+    part = pattern_of((0, 3))
+    for kind in (Pattern.union, Pattern.intersection):
+        assert kind(A, A).pattern is A
+        assert kind(A, A).left.tolist() == kind(A, A).right.tolist() == [0, 1, 2]
+    assert A.union(part).pattern is part.union(A).pattern is A
+    assert A.intersection(part).pattern is part.intersection(A).pattern is part
+    assert A.union(pattern_of()).pattern is A
+
+
+def test_a_product_pairs_the_entries_that_meet():
+    plan = A.product(pattern_of((0, 0), (1, 0), (1, 1), (3, 0), shape=(4, 2)))
+    assert plan.pattern.to_mask().tolist() == [[True, True], [False, False], [True, False]]
+    assert plan.left.ids.tolist() == [0, 0, 1, 2]
+    assert plan.right.ids.tolist() == [1, 2, 3, 0]
+    assert plan.cell.ids.tolist() == [0, 1, 0, 2]
+
+
+def test_maps_are_computed_once():
+    assert A.union(B).pattern is A.union(B).pattern
+    assert A.intersection(B).left is A.intersection(B).left
+    assert A.product(B.t()) is A.product(B.t())
+    assert A.t() is A.t()
+    assert A.repeat(2) is A.repeat(2)
+    assert A.unblocked((2, 2))[0] is A.unblocked((2, 2))[0]
+    assert A.to("meta") is A.to("meta")
+    assert A.to("cpu") is A
+
+
+def test_a_pattern_and_what_it_caches_are_freed_without_a_collection():
+    pattern, part = Pattern.banded(4, 1), Pattern.banded(4, 0)
+    pattern.t(), pattern.union(part), part.union(pattern), pattern.intersection(part), pattern.repeat(2)
+    pattern.product(pattern.t()), pattern.union(pattern.t())
+    gone = weakref.ref(pattern)
+    gc.disable()
+    try:
+        del pattern
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_repeat_is_block_diagonal():
+    assert torch.equal(A.repeat(3).to_mask(), torch.block_diag(*[A.to_mask()] * 3))
+
+
+def test_blocks_are_taken_apart_into_rows():
+    blocks = torch.arange(3 * 2 * 2).reshape(3, 2, 2)
+    pattern, order = A.unblocked((2, 2))
+    dense = torch.full((6, 8), -1)
+    for k in range(3):
+        i, j = 2 * A.row[k], 2 * A.col[k]
+        dense[i : i + 2, j : j + 2] = blocks[k]
+    assert torch.equal(pattern.to_mask(), dense >= 0)
+    assert torch.equal(blocks.reshape(-1)[order.ids], dense[dense >= 0])
+
+
+@pytest.mark.parametrize(("below", "above"), [(0, 0), (1, 0), (1, 2), (9, 0)])
+def test_bands_are_the_diagonals_between(below, above):
+    offset = torch.arange(5) - torch.arange(5)[:, None]
+    expected = (offset >= -below) & (offset <= above)
+    assert torch.equal(Pattern.banded(5, below, above).to_mask(), expected)
+
+
+def test_equality_is_identity_and_equals_compares_cells():
+    same = pattern_of((0, 1), (0, 3), (2, 0))
+    assert same != A
+    assert A.equals(same)
+    assert not A.equals(B)
+    assert not A.equals(pattern_of((0, 1), (0, 3), (2, 0), shape=(3, 5)))
+
+
+def test_a_pattern_cannot_be_changed():
+    with pytest.raises(AttributeError, match=r"Pattern.row cannot be changed.*shared"):
+        A.row = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(AttributeError, match=r"Pattern.shape cannot be changed"):
+        A.shape = (5, 5)
+
+
+def test_copies_share_it_and_pickles_are_checked_again():
+    a = SparseTensor(A, torch.ones(3))
+    assert copy.deepcopy(A) is A
+    assert copy.deepcopy([a, a])[0].pattern is A
+    assert pickle.loads(pickle.dumps(A)).equals(A)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_indices_of_other_integer_types_become_int64(dtype):
+    pattern = Pattern(A.row.to(dtype), A.col.to(dtype), A.shape)
+    assert pattern.row.dtype == pattern.col.dtype == torch.int64
+    assert pattern.equals(A)
+
+
+ids = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("row", "col", "shape", "error", "message"),
+    [
+        (
+            ids([1, 0]),
+            ids([0, 0]),
+            (2, 2),
+            ValueError,
+            r"row-major order.*entry 1, \(0, 0\), comes after \(1, 0\)",
+        ),
+        (ids([0, 0]), ids([1, 0]), (2, 2), ValueError, r"entry 1, \(0, 0\), comes after \(0, 1\).*from_coo"),
+        (ids([0, 1, 1]), ids([0, 1, 1]), (2, 2), ValueError, r"entry 2, \(1, 1\), is given twice"),
+        (ids([0, 2]), ids([0, 0]), (2, 2), ValueError, r"row must be from 0 to 1, got 2"),
+        (ids([0, 1]), ids([-1, 0]), (2, 2), ValueError, r"col must be from 0 to 1, got -1"),
+        (ids([0, 1]), ids([0]), (2, 2), ValueError, r"one number for each entry, got 2 and 1"),
+        (ids([0.0]), ids([0]), (2, 2), TypeError, r"row must be integers.*torch.float32"),
+        ([0], ids([0]), (2, 2), TypeError, r"row must be a tensor of integers, got list"),
+        (ids([[0]]), ids([0]), (2, 2), ValueError, r"row must be a strided vector, got shape \(1, 1\)"),
+        (ids([0]), ids([0]), (2, 2, 2), TypeError, r"shape must be two integers"),
+        (ids([0]), ids([0]), (2.0, 2), TypeError, r"shape must be two integers"),
+        (ids([0]), ids([0]), (-1, 2), ValueError, r"shape must not be negative"),
+        (ids([0]), ids([0]), (2**32, 2**32), ValueError, r"more than 2\^63 - 1 cells"),
+    ],
+)
+def test_what_is_no_pattern_is_refused(row, col, shape, error, message):
+    with pytest.raises(error, match=message):
+        Pattern(row, col, shape)
+
+
+def test_two_devices_are_refused():
+    with pytest.raises(ValueError, match=r"row is on cpu and col on meta.*\.to\(device\)"):
+        Pattern(ids([0]), torch.empty(1, dtype=torch.int64, device="meta"), (1, 1))
+    with pytest.raises(
+        ValueError, match=r"Pattern.union\(other\): this pattern is on cpu and the other on meta"
+    ):
+        A.union(B.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: A.union(B.t()),
+            ValueError,
+            r"union\(other\): .* \(3, 4\), so the other must have shape \(3, 4\)",
+        ),
+        (lambda: A.intersection(B.t()), ValueError, r"intersection\(other\).*got \(4, 3\)"),
+        (lambda: A.product(B), ValueError, r"product\(other\): .*must have 4 rows, got \(3, 4\)"),
+        (
+            lambda: Pattern.from_mask(torch.ones(2, 2)),
+            TypeError,
+            r"mask must be a boolean tensor.*torch.float32",
+        ),
+        (lambda: Pattern.from_mask(None), TypeError, r"got NoneType"),
+        (lambda: Pattern.banded(3, -1), ValueError, r"widths must be at least 0, got -1, 0"),
+        (
+            lambda: Pattern.coalesce(ids([5]), ids([0]), (2, 2)),
+            ValueError,
+            r"coalesce.*row must be from 0 to 1",
+        ),
+    ],
+)
+def test_other_mistakes_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

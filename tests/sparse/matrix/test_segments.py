@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, vmap
+
+import metagrad as mg
+from metagrad.sparse import Segments
+from metagrad.sparse.operations.segment_functions import gather, segment_max, segment_mean, segment_sum
+from metagrad.sparse.operations.softmax import segment_softmax
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+IDS = torch.tensor([2, 0, 2, 2, 0])
+VALUES = torch.tensor([3.0, 1.0, 5.0, 4.0, 3.0], dtype=torch.float64)
+SEGMENTS = Segments(IDS, 4)
+both_forms = pytest.mark.parametrize(
+    "index", [(SEGMENTS,), (IDS, 4), (IDS.int(), 4)], ids=["fixed", "ids", "int32"]
+)
+
+
+def test_the_grouping_is_known():
+    assert len(SEGMENTS) == 5
+    assert SEGMENTS.order.tolist() == [1, 4, 0, 2, 3]
+    assert SEGMENTS.counts.tolist() == [2, 0, 3, 0]
+    assert SEGMENTS.pointers.tolist() == [0, 2, 2, 5, 5]
+    assert repr(SEGMENTS) == "Segments(entries=5, num_segments=4)"
+    assert SEGMENTS.repeat(2).ids.tolist() == [2, 0, 2, 2, 0, 6, 4, 6, 6, 4]
+    assert SEGMENTS.repeat(2).num_segments == 8
+
+
+@settings(max_examples=25, deadline=None)
+@given(ids=st.lists(st.integers(0, 3), max_size=8))
+def test_the_order_groups_and_is_stable(ids):
+    segments = Segments(torch.tensor(ids, dtype=torch.int64), 4)
+    assert segments.order.tolist() == sorted(range(len(ids)), key=lambda entry: ids[entry])
+    assert segments.pointers.diff().tolist() == [ids.count(s) for s in range(4)]
+
+
+@both_forms
+def test_closed_forms(index):
+    assert segment_sum(VALUES, *index).tolist() == [4, 0, 12, 0]
+    assert segment_mean(VALUES, *index).tolist() == [2, 0, 4, 0]
+    assert segment_max(VALUES, *index).tolist() == [3, 0, 5, 0]
+    assert gather(torch.tensor([1.0, 2.0, 3.0, 4.0]), index[0]).tolist() == [3, 1, 3, 3, 1]
+    expected = torch.cat([VALUES[s == IDS].softmax(0) for s in (0, 2)])
+    torch.testing.assert_close(segment_softmax(VALUES, *index)[SEGMENTS.order], expected)
+
+
+@both_forms
+def test_trailing_dimensions_are_columns(index):
+    columns = torch.stack([VALUES, -2 * VALUES, VALUES.sin()], 1).reshape(5, 3, 1)
+    for function in (segment_sum, segment_mean, segment_max, segment_softmax):
+        expected = torch.stack([function(c, *index) for c in columns[:, :, 0].T], 1)
+        torch.testing.assert_close(function(columns, *index)[:, :, 0], expected)
+
+
+@both_forms
+@pytest.mark.parametrize("function", [segment_sum, segment_mean, segment_max, segment_softmax])
+def test_every_order_is_right(function, index):
+    x = torch.stack([VALUES, VALUES.cos()], 1).requires_grad_()
+    assert mg.gradcheck(lambda x: function(x, *index), x, order=3)
+
+
+@both_forms
+def test_gather_is_right_at_every_order(index):
+    x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2).requires_grad_()
+    assert mg.gradcheck(lambda x: gather(x, index[0]), x, order=3)
+
+
+def test_ids_may_be_batched():
+    ids = torch.tensor([[0, 1, 1, 2, 0], [2, 2, 2, 2, 1]])
+    x = torch.stack([VALUES, VALUES.sin()])
+
+    def loss(x, ids):
+        weights = segment_softmax(x, ids, 3)
+        pooled = segment_sum(weights * x, ids, 3) + segment_mean(x, ids, 3) * segment_max(x, ids, 3)
+        return (gather(pooled, ids) ** 3).sum()
+
+    for function in (loss, grad(loss), grad(lambda x, ids: (grad(loss)(x, ids) ** 2).sum())):
+        expected = torch.stack([function(a, b) for a, b in zip(x, ids, strict=True)])
+        torch.testing.assert_close(vmap(function)(x, ids), expected)
+
+
+def test_equal_maxima_share_the_gradient_and_keep_their_value():
+    x = torch.tensor([0.1] * 7 + [-7.0], dtype=torch.float64, requires_grad=True)
+    top = segment_max(x, torch.zeros(8, dtype=torch.int64), 1)
+    assert top.item() == 0.1  # seven sevenths of it are not
+    derivatives = []
+    for function in (lambda x: segment_max(x, torch.zeros(8, dtype=torch.int64), 1).sum(), torch.amax):
+        (g,) = torch.autograd.grad(function(x) ** 2, x, create_graph=True)
+        derivatives.append((g, *torch.autograd.grad((g**3).sum(), x)))
+    torch.testing.assert_close(*derivatives)
+    assert derivatives[0][0].tolist() == pytest.approx([0.2 / 7] * 7 + [0.0])
+
+
+def test_the_second_derivative_of_a_maximum_is_zero():
+    hessian = torch.func.hessian(lambda x: segment_max(x, SEGMENTS).sum())(VALUES)
+    assert torch.equal(hessian, torch.zeros(5, 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("extreme", [float("inf"), -float("inf")])
+def test_infinite_maxima_are_not_nan(extreme):
+    x = torch.tensor([extreme, -float("inf"), 2.0], requires_grad=True)
+    top = segment_max(x, torch.tensor([0, 0, 1]), 3)
+    assert top.tolist() == [extreme, 2.0, 0.0]
+    share = 0.5 if extreme < 0 else 1.0
+    assert torch.autograd.grad(top.sum(), x)[0].tolist() == [share, 1 - share, 1.0]
+
+
+def test_a_nan_stays_in_its_segment():
+    x = torch.tensor([float("nan"), 1.0, 2.0])
+    ids = torch.tensor([0, 0, 1])
+    for function in (segment_max, segment_mean, segment_softmax):
+        y = function(x, ids, 2)
+        assert y[0].isnan()
+        assert y[-1].isfinite()
+
+
+def values(*shape, device="cpu"):
+    return torch.ones(shape, device=device)
+
+
+@pytest.mark.parametrize("function", [segment_sum, segment_mean, segment_max, segment_softmax])
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((values(5), IDS), ValueError, r"index holds ids, so num_segments must be given"),
+        (
+            (values(5), SEGMENTS, 4),
+            ValueError,
+            r"index is a Segments, which knows num_segments: leave it out",
+        ),
+        (
+            (values(4), SEGMENTS),
+            ValueError,
+            r"index has 5 entries, so values must be \[5, \.\.\.\], got \[4\]",
+        ),
+        ((values(6, 2), IDS, 4), ValueError, r"index has 5 entries, so values must be .* got \[6, 2\]"),
+        ((values(), IDS, 4), ValueError, r"values must be \[5, \.\.\.\], got \[\]"),
+        ((values(5), IDS, 2), ValueError, r"index must be from 0 to 1, got 2"),
+        ((values(5), IDS - 1, 4), ValueError, r"index must be from 0 to 3, got -1"),
+        ((values(5), IDS.double(), 4), TypeError, r"index must be integers"),
+        ((values(5), IDS[None], 4), ValueError, r"index must be a strided vector, got shape \(1, 5\)"),
+        ((values(5), [0] * 5, 4), TypeError, r"index must be a tensor of integers, got list"),
+        ((values(5).long(), SEGMENTS), TypeError, r"values must be real floating point, got torch.int64"),
+        ((values(5, device="meta"), SEGMENTS), ValueError, r"values are on meta and the index is on cpu"),
+    ],
+)
+def test_mistakes_are_named(function, arguments, error, message):
+    with pytest.raises(error, match=rf"{function.__name__}\(values, index, num_segments\): .*{message}"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((values(3), SEGMENTS), ValueError, r"index has 4 segments, so x must have as many rows, got 3"),
+        ((values(2), IDS), ValueError, r"index must be from 0 to 1, got 2"),
+        ((values(), IDS), ValueError, r"x must have a row for each segment, got a scalar"),
+        ((values(3).long(), IDS), TypeError, r"x must be real floating point"),
+    ],
+)
+def test_mistakes_of_gather_are_named(arguments, error, message):
+    with pytest.raises(error, match=rf"gather\(x, index\): {message}"):
+        gather(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.tensor([0, 3]), ValueError, r"Segments\(ids, num_segments\): ids must be from 0 to 2, got 3"),
+        (torch.tensor([0.5]), TypeError, r"ids must be integers"),
+    ],
+)
+def test_bad_segments_are_refused(ids, error, message):
+    with pytest.raises(error, match=message):
+        Segments(ids, 3)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import metagrad as mg
+from metagrad.sparse import Pattern, SparseTensor
+
+PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([0, 3, 1]), (3, 4))
+DENSE = torch.tensor([[1.0, 0, 0, 2], [0, 0, 0, 0], [0, 3, 0, 0]])
+BLOCKS = torch.arange(1.0, 13.0).reshape(3, 2, 2)
+
+
+def matrix(dtype=torch.float32, requires_grad=False):
+    return SparseTensor(PATTERN, torch.tensor([1.0, 2.0, 3.0], dtype=dtype)).requires_grad_(requires_grad)
+
+
+def test_what_it_is():
+    a = matrix(requires_grad=True)
+    assert (a.shape, a.size(), a.size(1), a.ndim, a.nnz) == ((3, 4), (3, 4), 4, 2, 3)
+    assert (a.dtype, a.device, a.requires_grad, a.is_leaf) == (torch.float32, torch.device("cpu"), True, True)
+    assert (a.block_shape, a.is_blocked) == ((1, 1), False)
+    assert repr(a) == ("SparseTensor(shape=(3, 4), nnz=3, values=tensor([1., 2., 3.], requires_grad=True))")
+    assert torch.equal(a.to_dense(), DENSE)
+
+
+def test_what_blocks_are():
+    a = SparseTensor(PATTERN, BLOCKS)
+    assert (a.shape, a.nnz, a.block_shape, a.is_blocked) == ((6, 8), 12, (2, 2), True)
+    assert repr(a).startswith("SparseTensor(shape=(6, 8), nnz=12, blocks=(2, 2), values=tensor([[[")
+    expected = torch.zeros(6, 8)
+    for row, col, block in zip(PATTERN.row.tolist(), PATTERN.col.tolist(), BLOCKS, strict=True):
+        expected[2 * row : 2 * row + 2, 2 * col : 2 * col + 2] = block
+    assert torch.equal(a.to_dense(), expected)
+    assert torch.equal(a.t().to_dense(), expected.T)
+    assert a.t().is_blocked
+    assert a.scalar().scalar() is not a
+    assert torch.equal(a.scalar().to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values", "error", "message"),
+    [
+        (DENSE, torch.ones(3), TypeError, "pattern must be a Pattern, got Tensor"),
+        (PATTERN, torch.ones(2), ValueError, r"3 entries, so values must have shape \[3\], .* got \[2\]"),
+        (PATTERN, torch.ones(3, 1), ValueError, r"or \[3, p, q\] for blocks, got \[3, 1\]"),
+        (PATTERN, torch.ones(3, dtype=torch.int64), TypeError, "values must be real floating point"),
+        (
+            PATTERN,
+            torch.ones(3, device="meta"),
+            ValueError,
+            "the pattern is on cpu and the values are on meta",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(pattern, values, error, message):
+    with pytest.raises(error, match=message):
+        SparseTensor(pattern, values)
+
+
+def test_the_transpose_is_its_own_transpose():
+    a = matrix()
+    assert torch.equal(a.T.to_dense(), DENSE.T)
+    assert a.t().t().pattern is a.pattern
+    assert torch.equal(a.t().t().values, a.values)
+
+
+@pytest.mark.parametrize("values", [torch.tensor([0.5, -1.0, 2.0]), BLOCKS / 5], ids=["numbers", "blocks"])
+@pytest.mark.parametrize(
+    "function", [SparseTensor.t, SparseTensor.to_dense, SparseTensor.scalar, SparseTensor.clone]
+)
+def test_derivatives_of_other_forms(function, values):
+    leaf = values.double().requires_grad_()
+    # the sine makes a function that is linear in the values worth three derivatives
+    mg.gradcheck(lambda v: function(SparseTensor(PATTERN, v.sin())), leaf, order=3)
+
+
+def test_gradients_are_on_the_same_pattern():
+    a = matrix(torch.float64, requires_grad=True)
+    assert a.grad is None
+    (a.to_dense() ** 3).sum().backward()
+    assert a.grad is not None
+    assert a.grad.pattern is PATTERN
+    assert torch.equal(a.grad.values, 3 * a.values.detach() ** 2)
+    a.grad = None
+    assert a.values.grad is None
+    a.grad = matrix(torch.float64)
+    assert a.values.grad.tolist() == [1, 2, 3]
+    with pytest.raises(TypeError, match="a gradient must be a SparseTensor on the same Pattern, or None"):
+        a.grad = DENSE
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_backward_from_a_matrix_through_all_orders():
+    a = matrix(torch.float64, requires_grad=True)
+    cube = a.with_values(a.values**3)
+    cube.retain_grad()
+    cube.backward(a, create_graph=True)  # d/da of sum(a0 a^3) at a0 = a: 3 a^3
+    assert torch.equal(a.grad.values.detach(), 3 * a.values.detach() ** 3)
+    assert a.grad.requires_grad
+    (second,) = torch.autograd.grad(a.grad.values.pow(2).sum(), a.values)
+    assert torch.allclose(second, 54 * a.values.detach() ** 5, rtol=1e-14)  # (9 a^6)'
+    assert cube.grad.pattern is PATTERN
+    a.grad = None  # the gradient of create_graph refers to its leaf
+    with pytest.raises(
+        TypeError, match=r"backward\(gradient\): gradient must be a SparseTensor on the same Pattern"
+    ):
+        cube.backward(cube.values)
+
+
+def test_trees_take_and_return_it():
+    a = matrix(torch.float64, requires_grad=True)
+    leaves, spec = pytree.tree_flatten({"w": a})
+    assert leaves == [a.values]
+    assert pytree.tree_unflatten(leaves, spec)["w"].pattern is PATTERN
+    grads = mg.grad((a.to_dense() ** 3).sum(), {"w": a}, create_graph=True)
+    assert isinstance(grads["w"], SparseTensor)
+    assert grads["w"].pattern is PATTERN
+    again = mg.grad((grads["w"].values ** 3).sum(), {"w": a})
+    assert torch.allclose(again["w"].values, 3 * (3 * a.values**2) ** 2 * 6 * a.values)
+    under_func = torch.func.grad(lambda w: (w.to_dense() ** 3).sum())(a.detach())
+    assert torch.equal(under_func.values, grads["w"].values)
+
+
+def test_copies_that_share_and_copies_that_do_not():
+    a = matrix(requires_grad=True)
+    assert a.detach().values.data_ptr() == a.values.data_ptr()
+    assert not a.detach().requires_grad
+    assert a.clone().values.data_ptr() != a.values.data_ptr()
+    assert a.clone().requires_grad
+    deep = copy.deepcopy({"a": a})["a"]
+    assert deep.pattern is PATTERN
+    assert deep.requires_grad
+    assert deep.values.data_ptr() != a.values.data_ptr()
+    assert copy.copy(a).values is a.values
+
+
+def test_moving_and_converting():
+    a = matrix()
+    assert a.to(torch.float64).dtype == a.double().dtype == torch.float64
+    assert a.double().float().dtype == torch.float32
+    assert a.to("cpu").pattern is PATTERN
+    assert a.to("meta", torch.float16).pattern.device == torch.device("meta")
+    assert a.to("meta").pattern is a.double().to("meta").pattern
+    assert a.to(torch.ones(1, dtype=torch.float64)).dtype == torch.float64
+    with pytest.raises(
+        TypeError, match=r"SparseTensor.to\(...\): the result must be real floating point, got torch.int32"
+    ):
+        a.to(torch.int32)
+
+
+def test_equality_and_hash_are_those_of_the_object():
+    a, b = matrix(), matrix()
+    assert a == a
+    assert a != b
+    assert len({a, b, a}) == 2
+
+
+def round_trips():
+    def by_pickle(a):
+        return pickle.loads(pickle.dumps(a))
+
+    def by_torch(a):
+        buffer = io.BytesIO()
+        torch.save(a, buffer)
+        return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+
+    return [by_pickle, by_torch]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("round_trip", round_trips())
+def test_pickles(round_trip, dtype):
+    a = matrix(dtype, requires_grad=True)
+    back = round_trip({"a": a, "b": a.detach(), "blocks": SparseTensor(PATTERN, BLOCKS)})
+    assert torch.equal(back["a"].values, a.values)
+    assert back["a"].requires_grad
+    assert back["a"].pattern.equals(PATTERN)
+    assert back["a"].pattern is back["b"].pattern is back["blocks"].pattern
+    assert torch.equal(back["blocks"].values, BLOCKS)
+
+
+class _Forged:
+    def __init__(self, function, *args):
+        self.reduced = function, args
+
+    def __reduce__(self):
+        return self.reduced
+
+
+def test_what_is_unpickled_is_checked():
+    forged = pickle.dumps(_Forged(SparseTensor, PATTERN, torch.ones(2)))
+    with pytest.raises(ValueError, match="the pattern has 3 entries, so values"):
+        pickle.loads(forged)
+    out_of_range = pickle.dumps(_Forged(Pattern, torch.tensor([7]), torch.tensor([0]), (2, 2)))
+    with pytest.raises(ValueError, match="row must be from 0 to 1, got 7"):
+        pickle.loads(out_of_range)
+
+
+def test_a_malicious_pickle_is_not_executed(tmp_path):
+    target = tmp_path / "executed"
+    torch.save({"a": matrix(), "b": _Forged(os.mkdir, str(target))}, tmp_path / "a.pt")
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        torch.load(tmp_path / "a.pt", weights_only=True)
+    assert not target.exists()
+
+
+def test_torch_refuses_it_with_the_way_out():
+    a = matrix()
+    with pytest.raises(TypeError, match=r"torch's exp does not take a SparseTensor.*\.to_dense\(\)"):
+        torch.exp(a)
+    with pytest.raises(TypeError, match=r"nn.Parameter\(a\): .* Use metagrad.sparse.Parameter\(a\)"):
+        torch.nn.Parameter(a)

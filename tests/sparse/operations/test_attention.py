@@ -1,0 +1,240 @@
+"""Attention over a pattern against torch's over a mask."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import metagrad as mg
+from metagrad.sparse import Pattern
+from metagrad.sparse.operations.attention import attention
+from tests.sparse.guards import no_large_outputs
+from tests.sparse.towers import assert_same_tower, tower
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 2
+
+
+def random_pattern(n=5, m=4, seed=0, density=0.5):
+    mask = torch.rand(n, m, generator=torch.Generator().manual_seed(seed)) < density
+    mask[:, 0] = True
+    return Pattern.from_mask(mask)
+
+
+def dense(pattern, scale=None):
+    def attend(q, k, v):
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        scores = (q @ k.mT * factor).masked_fill(~pattern.to_mask(), -torch.inf)
+        return scores.softmax(-1) @ v
+
+    return attend
+
+
+def sparse(pattern, scale=None):
+    return lambda q, k, v: attention(q, k, v, pattern, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((5, 3), (4, 3), (4, 2)),
+        ((3, 5, 3), (3, 4, 3), (3, 4, 2)),
+        ((2, 3, 5, 3), (2, 3, 4, 3), (2, 3, 4, 2)),
+        ((2, 3, 5, 3), (3, 4, 3), (2, 1, 4, 2)),
+        ((1, 5, 3), (1, 4, 3), (1, 4, 2)),
+    ],
+    ids=["matrices", "heads", "batch and heads", "broadcast", "one head"],
+)
+@pytest.mark.parametrize("together", [1 << 17, 30, 0], ids=["block diagonal", "in groups", "one by one"])
+def test_equals_dense_attention_at_every_order(monkeypatch, q, k, v, together):
+    monkeypatch.setitem(attention.__globals__, "TOGETHER", together)
+    pattern = random_pattern()
+    inputs = [draw(*shape, seed=i) for i, shape in enumerate((q, k, v))]
+    assert_same_tower(sparse(pattern), dense(pattern), inputs)
+
+
+def test_the_scale_is_a_factor_of_the_scores():
+    pattern = random_pattern()
+    inputs = [draw(5, 3, seed=1), draw(4, 3, seed=2), draw(4, 2, seed=3)]
+    assert_same_tower(sparse(pattern, 0.7), dense(pattern, 0.7), inputs, order=1)
+
+
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 4), m=st.integers(1, 4), density=st.floats(0, 1))
+@settings(max_examples=12, deadline=None)
+def test_derivatives_of_random_patterns(seed, n, m, density):
+    mask = torch.rand(n, m, generator=torch.Generator().manual_seed(seed)) < density
+    pattern = Pattern.from_mask(mask)
+    q, k, v = (draw(*s, seed=seed + i) for i, s in enumerate(((n, 2), (m, 2), (m, 2))))
+    assert mg.gradcheck(sparse(pattern), [x.requires_grad_() for x in (q, k, v)], order=3, directions=1)
+
+
+def test_a_query_without_keys_gets_zeros_and_gives_none_a_gradient():
+    pattern = Pattern(torch.tensor([0, 2]), torch.tensor([1, 1]), (3, 2))
+    q, k, v = (draw(*s, seed=i).requires_grad_() for i, s in enumerate(((3, 2), (2, 2), (2, 2))))
+    y = attention(q, k, v, pattern)
+    assert torch.equal(y[1], torch.zeros(2, dtype=torch.float64))
+    for gradient in tower(sparse(pattern), [q, k, v]):
+        assert gradient.isfinite().all()
+    (d_q,) = torch.autograd.grad((y**3).sum(), q)
+    assert torch.equal(d_q[1], torch.zeros(2, dtype=torch.float64))
+
+
+def test_a_pattern_without_entries_gives_zeros():
+    pattern = Pattern(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), (3, 2))
+    q, k, v = draw(2, 3, 2), draw(2, 2, 2), draw(2, 2, 4)
+    assert torch.equal(attention(q, k, v, pattern), torch.zeros(2, 3, 4, dtype=torch.float64))
+
+
+def test_an_empty_batch_has_an_empty_result():
+    assert attention(draw(0, 5, 3), draw(0, 4, 3), draw(0, 4, 2), random_pattern()).shape == (0, 5, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e3, -1e3])
+def test_large_scores_do_not_overflow(dtype, size):
+    pattern = Pattern.banded(3, 1, 1)
+    q, k = torch.full((3, 1), size, dtype=dtype), torch.tensor([[1.0], [2.0], [4.0]], dtype=dtype)
+    v = torch.tensor([[1.0], [2.0], [3.0]], dtype=dtype)
+    best = [[2.0], [3.0], [3.0]] if size > 0 else [[1.0], [1.0], [2.0]]
+    assert attention(q, k, v, pattern).tolist() == best
+    assert all(g.isfinite().all() for g in tower(sparse(pattern), [q, k, v], order=2))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_lower_precision_agrees(dtype, tolerance):
+    pattern = random_pattern()
+    inputs = [
+        draw(2, 5, 3, dtype=dtype),
+        draw(2, 4, 3, seed=1, dtype=dtype),
+        draw(2, 4, 2, seed=2, dtype=dtype),
+    ]
+    y = attention(*inputs, pattern)
+    assert y.dtype == dtype
+    expected = dense(pattern)(*(x.double() for x in inputs))
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+class TestTransforms:
+    pattern = random_pattern()
+    inputs = (draw(2, 5, 3), draw(2, 4, 3, seed=1), draw(2, 4, 2, seed=2))
+
+    def test_vmap_over_all_and_over_one(self):
+        fn, oracle = sparse(self.pattern), dense(self.pattern)
+        q, k, v = self.inputs
+        torch.testing.assert_close(torch.vmap(fn)(q, k, v), oracle(q, k, v))
+        got = torch.vmap(fn, in_dims=(None, 0, None))(q[0], k, v[0])
+        torch.testing.assert_close(got, oracle(q[:1], k, v[:1]))
+
+    def test_forward_mode(self):
+        tangents = tuple(draw(*x.shape, seed=7) for x in self.inputs)
+        got = torch.func.jvp(sparse(self.pattern), self.inputs, tangents)
+        expected = torch.func.jvp(dense(self.pattern), self.inputs, tangents)
+        torch.testing.assert_close(got, expected)
+
+    @pytest.mark.parametrize(
+        "transform", [torch.func.hessian, lambda f: torch.func.jacrev(torch.func.jacrev(f))]
+    )
+    def test_hessians(self, transform):
+        q, k, v = (x[0] for x in self.inputs)
+        got = transform(lambda k: (sparse(self.pattern)(q, k, v) ** 3).sum())(k)
+        expected = transform(lambda k: (dense(self.pattern)(q, k, v) ** 3).sum())(k)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(20, 4), (3, 20, 4)])
+def test_recomputed_in_an_unroll_on_a_pattern_whose_maps_are_not_known_yet(shape):
+    x = draw(*shape).requires_grad_()
+
+    def derivative(memory):
+        pattern = Pattern.banded(20, 2, 2)
+
+        def step(x, t):
+            gradient = mg.grad((attention(x, x, x, pattern) ** 3).sum(), x, create_graph=True)
+            return x - 0.1 * gradient, None
+
+        return mg.grad(mg.unroll(step, x, steps=3, memory=memory)[0].square().sum(), x)
+
+    torch.testing.assert_close(derivative("step"), derivative("full"))
+
+
+class TestMemory:
+    def test_nothing_is_as_large_as_the_score_matrix(self):
+        pattern = Pattern.banded(1500, 2, 2)
+        inputs = [draw(2, 1500, 4, seed=i) for i in range(3)]
+        with no_large_outputs(3 * 2 * 1500 * 5):
+            tower(sparse(pattern), inputs)
+
+    def test_the_forward_keeps_one_number_for_each_entry(self):
+        pattern = Pattern.banded(100, 20, 20)
+        inputs = [draw(100, 2, seed=i).requires_grad_() for i in range(3)]
+        kept = {}
+
+        def pack(tensor):
+            if tensor.numel() >= pattern.nnz:
+                kept[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = attention(*inputs, pattern)
+        assert len(kept) == 1
+        assert y.requires_grad
+
+    @pytest.mark.parametrize("order", [1, 2, 3])
+    def test_the_peak_grows_with_the_entries(self, order):
+        peaks = [peak(n, band, order) for n, band in ((256, 16), (512, 16), (256, 32))]
+        assert peaks[1] / peaks[0] == pytest.approx(2.0, rel=0.1)
+        assert peaks[2] / peaks[0] < 2.1
+
+    def test_heads_share_one_pattern(self, monkeypatch):
+        monkeypatch.setitem(attention.__globals__, "TOGETHER", 0)
+        pattern = Pattern.banded(20, 2, 2)
+        monkeypatch.setattr(Pattern, "repeat", lambda self, num: pytest.fail("the pattern was repeated"))
+        assert attention(*(draw(8, 20, 2, seed=i) for i in range(3)), pattern).shape == (8, 20, 2)
+
+
+def peak(n, band, order):
+    pattern = Pattern.banded(n, band, band)
+    tower(sparse(pattern), [draw(n, 8, seed=i) for i in range(3)], order)  # the pattern's maps are made once
+    with mg.MemoryTracker(method="storage") as memory:
+        tower(sparse(pattern), [draw(n, 8, seed=i) for i in range(3)], order)
+    return memory.peak
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"pattern": torch.ones(5, 4, dtype=torch.bool)}, TypeError, "pattern must be a Pattern, got Tensor"),
+        ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+        ({"k": torch.zeros(4, 3, dtype=torch.int64)}, TypeError, "k must be real floating point"),
+        ({"k": draw(4, 3, dtype=torch.float32)}, TypeError, "q and k must have one dtype"),
+        ({"v": draw(4, 2, dtype=torch.float32)}, TypeError, "q and v must have one dtype"),
+        ({"q": draw(6, 3)}, ValueError, r"pattern is \(5, 4\), so q must be \[\.\.\., 5, D\].*got \[6, 3\]"),
+        ({"k": draw(5, 3)}, ValueError, r"k \[\.\.\., 4, D\].*got \[5, 3\], \[5, 3\] and \[4, 2\]"),
+        ({"k": draw(4, 2)}, ValueError, r"k \[\.\.\., 4, D\]"),
+        ({"v": draw(3, 2)}, ValueError, r"v \[\.\.\., 4, E\]"),
+        ({"v": draw(4)}, ValueError, r"v \[\.\.\., 4, E\]"),
+        ({"q": draw(2, 5, 3), "k": draw(3, 4, 3)}, ValueError, "leading dimensions of q, k and v must broadcast"),
+        ({"q": draw(5, 3).to("meta"), "k": draw(4, 3).to("meta"), "v": draw(4, 2).to("meta")}, ValueError,
+         "q is on meta and the pattern on cpu"),
+    ],
+)  # fmt: skip
+def test_errors(change, error, match):
+    arguments = {"q": draw(5, 3), "k": draw(4, 3), "v": draw(4, 2), "pattern": random_pattern(), **change}
+    with pytest.raises(error, match=match):
+        attention(**arguments)
+
+
+def test_the_result_is_that_of_torch():
+    pattern = random_pattern()
+    q, k, v = draw(2, 5, 3), draw(2, 4, 3, seed=1), draw(2, 4, 2, seed=2)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.to_mask())
+    torch.testing.assert_close(attention(q, k, v, pattern), expected)

@@ -1,0 +1,295 @@
+"""Submanifold convolution against torch's convolution of the dense grid, and the rulebook against its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import metagrad as mg
+from metagrad.sparse.operations.conv import conv
+from metagrad.sparse.operations.rulebook import Rulebook
+from tests.sparse.guards import no_large_outputs
+from tests.sparse.towers import assert_same_tower, tower
+
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) / 3
+
+
+def draw_sites(grid, *, density=0.4, seed=0):
+    """Draw sites of a grid [examples, ...], in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    coords = (torch.rand(grid, generator=generator) < density).nonzero()
+    return coords[torch.randperm(len(coords), generator=generator)]
+
+
+def dense(coords, grid, dilation):
+    """Convolve the whole grid, and read the result at the sites."""
+
+    def convolve(x, weight, bias=None):
+        sites = coords.unbind(1)
+        image = x.new_zeros(*grid, x.shape[1]).index_put(sites, x).movedim(-1, 1)
+        padding = [apart * (size // 2) for apart, size in zip(dilation, weight.shape[2:], strict=True)]
+        y = CONVOLUTIONS[len(dilation)](image, weight, bias, padding=padding, dilation=dilation)
+        return y.movedim(1, -1)[sites]
+
+    return convolve
+
+
+def sparse(rulebook):
+    return lambda x, weight, bias=None: conv(x, weight, rulebook, bias)
+
+
+CASES = {
+    "1-d": ((2, 9), (3,), (1,)),
+    "2-d": ((2, 4, 5), (3, 3), (1, 1)),
+    "2-d, wide": ((1, 6, 5), (5, 3), (1, 1)),
+    "2-d, dilated": ((1, 6, 7), (3, 3), (2, 3)),
+    "2-d, one site": ((2, 4, 4), (1, 1), (1, 1)),
+    "3-d": ((2, 3, 3, 3), (3, 3, 3), (1, 1, 1)),
+    "3-d, flat kernel": ((1, 4, 3, 3), (3, 1, 3), (1, 1, 2)),
+}
+
+
+class TestValues:
+    @pytest.mark.parametrize("case", CASES)
+    def test_equals_dense_convolution_at_every_order(self, case):
+        grid, kernel, dilation = CASES[case]
+        coords = draw_sites(grid)
+        rulebook = Rulebook(coords, kernel, dilation=dilation)
+        inputs = [draw(len(coords), 2), draw(3, 2, *kernel, seed=1), draw(3, seed=2)]
+        assert_same_tower(sparse(rulebook), dense(coords, grid, dilation), inputs)
+
+    def test_without_bias(self):
+        coords = draw_sites((1, 4, 4))
+        inputs = [draw(len(coords), 2), draw(2, 2, 3, 3, seed=1)]
+        assert_same_tower(sparse(Rulebook(coords, 3)), dense(coords, (1, 4, 4), (1, 1)), inputs, order=1)
+
+    @given(seed=st.integers(0, 10**6), density=st.floats(0, 1), size=st.sampled_from([1, 3]))
+    @settings(max_examples=8, deadline=None)
+    def test_derivatives_on_random_sites(self, seed, density, size):
+        coords = draw_sites((1, 3, 4), density=density, seed=seed)
+        rulebook = Rulebook(coords, size)
+        x, weight = draw(len(coords), 2, seed=seed), draw(2, 2, size, size, seed=seed + 1)
+        inputs = [x.requires_grad_(), weight.requires_grad_()]
+        assert mg.gradcheck(sparse(rulebook), inputs, order=3, directions=1)
+
+    def test_two_layers_share_a_rulebook(self):
+        grid = (1, 4, 4)
+        coords = draw_sites(grid)
+        rulebook, oracle = Rulebook(coords, 3), dense(coords, grid, (1, 1))
+        inputs = [draw(len(coords), 1), draw(2, 1, 3, 3, seed=1), draw(1, 2, 3, 3, seed=2)]
+        assert_same_tower(
+            lambda x, a, b: conv(conv(x, a, rulebook).tanh(), b, rulebook),
+            lambda x, a, b: oracle(oracle(x, a).tanh(), b),
+            inputs,
+        )
+
+    def test_no_sites(self):
+        rulebook = Rulebook(torch.zeros(0, 3, dtype=torch.int64), 3)
+        x, weight = draw(0, 2).requires_grad_(), draw(3, 2, 3, 3).requires_grad_()
+        y = conv(x, weight, rulebook)
+        assert y.shape == (0, 3)
+        assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), [x, weight]))
+
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
+    def test_lower_precision_agrees(self, dtype, tolerance):
+        coords = draw_sites((1, 6, 6))
+        x, weight = draw(len(coords), 2), draw(3, 2, 3, 3, seed=1)
+        y = conv(x.to(dtype), weight.to(dtype), Rulebook(coords, 3))
+        assert y.dtype == dtype
+        expected = dense(coords, (1, 6, 6), (1, 1))(x, weight)
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
+
+    def test_nothing_is_as_large_as_the_grid_or_as_all_pairs(self):
+        line = torch.arange(300)
+        coords = torch.stack([torch.zeros_like(line), line, line], 1)
+        rulebook = Rulebook(coords, 3)
+        with no_large_outputs(300 * 4):
+            tower(sparse(rulebook), [draw(300, 4), draw(4, 4, 3, 3, seed=1)])
+
+    def test_only_features_and_weights_are_kept(self):
+        coords = draw_sites((1, 20, 20), density=0.9)
+        rulebook = Rulebook(coords, 5)
+        x, weight = draw(len(coords), 4).requires_grad_(), draw(4, 4, 5, 5, seed=1).requires_grad_()
+        kept = {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage()._cdata] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            conv(x, weight, rulebook)
+        assert sum(kept.values()) == x.numel() + weight.numel()
+
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+class TestTransforms:
+    grid = (1, 3, 4)
+    coords = draw_sites(grid)
+    fn = staticmethod(sparse(Rulebook(coords, 3)))
+    oracle = staticmethod(dense(coords, grid, (1, 1)))
+    inputs = (draw(len(coords), 2), draw(3, 2, 3, 3, seed=1), draw(3, seed=2))
+
+    @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None)])
+    def test_vmap(self, in_dims):
+        stacked = [
+            x if dim is None else torch.stack([x, 2 * x]) for x, dim in zip(self.inputs, in_dims, strict=True)
+        ]
+        got, expected = (torch.vmap(f, in_dims)(*stacked) for f in (self.fn, self.oracle))
+        torch.testing.assert_close(got, expected)
+
+    def test_nested_vmap(self):
+        x, weight, _ = self.inputs
+        xs, weights = torch.stack([x, x.cos()]), torch.stack([weight, weight.sin(), -weight])
+        got, expected = (
+            torch.vmap(torch.vmap(f, (0, None)), (None, 0))(xs, weights) for f in (self.fn, self.oracle)
+        )
+        assert got.shape[:2] == (3, 2)
+        torch.testing.assert_close(got, expected)
+
+    def test_forward_mode(self):
+        tangents = tuple(draw(*x.shape, seed=7) for x in self.inputs)
+        got, expected = (torch.func.jvp(f, self.inputs, tangents) for f in (self.fn, self.oracle))
+        torch.testing.assert_close(got, expected)
+
+    def test_forward_mode_over_forward_mode(self):
+        tangents = tuple(draw(*x.shape, seed=7) for x in self.inputs)
+
+        def second(f):
+            def first(*inputs):
+                return torch.func.jvp(lambda *i: f(*(x.sin() for x in i)), inputs, tangents)[1]
+
+            return torch.func.jvp(first, self.inputs, tangents)[1]
+
+        torch.testing.assert_close(second(self.fn), second(self.oracle))
+
+    @pytest.mark.parametrize("argnum", [0, 1])
+    def test_hessian(self, argnum):
+        got, expected = (
+            torch.func.hessian(lambda *inputs, f=f: (f(*inputs) ** 3).sum(), argnum)(*self.inputs)
+            for f in (self.fn, self.oracle)
+        )
+        torch.testing.assert_close(got, expected)
+
+    def test_reverse_over_reverse_under_vmap(self):
+        x, weight, _ = self.inputs
+
+        def product(f, direction):
+            gradient = torch.func.grad(lambda w: (f(x, w) ** 3).sum())
+            return torch.func.vjp(gradient, weight)[1](direction)[0]
+
+        directions = torch.stack([draw(*weight.shape, seed=seed) for seed in range(3)])
+        got, expected = (torch.vmap(lambda d, f=f: product(f, d))(directions) for f in (self.fn, self.oracle))
+        torch.testing.assert_close(got, expected)
+
+
+class TestRulebook:
+    @given(seed=st.integers(0, 10**6), density=st.floats(0, 1), apart=st.integers(1, 3))
+    @settings(max_examples=20, deadline=None)
+    def test_pairs_are_the_sites_one_offset_apart(self, seed, density, apart):
+        coords = draw_sites((2, 4, 5), density=density, seed=seed) - torch.tensor([1, 2, 3])
+        rulebook = Rulebook(coords, (3, 5), dilation=apart)
+        offsets = [(0, apart * (i - 1), apart * (j - 2)) for i in range(3) for j in range(5)][:7]
+        sites = {tuple(site): row for row, site in enumerate(coords.tolist())}
+        for (here, there), offset in zip(rulebook.pairs, offsets, strict=True):
+            expected = {
+                (row, sites[tuple(a + b for a, b in zip(site, offset, strict=True))])
+                for site, row in sites.items()
+                if tuple(a + b for a, b in zip(site, offset, strict=True)) in sites
+            }
+            assert set(zip(here.tolist(), there.tolist(), strict=True)) == expected
+
+    def test_a_line_does_not_go_on_in_the_next(self):
+        coords = torch.tensor([[0, 0, 3], [0, 1, 0], [1, 0, 0]])
+        assert Rulebook(coords, (1, 7)).num_pairs == 3
+
+    def test_counts(self):
+        coords = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]], dtype=torch.int32)
+        rulebook = Rulebook(coords, 3)
+        assert (rulebook.num_sites, rulebook.num_pairs, rulebook.coords.dtype) == (3, 5, torch.int64)
+        assert repr(rulebook) == "Rulebook(sites=3, kernel_size=(3, 3), dilation=(1, 1), pairs=5)"
+
+    def test_coordinates_may_be_far_from_the_origin(self):
+        far = 2**40
+        assert Rulebook(torch.tensor([[0, far, -far], [0, far, 1 - far]]), 3).num_pairs == 4
+
+    @pytest.mark.parametrize(
+        ("coords", "error", "match"),
+        [
+            ([[0, 0]], TypeError, "coords must be a tensor of integers, got list"),
+            (torch.zeros(2, 3), TypeError, r"coords must be integers \(int64\), got torch.float32"),
+            (torch.zeros(2, dtype=torch.int64), ValueError, r"coords must be \[sites, 1 \+ d\].*got \[2\]"),
+            (
+                torch.zeros(2, 1, dtype=torch.int64),
+                ValueError,
+                r"coords must be \[sites, 1 \+ d\].*got \[2, 1\]",
+            ),
+            (
+                torch.tensor([[0, 1, 2], [0, 0, 0], [0, 1, 2]]),
+                ValueError,
+                r"rows 0 and 2 are both \[0, 1, 2\]",
+            ),
+            (torch.tensor([[0, 0, 0], [0, 2**40, 2**40]]), ValueError, r"more than 2\^63 - 1"),
+        ],
+    )
+    def test_errors_of_coordinates(self, coords, error, match):
+        with pytest.raises(error, match=match):
+            Rulebook(coords, 3)
+
+    @pytest.mark.parametrize(
+        ("sizes", "error", "match"),
+        [
+            ({"kernel_size": 2}, ValueError, r"kernel_size must be odd, got \(2, 2\)"),
+            ({"kernel_size": (3, 3, 3)}, ValueError, r"kernel_size must be one number or 2, got \(3, 3, 3\)"),
+            ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),
+            ({"kernel_size": 3.0}, TypeError, "kernel_size must be an int or a sequence of them, got 3.0"),
+            ({"kernel_size": (3, 1.5)}, TypeError, "kernel_size must be an int or a sequence of them"),
+            ({"kernel_size": 3, "dilation": -1}, ValueError, "dilation must be at least 1, got -1"),
+            ({"kernel_size": 3, "dilation": (1,)}, ValueError, "dilation must be one number or 2"),
+        ],
+    )
+    def test_errors_of_sizes(self, sizes, error, match):
+        with pytest.raises(error, match=match):
+            Rulebook(torch.tensor([[0, 0, 0]]), **sizes)
+
+
+RULEBOOK = Rulebook(torch.tensor([[0, 0, 0], [0, 0, 1]]), 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (
+            {"rulebook": RULEBOOK.coords},
+            TypeError,
+            r"rulebook must be a Rulebook, got Tensor.*Rulebook\(coords",
+        ),
+        ({"x": [1.0]}, TypeError, "x must be a tensor, got list"),
+        ({"weight": draw(3, 2, 3, 3, dtype=torch.float32)}, TypeError, "x and weight must have one dtype"),
+        ({"bias": draw(3, dtype=torch.float32)}, TypeError, "x and bias must have one dtype"),
+        ({"x": draw(3, 2)}, ValueError, r"rulebook has 2 sites, so x must be \[2, C_in\], got \[3, 2\]"),
+        ({"x": draw(2)}, ValueError, r"so x must be \[2, C_in\], got \[2\]"),
+        ({"weight": draw(3, 4, 3, 3)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 4, 3, 3\]"),
+        ({"weight": draw(3, 2, 5, 5)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 2, 5, 5\]"),
+        ({"weight": draw(3, 2, 3)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 2, 3\]"),
+        ({"bias": draw(2)}, ValueError, r"bias must be \[3\], got \[2\]"),
+    ],
+)
+def test_errors(change, error, match):
+    arguments = {"x": draw(2, 2), "weight": draw(3, 2, 3, 3), "rulebook": RULEBOOK, "bias": draw(3), **change}
+    with pytest.raises(error, match=match):
+        conv(**arguments)
+
+
+def test_two_devices_are_refused():
+    x, weight = draw(2, 2).to("meta"), draw(3, 2, 3, 3).to("meta")
+    with pytest.raises(ValueError, match=r"x is on meta and the rulebook on cpu. Make it of coords.to"):
+        conv(x, weight, RULEBOOK)

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.sparse import Pattern, SparseTensor
+from metagrad.sparse.operations import reduce
+from metagrad.sparse.operations.segment_functions import segment_mean
+
+PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([1, 3, 1]), (3, 4))
+
+
+def matrix(*values, dtype=torch.float64):
+    return SparseTensor(PATTERN, torch.tensor(values, dtype=dtype, requires_grad=True))
+
+
+def test_sums_and_means_are_those_of_the_dense_matrix():
+    a = matrix(1.0, 3.0, -2.0)
+    dense = a.to_dense()
+    for dim in (None, 0, 1, -1, -2):
+        for keepdim in (False, True):
+            torch.testing.assert_close(a.sum(dim, keepdim=keepdim), dense.sum(dim, keepdim=keepdim))
+            torch.testing.assert_close(a.mean(dim, keepdim=keepdim), dense.mean(dim, keepdim=keepdim))
+
+
+def test_the_mean_of_stored_entries_is_another():
+    a = matrix(1.0, 3.0, -2.0)
+    assert a.mean(1).tolist() == [1.0, 0.0, -0.5]
+    assert segment_mean(a.values, a.pattern.rows).tolist() == [2.0, 0.0, -2.0]
+
+
+def test_maxima_are_those_of_stored_entries():
+    a = matrix(-1.0, -3.0, -2.0)
+    assert a.max().item() == -1.0
+    assert a.max(1).tolist() == [-1.0, 0.0, -2.0]
+    assert a.max(0, keepdim=True).tolist() == [[0.0, -1.0, 0.0, -3.0]]
+    assert a.max(keepdim=True).shape == (1, 1)
+    assert a.relu().max(1).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_equal_maxima_share_the_gradient():
+    a = matrix(5.0, 5.0, -2.0)
+    assert torch.autograd.grad(a.max(1).sum(), a.values)[0].tolist() == [0.5, 0.5, 1.0]
+    assert torch.autograd.grad(a.max(), a.values)[0].tolist() == [0.5, 0.5, 0.0]
+
+
+def test_a_row_normalised_by_its_sum_keeps_empty_rows_empty():
+    a = matrix(1.0, 3.0, 2.0)
+    normal = a / a.sum(1, keepdim=True)
+    assert normal.to_dense().tolist() == [[0, 0.25, 0, 0.75], [0, 0, 0, 0], [0, 1, 0, 0]]
+    assert mg.gradcheck(lambda a: a / a.sum(1, keepdim=True), [a], order=3)
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2, 3, 4, math.inf])
+def test_norms_are_those_of_the_dense_matrix(p):
+    a = matrix(1.0, 3.0, -2.0)
+    torch.testing.assert_close(a.norm(p), torch.linalg.vector_norm(a.to_dense(), p))
+
+
+@pytest.mark.parametrize("p", [1, 1.5, 2, 3, 4, math.inf])
+def test_the_norm_of_zero_has_derivatives_of_zero_at_every_order(p):
+    a = matrix(0.0, 0.0, 0.0)
+    (first,) = torch.autograd.grad(a.norm(p), a.values, create_graph=True)
+    (second,) = torch.autograd.grad(
+        (first + first**2).sum(), a.values, create_graph=True, materialize_grads=True
+    )
+    third = torch.autograd.grad((second + second**2 + a.values).sum(), a.values)[0] - 1
+    for derivative in (first, second, third):
+        assert torch.equal(derivative.detach(), torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_an_entry_that_is_zero_keeps_its_curvature_in_an_even_norm(p):
+    values = torch.tensor([0.0, 3.0, -4.0], dtype=torch.float64)
+    got = torch.autograd.functional.hessian(lambda v: SparseTensor(PATTERN, v).norm(p), values)
+    expected = torch.autograd.functional.hessian(lambda v: (v**p).sum() ** (1 / p), values)
+    torch.testing.assert_close(got, expected)
+    assert p == 4 or got[0, 0].item() == pytest.approx(1 / 5)
+
+
+def test_an_entry_that_is_zero_is_no_nan_in_an_odd_norm():
+    a = matrix(0.0, 3.0, -4.0)
+    for p in (1, 1.5, 3):
+        (g,) = torch.autograd.grad(a.norm(p), a.values, create_graph=True)
+        assert g[0] == 0
+        assert torch.autograd.grad((g**2).sum() + a.values.sum(), a.values)[0].isfinite().all()
+
+
+def test_sums_of_blocks_do_not_take_them_apart():
+    blocks = SparseTensor(PATTERN, torch.arange(18.0).reshape(3, 2, 3))
+    blocks.sum(0), blocks.sum(1), blocks.mean(1)
+    assert not PATTERN._unblocked
+
+
+def test_nothing_stored():
+    none = torch.tensor([], dtype=torch.int64)
+    a = SparseTensor(Pattern(none, none, (2, 3)), torch.zeros(0, requires_grad=True))
+    for result in (a.sum(), a.mean(), a.max(), a.norm(), a.norm(math.inf)):
+        assert result.item() == 0
+        assert torch.autograd.grad(result, a.values)[0].shape == (0,)
+    assert a.sum(1).tolist() == a.max(1).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: matrix(1.0, 2.0, 3.0).sum(2),
+            ValueError,
+            r"sum\(a, dim\): dim must be 0 .* or None .*got 2",
+        ),
+        (lambda: matrix(1.0, 2.0, 3.0).mean(-3), ValueError, r"dim must be .*got -3"),
+        (lambda: matrix(1.0, 2.0, 3.0).max((0, 1)), ValueError, r"max\(a, dim\): dim must be .*got \(0, 1\)"),
+        (lambda: matrix(1.0, 2.0, 3.0).norm(0.5), ValueError, r"norm\(a, p\): p must be 1 or more, got 0.5"),
+        (lambda: matrix(1.0, 2.0, 3.0).norm(math.nan), ValueError, r"p must be 1 or more, got nan"),
+        (
+            lambda: reduce.sum(torch.ones(2, 2)),
+            TypeError,
+            r"sum\(a, dim\): a must be a SparseTensor, got Tensor",
+        ),
+        (lambda: reduce.mean(1.0), TypeError, r"a must be a SparseTensor, got float"),
+        (lambda: reduce.max(None), TypeError, r"max\(a, dim\): a must be a SparseTensor"),
+        (lambda: reduce.norm(torch.ones(2, 2)), TypeError, r"norm\(a, p\): a must be a SparseTensor"),
+    ],
+)
+def test_mistakes_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.sparse import Pattern, SparseTensor
+from metagrad.sparse.policies.policy import DEFAULT, SparsePolicy, current_policy, use_policy
+from metagrad.sparse.policies.stats import stats
+
+DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
+SPARSE = SparsePolicy(threshold=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("policy", "shape", "nnz", "width", "dense"),
+    [
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 50, None, True),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 49, None, False),
+        (SparsePolicy(threshold=0.5, min_nnz=51), (10, 10), 50, None, False),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 50, 32, True),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 50, 4000, True),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 100, 15, False),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 100, 16, True),
+        (SparsePolicy(threshold=0.5, min_nnz=0), (10, 10), 100, 0, False),
+        (SparsePolicy(threshold=0.5, min_nnz=0, max_dense_bytes=400), (10, 10), 100, None, True),
+        (SparsePolicy(threshold=0.5, min_nnz=0, max_dense_bytes=399), (10, 10), 100, None, False),
+        (SparsePolicy(threshold=math.inf, min_nnz=0), (10, 10), 100, None, False),
+        (DEFAULT, (16000, 16000), 64000, 32, False),
+    ],
+)
+def test_prefers_dense(policy, shape, nnz, width, dense):
+    assert policy.prefers_dense(shape, nnz, torch.float32, width=width) is dense
+
+
+def test_bytes_follow_the_dtype():
+    policy = SparsePolicy(threshold=0.5, min_nnz=0, max_dense_bytes=400)
+    assert not policy.prefers_dense((10, 10), 100, torch.float64)
+    assert policy.prefers_dense((10, 10), 100, torch.bfloat16)
+
+
+@pytest.mark.parametrize("field", ["threshold", "min_nnz", "max_dense_bytes"])
+@pytest.mark.parametrize("value", [-1, math.nan])
+def test_numbers_are_checked(field, value):
+    with pytest.raises(ValueError, match=rf"SparsePolicy\({field}=...\): expected at least 0, got {value}"):
+        SparsePolicy(**{field: value})
+
+
+def test_layouts_are_named():
+    with pytest.raises(ValueError, match=r"expected one of \('auto', 'csr', 'gather'\), got 'coo'"):
+        SparsePolicy(layout="coo")  # type: ignore[arg-type]
+
+
+def fail():
+    assert current_policy() is DENSE
+    raise RuntimeError("left")
+
+
+def test_a_policy_is_in_force_inside_its_block():
+    with use_policy(SPARSE) as policy:
+        assert policy is current_policy() is SPARSE
+        with pytest.raises(RuntimeError, match="left"), use_policy(DENSE):
+            fail()
+        assert current_policy() is SPARSE
+    assert current_policy() is DEFAULT
+
+
+def test_a_policy_is_of_one_thread():
+    seen = []
+    with use_policy(SPARSE):
+        thread = threading.Thread(target=lambda: seen.append(current_policy()))
+        thread.start()
+        thread.join()
+    assert seen == [DEFAULT]
+
+
+def test_only_policies_are_used():
+    with (
+        pytest.raises(TypeError, match=r"use_policy\(policy\): expected a SparsePolicy, got float"),
+        use_policy(0.5),
+    ):  # type: ignore[arg-type]
+        pass
+
+
+def test_a_policy_reaches_the_backward_passes_of_other_threads():
+    """torch moves a backward pass that is 60 deep inside others to another thread, as it does for every device."""
+    seen = []
+
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth):
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((threading.get_ident(), current_policy()))
+            if ctx.depth:
+                with torch.enable_grad():
+                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()
+            return grad, None
+
+    with use_policy(SPARSE):
+        Deep.apply(torch.ones(1, requires_grad=True), 80).sum().backward()
+    assert len({thread for thread, _ in seen}) > 1
+    assert {policy for _, policy in seen} == {SPARSE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calibration_returns_a_density(dtype, monkeypatch):
+    monkeypatch.setattr("metagrad.sparse.policies.calibrate.SIZES", (32, 48, 64))
+    policy = SparsePolicy.calibrate("cpu", dtype)
+    assert 0 < policy.threshold <= 1 or policy.threshold == math.inf
+    assert policy == SparsePolicy(threshold=policy.threshold)
+
+
+@pytest.mark.parametrize(("meet", "found"), [(0.25, 0.25), (2.0, math.inf), (0.0, 1 / 512)])
+def test_calibration_finds_where_two_costs_meet(meet, found, monkeypatch):
+    """Dense costs as much as a sparse matrix of density ``meet``."""
+
+    def cost(pattern, values, dense, policy):
+        return meet * pattern.shape[0] * pattern.shape[1] if policy == DENSE else pattern.nnz
+
+    monkeypatch.setattr("metagrad.sparse.policies.calibrate._both", cost)
+    assert SparsePolicy.calibrate().threshold == pytest.approx(found, rel=0.25)
+
+
+def matrix() -> tuple[SparseTensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    pattern = Pattern.from_mask(torch.rand(5, 4, generator=generator) < 0.6)
+    values = torch.randn(pattern.nnz, generator=generator, dtype=torch.float64)
+    return SparseTensor(pattern, values), torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "policy", [DENSE, SPARSE, SparsePolicy(layout="gather"), SparsePolicy(layout="csr")], ids=repr
+)
+def test_every_way_of_computing_is_right_at_every_order(policy):
+    a, x = matrix()
+    a.requires_grad_()
+    x.requires_grad_()
+    with use_policy(policy), stats() as s:
+        y = a @ x
+        assert mg.gradcheck(lambda a, x: (a @ x).pow(3), (a, x), order=3)
+    torch.testing.assert_close(y, a.to_dense() @ x)
+    assert bool(s.densified) is (policy == DENSE)
+
+
+def test_a_dense_choice_keeps_gradients_on_the_pattern():
+    a, x = matrix()
+    a.requires_grad_()
+    with use_policy(DENSE):
+        (a @ x).square().sum().backward()
+    assert a.grad.pattern is a.pattern
+    expected = 2 * ((a.detach() @ x) @ x.mT)[a.pattern.row, a.pattern.col]
+    torch.testing.assert_close(a.grad.values, expected)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_cells_that_are_not_stored_do_not_multiply_infinity(bad):
+    """The product 0 * inf is NaN in a dense matrix, and is not there in a sparse one."""
+    a = SparseTensor(Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 3)), torch.tensor([2.0, 3.0]))
+    x = torch.tensor([[1.0], [10.0], [bad]])
+    with use_policy(DENSE):
+        assert (a @ x).tolist() == [[20.0], [3.0]]
+
+
+def test_csr_where_there_is_none():
+    a, x = matrix()
+    with (
+        use_policy(SparsePolicy(layout="csr")),
+        pytest.raises(TypeError, match=r"no CSR products of torch.bfloat16 on cpu. Use layout='auto'"),
+    ):
+        a.to(torch.bfloat16) @ x.bfloat16()

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import importlib
+import threading
+
+import pytest
+import torch
+
+from metagrad.sparse import Pattern, SparseTensor
+from metagrad.sparse.policies.policy import SparsePolicy, use_policy
+from metagrad.sparse.policies.stats import current_stats, stats, timed
+from metagrad.sparse.rows.row_sparse import RowSparse
+
+DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
+
+
+def random(n=50, m=40, entries=120, seed=0) -> SparseTensor:
+    generator = torch.Generator().manual_seed(seed)
+    row, col = (torch.randint(size, (entries,), generator=generator) for size in (n, m))
+    pattern, _ = Pattern.coalesce(row, col, (n, m))
+    return SparseTensor(pattern, torch.randn(pattern.nnz, generator=generator))
+
+
+def test_nothing_is_counted_outside():
+    with stats() as s:
+        pass
+    random() @ torch.ones(40, 3)
+    assert current_stats() is None
+    assert not s.calls
+    assert s.as_dict()["conversion_share"] == 0.0
+
+
+def test_products_and_their_dense_equivalents():
+    a, x = random().requires_grad_(), torch.ones(40, 3, requires_grad=True)
+    with stats() as s:
+        (a @ x).square().sum().backward()
+    nnz = len(a.values)
+    # The product [50, 3]; the gradients, [nnz] for a of [50, 40], and [40, 3].
+    assert s.calls["product"] == 3
+    assert s.nbytes == 4 * (50 * 3 + nnz + 40 * 3)
+    assert s.dense_nbytes == 4 * (50 * 3 + 50 * 40 + 40 * 3)
+    numbers = s.as_dict()
+    assert numbers["bytes_saved"] == 4 * (50 * 40 - nnz)
+    assert numbers["dense_product_seconds_estimate"] > 0
+    assert numbers["seconds"].keys() == {"product", "conversion"}
+    assert 0 < numbers["conversion_share"] < 1
+    assert numbers["densifications"] == []
+
+
+def test_segment_sums_are_timed():
+    a = random()
+    with stats() as s:
+        (a @ random(40, 30, seed=1)).values.sum()
+    assert s.calls["segment sum"] == 1
+
+
+def test_a_conversion_inside_a_product_is_not_counted_twice(monkeypatch):
+    now = iter(range(1000))
+    monkeypatch.setattr("metagrad.sparse.policies.calibrate.clock", lambda: float(next(now)))
+    inner = timed("conversion")(lambda: None)
+    outer = timed("product")(lambda: (inner(), inner()))
+    with stats() as s:
+        outer()  # reads the clock at 0, 1, 2, 3, 4, 5
+    assert s.seconds == {"product": 3.0, "conversion": 2.0}
+    assert s.calls == {"product": 1, "conversion": 2}
+
+
+def test_time_is_counted_when_a_kernel_raises():
+    def fail():
+        raise RuntimeError("failed")
+
+    with stats() as s, pytest.raises(RuntimeError, match="failed"):
+        timed("product")(fail)()
+    assert s.calls["product"] == 1
+
+
+def test_conversions_happen_once():
+    a = random()
+    with stats() as first:
+        a @ torch.ones(40, 2)
+        a.t()
+    with stats() as second:
+        a @ torch.ones(40, 2)
+    assert first.calls["conversion"] > 0
+    assert second.calls["conversion"] == 0
+
+
+def test_merges_done_and_avoided():
+    a, b = random(), random(seed=1)
+    with stats() as s:
+        a + b
+    assert s.merges == {"done": 1}
+    with stats() as s:
+        a + b  # kept
+        a + a  # the same pattern
+        a * a
+        a.pattern.union(a.pattern)
+    assert s.merges == {"avoided": 4}
+
+
+def test_densifications_are_counted_at_the_line_that_calls():
+    a, rows = random(), RowSparse(torch.tensor([1]), torch.ones(1, 3), (5, 3))
+    with stats() as s, use_policy(DENSE):
+        for _ in range(2):
+            a.to_dense()
+        rows.to_dense()
+        a @ torch.ones(40, 2)
+    assert [(made.count, made.nbytes) for made in s.densified.values()] == [
+        (2, 2 * 50 * 40 * 4),
+        (1, 5 * 3 * 4),
+        (1, 50 * 40 * 4),
+    ]
+    assert all(place.rpartition(":")[0] == __file__ for place in s.densified)
+    assert len({place.rpartition(":")[2] for place in s.densified}) == 3
+
+
+def test_densifications_in_a_backward_pass_are_at_its_call():
+    a, x = random().requires_grad_(), torch.ones(40, 2)
+    y = (a @ x).square().sum()
+    with stats() as s, use_policy(DENSE):
+        y.backward()
+    (place,) = s.densified
+    assert place.startswith(__file__)
+
+
+def test_where_no_line_of_the_user_is(monkeypatch):
+    """The threads of accelerators begin inside torch: all their frames are of a package."""
+    monkeypatch.setattr(importlib.import_module("metagrad.sparse.policies.stats"), "_PACKAGES", ("",))
+    with stats() as s:
+        random().to_dense()
+    assert list(s.densified) == ["a backward pass"]
+
+
+def test_inner_statistics_are_added_to_outer_ones():
+    a = random()
+    with stats() as outer:
+        a @ torch.ones(40, 2)
+        with stats() as inner, use_policy(DENSE):
+            a @ torch.ones(40, 2)
+            a + a
+        assert current_stats() is outer
+        assert outer.calls["product"] == 2
+    assert inner.calls["product"] == 1
+    assert inner.merges == outer.merges == {"avoided": 1}
+    assert inner.densified == outer.densified
+    assert outer.nbytes == 2 * inner.nbytes
+    assert outer.dense_seconds() == pytest.approx(2 * inner.dense_seconds())
+
+
+def test_threads_have_their_own():
+    a, products = random(), {}
+
+    def count(name: str, number: int) -> None:
+        with stats() as s:
+            for _ in range(number):
+                a @ torch.ones(40, 2)
+        products[name] = s.calls["product"]
+
+    threads = [threading.Thread(target=count, args=(str(k), k)) for k in (3, 5)]
+    with stats() as s:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert products == {"3": 3, "5": 5}
+    assert not s.calls
+
+
+def test_statistics_are_opened_once():
+    s = stats()
+    with s, pytest.raises(RuntimeError, match=r"stats\(\): expected statistics that were never opened"), s:
+        pass
+    assert current_stats() is None
+
+
+def test_the_table_says_everything():
+    a = random().requires_grad_()
+    with stats() as s:
+        (a @ torch.ones(40, 3)).square().sum().backward()
+        a + random(seed=1)
+        a.to_dense()
+    lines = str(s).splitlines()
+    assert [line[:14].strip() for line in lines[:8]] == [
+        "product",
+        "segment sum",
+        "conversion",
+        "conversions",
+        "dense products",
+        "memory",
+        "merges",
+        "densified",
+    ]
+    assert lines[0].split()[1:3] == ["2", "calls"]
+    assert "estimated" in lines[4]
+    assert lines[6].split()[1:] == ["1", "done,", "0", "avoided"]
+    assert lines[8].split()[:4] == ["1", "x", "0.01", "MiB"]
+    assert lines[8].rpartition(":")[0].endswith(__file__)
