@@ -14,13 +14,13 @@ from metagrad.autograd.steps import StateCheck, checked_pair, stack
 
 
 def unroll_recomputed(
-    step: Callable[..., tuple[Tree, Tree]], state: Tree, args: tuple, steps: int
+    step: Callable[..., tuple[Tree, Tree]], state: Tree, args: tuple, times: range
 ) -> tuple[Tree, Tree]:
     """Run without graphs, and put the whole loop on the tape as one operation."""
     check = StateCheck(state)
-    sweep = Sweep(state, args, steps)
+    sweep = Sweep(state, args, len(times))
     structure = None
-    for t in range(steps):
+    for t in times:
         recording = record(step, (state, t, *args), {}, name=f"unroll(step, ...) at t={t}")
         state, aux = checked_pair(recording.structure.fill(recording.outputs), t)
         check(state, t)
@@ -138,7 +138,7 @@ class _Unrolled(torch.autograd.Function):
             )
             current = grads[:width]
             for slot, gradient in zip(slots, grads[width:], strict=True):
-                totals[slot] = _plus(totals[slot], gradient)
+                totals[slot] = plus(totals[slot], gradient)
         return (None, *current, *totals)
 
 
@@ -148,10 +148,11 @@ def _rows(flat: Sequence, num_rows: int) -> list[Sequence]:
 
 
 def _add(left: Sequence[Tensor | None], right: Sequence[Tensor | None]) -> list[Tensor | None]:
-    return [_plus(a, b) for a, b in zip(left, right, strict=True)]
+    return [plus(a, b) for a, b in zip(left, right, strict=True)]
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Add two cotangents, of which None is zero."""
     if a is None or b is None:
         return b if a is None else a
     return a + b

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, detached, tree_map
-from metagrad.autograd.steps import StateCheck, checked_pair, stack
-from metagrad.autograd.sweep import unroll_recomputed
-
-Step = Callable[..., tuple[Tree, Tree]]
-Memory = Literal["full", "step"]
+from metagrad.autograd.budget import Memory, checked_memory
+from metagrad.autograd.schedule import Step, in_turn, plain, unroll_by
+from metagrad.autograd.steps import checked_pair
 
 
 def unroll(
@@ -23,20 +19,27 @@ def unroll(
     *args: Tree,
     steps: int,
     memory: Memory = "full",
+    truncate: int | None = None,
     create_graph: bool | None = None,
 ) -> tuple[Tree, Tree]:
     r"""Run an inner loop and make its result differentiable with respect to the state and the arguments.
 
     .. math:: s_{t+1}, a_t = \mathrm{step}(s_t, t, \mathrm{args}), \qquad t = 0, \dots, \mathrm{steps} - 1
 
-    ======== ============================== ==================================================
-    memory   keeps                          cost
-    ======== ============================== ==================================================
-    "full"   every step's graph             a plain loop
-    "step"   one state a step               each step again in the reverse sweep, at every order
-    ======== ============================== ==================================================
+    ========= ================================= ======================================================
+    memory    keeps                             cost
+    ========= ================================= ======================================================
+    "full"    every step's graph                a plain loop
+    "step"    one state a step                  each step again in the reverse sweep, at every order
+    "sqrt"    every :math:`\sqrt{T}`-th state   each step twice again
+    bytes     what fits                         the last steps, as many as fit, keep their graphs
+    "auto"    what fits into the free memory    likewise
+    ========= ================================= ======================================================
 
-    Both return the same values and the same gradients, of any order.
+    All return the same values and the same gradients, of any order. A budget is a number of bytes or a string such
+    as ``"512MiB"``. The first step is measured (the storages that its graph, its state and its aux hold); the
+    graphs and states that are kept stay below the budget, and the reverse sweep needs, beside them, what the
+    derivative of one step needs.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
@@ -46,6 +49,8 @@ def unroll(
         *args: Trees of tensors and constants, the same for every step (data, learning rates).
         steps: How many steps, 0 or more.
         memory: What is kept for the derivative.
+        truncate: Differentiate through the last so many steps alone and take the state before them as a constant
+            (truncated reverse mode); None differentiates through all.
         create_graph: Whether the result is differentiable; None says: if grad mode is on. False detaches every
             state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
 
@@ -54,8 +59,10 @@ def unroll(
         when ``steps`` is 0.
 
     Raises:
-        ValueError: ``steps`` is negative, ``memory`` is unknown, ``step`` returns something else than a pair,
-            changes the structure, a shape or a dtype of the state, or (``memory="step"``) writes in place.
+        ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, ``memory`` is unknown or a budget
+            that is too small for one step (the message says how much is needed), ``step`` returns something
+            else than a pair, changes the structure, a shape or a dtype of the state, or (when recomputed)
+            writes in place.
         TypeError: ``steps`` is not an int, or ``aux`` holds something that is neither a tensor nor None.
 
     Example:
@@ -71,48 +78,60 @@ def unroll(
 
     References:
         Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible learning",
-        ICML 2015; Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.
+        ICML 2015; Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12; Shaban et al., "Truncated
+        back-propagation for bilevel optimization", AISTATS 2019 (``truncate``).
     """
-    _check(steps, memory)
+    _check_steps(steps)
+    _check_truncate(truncate, steps)
+    mode = checked_memory("unroll(...)", memory)
     if create_graph is None:
         create_graph = torch.is_grad_enabled()
     if steps == 0:
         return state, None
     if not create_graph:
-        return _unroll_plain(step, state, args, steps, keep_graph=False)
-    if memory != "full" and torch._C._are_functorch_transforms_active():
+        return _without_graphs(step, state, args, range(steps))
+    if mode != "full" and torch._C._are_functorch_transforms_active():
         warnings.warn(
-            f'unroll(..., memory="{memory}"): called inside a torch.func transform, where nothing can be '
+            f"unroll(..., memory={memory!r}): called inside a torch.func transform, where nothing can be "
             "recomputed; every step's graph is stored. Put the loop around the transform.",
             stacklevel=2,
         )
-        memory = "full"
-    with torch.enable_grad():
-        if memory == "full":
-            return _unroll_plain(step, state, args, steps, keep_graph=True)
-        return unroll_recomputed(step, state, args, steps)
+        mode = "full"
+    first = 0 if truncate is None else steps - truncate
+
+    def differentiable(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.enable_grad():
+            return unroll_by(mode, step, state, args, times)
+
+    return in_turn(
+        [(_without_graphs, range(first)), (differentiable, range(first, steps))], step, state, args
+    )
 
 
-def _check(steps: int, memory: str) -> None:
+def _check_truncate(truncate: int | None, steps: int) -> None:
+    if truncate is None:
+        return
+    if not isinstance(truncate, int) or isinstance(truncate, bool) or not 1 <= truncate <= max(steps, 1):
+        raise ValueError(
+            f"unroll(..., truncate): expected None or an int from 1 to steps={steps}, the number of last steps to "
+            f"differentiate through, got {truncate!r}."
+        )
+
+
+def _check_steps(steps: int) -> None:
     if not isinstance(steps, int) or isinstance(steps, bool):
         raise TypeError(f"unroll(..., steps): expected an int, got {type(steps).__name__}.")
     if steps < 0:
         raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")
-    if memory not in get_args(Memory):
-        raise ValueError(f'unroll(..., memory): expected "full" or "step", got {memory!r}.')
 
 
-def _unroll_plain(step: Step, state: Tree, args: tuple, steps: int, *, keep_graph: bool) -> tuple[Tree, Tree]:
-    check = StateCheck(state)
-    collected = []
-    for t in range(steps):
+def _without_graphs(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    def detached_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         with torch.enable_grad():
             state, aux = checked_pair(step(state, t, *args), t)
-        check(state, t)
-        if not keep_graph:
-            state, aux = detached(state), tree_map(_without_graph, aux)
-        collected.append(aux)
-    return state, stack(collected)
+        return detached(state), tree_map(_without_graph, aux)
+
+    return plain(detached_step, state, args, times)
 
 
 def _without_graph(value: object) -> object:

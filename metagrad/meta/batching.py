@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from metagrad._tree import tree_map
 from metagrad.autograd.ambient import RandomState
+from metagrad.autograd.budget import BudgetError
+from metagrad.optim.rules import Params
 
 T = TypeVar("T")
 
@@ -24,17 +27,21 @@ class Tasks(NamedTuple):
     support_y: Tensor
     query_x: Tensor | None
     query_y: Tensor | None
+    rows: Params
+    """Which rows of a table the tasks look up, ``[tasks, R]``, by the name of the table."""
 
     def each(self) -> Iterator[Tasks]:
         """Yield one task after the other."""
         for i in range(self.support_x.shape[0]):
-            yield Tasks(*(None if tensor is None else tensor[i] for tensor in self))  # type: ignore[arg-type]
+            yield self._part(i)
 
     def split(self, size: int) -> Iterator[Tasks]:
         """Yield ``size`` tasks after the other, at the end those that are left."""
         for i in range(0, self.support_x.shape[0], size):
-            part = slice(i, i + size)
-            yield Tasks(*(None if tensor is None else tensor[part] for tensor in self))  # type: ignore[arg-type]
+            yield self._part(slice(i, i + size))
+
+    def _part(self, index: int | slice) -> Tasks:
+        return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 
 class Batching:
@@ -49,13 +56,15 @@ class Batching:
         self._vmap_ran = False
         self._must_loop = False
 
-    def chunk_size(self, model: nn.Module, num_tasks: int, device_type: str) -> int:
+    def chunk_size(
+        self, model: nn.Module, num_tasks: int, device_type: str, sparse: Collection[str] = ()
+    ) -> int:
         """Return how many tasks to compute together; 1 means one by one, without vmap."""
         if num_tasks == 1 or self.task_chunk == 1 or self._must_loop:
             return 1
         if self.task_chunk is None and prefers_loop(model, device_type):
             return 1
-        reason = loop_reason(model)
+        reason = loop_reason(model, sparse)
         if reason is not None:
             self._fall_back(reason)
             return 1
@@ -68,7 +77,7 @@ class Batching:
         random_state = RandomState()
         try:
             result = compute(chunk)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, BudgetError):
             raise
         except Exception as error:
             random_state.restore()
@@ -98,12 +107,24 @@ def prefers_loop(model: nn.Module, device_type: str) -> bool:
     return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
 
 
-def loop_reason(model: nn.Module) -> str | None:
-    """Say why torch.vmap cannot take a model, where that shows without trying."""
+def loop_reason(model: nn.Module, sparse: Collection[str] = ()) -> str | None:
+    """Say why torch.vmap cannot take a model, where that shows without trying.
+
+    Args:
+        model: The model.
+        sparse: The names of tables of which tasks have rows, and whose lookups are not torch's own.
+    """
+    batched = {id(p) for name, p in model.named_parameters() if p.requires_grad and name not in sparse}
     for name, module in model.named_modules():
         kind = f"{type(module).__name__} ({name or 'the model itself'})"
         if isinstance(module, nn.RNNBase):
             return f"torch.vmap has no rule for {kind}"
+        if (
+            isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+            and id(module.weight) in batched
+        ):
+            return f"torch.vmap forgets the padding_idx of {kind} (torch 2.13), unless MAML(..., sparse) names it"
         if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:
             return (
                 f"{kind} updates running statistics, which all tasks share "

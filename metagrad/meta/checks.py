@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, get_args
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.unroll import Memory
+from metagrad.autograd.budget import Memory, checked_memory
 
 
 class ExamplesLike(Protocol):
@@ -46,7 +46,7 @@ def check_steps(call: str, steps: object) -> None:
         raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
 
 
-def check_arguments(model: object, steps: int, order: int, memory: str, task_chunk: int | None) -> None:
+def check_arguments(model: object, steps: int, order: int, memory: Memory, task_chunk: int | None) -> None:
     """Refuse arguments of MAML that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -57,12 +57,22 @@ def check_arguments(model: object, steps: int, order: int, memory: str, task_chu
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
-    if memory not in get_args(Memory):
-        raise ValueError(f"MAML(..., memory): expected one of {get_args(Memory)}, got {memory!r}.")
+    checked_memory("MAML(...)", memory)
     if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
         raise ValueError(
             f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
         )
+
+
+def check_ends(truncate: int | None, tolerance: float | None) -> None:
+    """Refuse numbers of steps and norms that mean nothing."""
+    if truncate is not None and (not isinstance(truncate, int) or isinstance(truncate, bool) or truncate < 1):
+        raise ValueError(
+            f"MAML(..., truncate): expected None (all steps) or an int of 1 or more, got {truncate!r}. "
+            "For none at all, pass order=1."
+        )
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
 
 
 def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad import memory as memory_tracking
-from metagrad.autograd.unroll import Memory, unroll
+from metagrad._tree import Tree, tree_map
+from metagrad.autograd.budget import Memory, checked_memory, free_bytes
+from metagrad.autograd.lint import refuse_defects
+from metagrad.autograd.schedule import Step
+from metagrad.autograd.unroll import unroll
 from metagrad.meta.objective import Labels
+from metagrad.meta.tables import look_up
 from metagrad.optim.rules import Params, Rule
 
 Loss = Callable[[Params, Tensor, Tensor, Labels | None], tuple[Tensor, Tensor]]
@@ -25,10 +30,12 @@ class Adaptation(NamedTuple):
     Attributes:
         params: The adapted parameters.
         losses: The loss before each step, ``[steps]`` or ``[steps, tasks]``.
+        used: How many steps were taken, ``[]`` or ``[tasks]``, int64.
     """
 
     params: Params
     losses: Tensor
+    used: Tensor
 
 
 @dataclass(frozen=True)
@@ -39,36 +46,130 @@ class InnerLoop:
         rule: What makes a step of a gradient.
         order: 2 differentiates through the gradient, 1 takes it as a constant.
         memory: What :func:`metagrad.unroll` keeps.
+        truncate: How many of the last steps are differentiated through; None means all.
+        tolerance: The gradient norm at which a task stops; None means that it never does.
     """
 
     rule: Rule
     order: int
     memory: Memory
+    truncate: int | None = None
+    tolerance: float | None = None
+
+    def sharing(self, num_parts: int, device: torch.device) -> InnerLoop:
+        """Return the loop of one of several parts whose graphs are alive together: budgets are divided."""
+        memory = checked_memory("MAML(...)", self.memory)
+        if num_parts == 1 or memory in ("full", "step", "sqrt"):
+            return self
+        budget = free_bytes(device) if memory == "auto" else memory
+        return replace(self, memory=int(budget) // num_parts)
 
     def run(
-        self, loss: Loss, params: Params, x: Tensor, y: Tensor, labels: Labels | None, steps: int
+        self,
+        loss: Loss,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        labels: Labels | None,
+        *,
+        steps: int,
+        tasks: tuple[int, ...],
     ) -> Adaptation:
-        """Take ``steps`` steps on ``loss(params, x, y, labels)``; differentiable where grad mode is on."""
+        """Take ``steps`` steps on ``loss(params, x, y, labels)``; differentiable where grad mode is on.
+
+        ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked.
+        """
+        used = torch.zeros(tasks, dtype=torch.int64, device=x.device)
         if steps == 0:
-            return Adaptation(params, next(iter(params.values())).new_zeros((0, x.shape[0])))
+            return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
         if torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
                 "torch.no_grad(), under which MAML adapts all the same."
             )
-        second_order = self.order == 2 and torch.is_grad_enabled()
+        keep_graph = torch.is_grad_enabled()
+        last = steps if self.truncate is None else min(self.truncate, steps)
+        step = self._step(loss, labels, keep_graph)
+        state = (params, self.rule.init(params), used)
+        collected = []
+        if last < steps:
+            early = self._step(loss, labels, keep_graph=False)
+            state, losses = unroll(early, state, x, y, steps=steps - last, create_graph=False)
+            collected.append(losses)
+            state = (_with_history_of(params, state[0]), *state[1:])
+        if last:
+            late = _from(step, steps - last)
+            state, losses = unroll(late, state, x, y, steps=last, memory=self.memory)
+            collected.append(losses)
+        params, _, used = state
+        return Adaptation(params, torch.cat(collected), used)
+
+    def _step(self, loss: Loss, labels: Labels | None, keep_graph: bool) -> Step:
+        create_graph = self.order == 2 and keep_graph
 
         def step(state: tuple, t: int, x: Tensor, y: Tensor) -> tuple[tuple, Tensor]:
-            params, rule_state = state
+            params, rule_state, used = state
             with phase("inner", t):
                 losses, _ = loss(params, x, y, labels)
-                grads = _gradients(losses.sum(), params, second_order)
-                state = self.rule.update(grads, rule_state, params)
-            return state, losses
+                total = losses.sum()
+                if create_graph and t == 0:
+                    refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
+                grads = _gradients(total, params, create_graph)
+                moved = self.rule.update(grads, rule_state, params)
+                if self.tolerance is None:
+                    return (*moved, used + 1), losses
+                active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
+                return (*_where(active, moved, (params, rule_state)), used + active), losses
 
-        state = (params, self.rule.init(params))
-        (params, _), losses = unroll(step, state, x, y, steps=steps, memory=self.memory)
-        return Adaptation(params, losses)
+        return step
+
+
+def _from(step: Step, first: int) -> Step:
+    """Count the steps of a loop from a number on."""
+    return lambda state, t, *args: step(state, first + t, *args)
+
+
+def _with_history_of(starts: Params, values: Params) -> Params:
+    """Return values that pass their cotangents on to what they came from, as if nothing had happened between."""
+    return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
+
+
+def _norms(grads: Params, num_axes: int) -> Tensor:
+    """Return the Euclidean norm over all parameters, for each task."""
+    return torch.stack([g.detach().flatten(num_axes).square().sum(-1) for g in grads.values()]).sum(0).sqrt()
+
+
+def _where(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
+    """Choose task by task; what has no task axis, such as a count of steps, moves on."""
+
+    def choose(new: object, old: object) -> object:
+        if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.ndim < active.ndim:
+            return new
+        return torch.where(active.view(*active.shape, *[1] * (new.ndim - active.ndim)), new, old)
+
+    return tree_map(choose, moved, stayed)
+
+
+def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
+    """Return what tasks start from, to be differentiated with respect to in any grad mode.
+
+    Args:
+        params: The parameters.
+        rows: Of tables, which rows to take instead.
+        num_tasks: How many tasks are stacked; None means one, without an axis of its own.
+    """
+    return {
+        name: look_up(p, rows[name]) if name in rows else p if num_tasks is None else _repeated(p, num_tasks)
+        for name, p in params.items()
+    }
+
+
+def _repeated(param: Tensor, num_tasks: int) -> Tensor:
+    """Give every task the parameter, without a copy."""
+    if torch.is_grad_enabled():
+        return param.expand(num_tasks, *param.shape)
+    # A view made without grad mode says that it requires grad, but gradients pass it by.
+    return param.detach().expand(num_tasks, *param.shape).requires_grad_()
 
 
 def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:

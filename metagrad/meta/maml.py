@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
-from metagrad.autograd.unroll import Memory
+from metagrad.autograd.budget import Memory
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,
     ExamplesLike,
     check_arguments,
     check_batch,
+    check_ends,
     check_steps,
     refuse_nonfinite,
 )
-from metagrad.meta.inner import InnerLoop, outer_phase, phase
+from metagrad.meta.inner import InnerLoop, outer_phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.result import Adapted, MAMLOutput
+from metagrad.meta.tables import Reader, check_tables, find_rows
+from metagrad.meta.work import Work
 from metagrad.optim.rules import Params, Rule
 
 
@@ -45,13 +48,22 @@ class MAML(nn.Module):
             parameters of this module, and are meta-learned.
         steps: The number of inner steps, 0 or more.
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML).
-        memory: What the inner loop keeps, see :func:`metagrad.unroll`.
+        memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
+        truncate: Differentiate through the last so many inner steps alone, and take those before as first-order
+            MAML takes all of them; None differentiates through all.
+        tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
+            this; ``out.used`` counts the steps that each task took.
         task_chunk: How many tasks run together; None means all, 1 is a loop.
+        sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
+            up, by :func:`metagrad.sparse.swap_tables`: the same result at a cost that does not know V, and the
+            gradient of the table is a :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one
+            by one, as all elementwise ones do. The model runs once more on each batch, to find the rows.
 
     Raises:
-        ValueError: ``steps``, ``order``, ``memory`` or ``task_chunk`` is out of range, or no parameter of
-            the model requires grad.
-        TypeError: ``model`` is not a module.
+        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance`` or ``task_chunk`` is out of range;
+            no parameter of the model requires grad; a name in ``sparse`` is not a table that is adapted, or
+            ``inner`` has a value for each of its rows.
+        TypeError: ``model`` is not a module, or ``sparse`` is a string.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -77,13 +89,18 @@ class MAML(nn.Module):
         steps: int,
         order: int = 2,
         memory: Memory = "full",
+        truncate: int | None = None,
+        tolerance: float | None = None,
         task_chunk: int | None = None,
+        sparse: Sequence[str] = (),
     ) -> None:
         super().__init__()
         check_arguments(model, steps, order, memory, task_chunk)
+        check_ends(truncate, tolerance)
+        self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
-        self.inner = InnerLoop(inner, order, memory)
+        self.inner = InnerLoop(inner, order, memory, truncate, tolerance)
         self.objective = Objective(model, loss_fn)
         self.batching = Batching(task_chunk)
         for name, parameter in _learned(inner):
@@ -106,12 +123,12 @@ class MAML(nn.Module):
         steps = self._steps(steps)
         check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
-        tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y)
+        tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y, {})
         with outer_phase():
-            results, _ = self._over_tasks(self._judge, tasks, labels, steps)
-        losses, query_losses, predictions = results
+            results, _ = self._over_tasks(Work.judge, tasks, labels, steps)
+        losses, used, query_losses, predictions = results
         refuse_nonfinite(losses, query_losses)
-        return MAMLOutput(query_losses.mean(), losses, query_losses, predictions)
+        return MAMLOutput(query_losses.mean(), losses, query_losses, predictions, used)
 
     def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> Adapted:
         """Adapt to every task's support examples.
@@ -130,12 +147,15 @@ class MAML(nn.Module):
         steps = self._steps(steps)
         check_batch("MAML.adapt(support)", {"support": support})
         labels = self.objective.label_bounds(support.y)
-        tasks = Tasks(support.x, support.y, None, None)
+        tasks = Tasks(support.x, support.y, None, None, {})
         with outer_phase():
-            (params, losses), chunk = self._over_tasks(self._adapt, tasks, labels, steps)
+            (params, losses, used, rows), chunk = self._over_tasks(Work.adapt, tasks, labels, steps)
         refuse_nonfinite(losses, None)
+        if self.sparse:
+            reader = Reader(self.objective, self.inner.rule, steps, rows, chunk)
+            return Adapted(params, losses, used, reader.predict, rows)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
-        return Adapted(params, losses, predict)
+        return Adapted(params, losses, used, predict)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -151,57 +171,24 @@ class MAML(nn.Module):
         return steps
 
     def _over_tasks(
-        self, work: Work, tasks: Tasks, labels: Labels | None, steps: int
+        self, do: Callable[..., tuple[Any, ...]], tasks: Tasks, labels: Labels | None, steps: int
     ) -> tuple[tuple[Any, ...], int]:
-        """Do some work on all tasks; return its results, and how many tasks were computed together."""
+        """Do a method of :class:`Work` on all tasks; return its results, and how many tasks ran together."""
         params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         device_type = next(iter(params.values())).device.type
-        used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type)
+        used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type, self.sparse)
 
         def compute(chunk: int) -> tuple[Any, ...]:
             nonlocal used
             used = chunk
-            parts = tasks.each() if chunk == 1 else tasks.split(chunk)
-            return _concatenated([work(params, part, labels, steps, chunk != 1) for part in parts])
+            inputs = [x for x in (tasks.support_x, tasks.query_x) if x is not None]
+            located = tasks._replace(rows=find_rows(self.model, self.sparse, inputs, chunk))
+            parts = list(located.each() if chunk == 1 else located.split(chunk))
+            inner = self.inner.sharing(len(parts), tasks.support_x.device)
+            work = Work(self.objective, inner, labels, steps, stacked=chunk != 1)
+            return _concatenated([do(work, params, part) for part in parts])
 
         return self.batching.run(compute, used), used
-
-    def _adapt(
-        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
-    ) -> tuple[Params, Tensor]:
-        """Return adapted parameters ``[tasks, ...]`` and support losses ``[tasks, steps]``."""
-        adapted, losses = self._run(params, tasks, labels, steps, stacked)
-        return (adapted if stacked else {name: p.unsqueeze(0) for name, p in adapted.items()}), losses
-
-    def _judge(
-        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return support losses ``[tasks, steps]``, query losses ``[tasks]`` and predictions ``[tasks, ...]``."""
-        assert tasks.query_x is not None
-        assert tasks.query_y is not None
-        adapted, losses = self._run(params, tasks, labels, steps, stacked)
-        loss = self.objective.stacked if stacked else self.objective.single
-        with phase("query"):
-            query_losses, predictions = loss(adapted, tasks.query_x, tasks.query_y, labels)
-        if stacked:
-            return losses, query_losses, predictions
-        return losses, query_losses.unsqueeze(0), predictions.unsqueeze(0)
-
-    def _run(
-        self, params: Params, tasks: Tasks, labels: Labels | None, steps: int, stacked: bool
-    ) -> tuple[Params, Tensor]:
-        """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
-        x, y = tasks.support_x, tasks.support_y
-        if not stacked:
-            adapted, losses = self.inner.run(self.objective.single, params, x, y, labels, steps)
-            return adapted, losses.reshape(1, steps)
-        start = {name: _repeated(p, x.shape[0]) for name, p in params.items()}
-        adapted, losses = self.inner.run(self.objective.stacked, start, x, y, labels, steps)
-        return adapted, losses.t()
-
-
-Work = Callable[[Params, Tasks, "Labels | None", int, bool], tuple[Any, ...]]
-"""Parameters, some tasks, label bounds, steps, and whether the tasks are stacked, to tensors ``[tasks, ...]``."""
 
 
 def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -212,14 +199,6 @@ def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tree_unflatten(
         [torch.cat(column) for column in zip(*leaves, strict=True)], tree_structure(results[0])
     )
-
-
-def _repeated(param: Tensor, num_tasks: int) -> Tensor:
-    """Give every task the parameter, without a copy; to be differentiated with respect to in any grad mode."""
-    if torch.is_grad_enabled():
-        return param.expand(num_tasks, *param.shape)
-    # A view made without grad mode says that it requires grad, but gradients pass it by.
-    return param.detach().expand(num_tasks, *param.shape).requires_grad_()
 
 
 def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -35,15 +35,17 @@ class Objective:
     Attributes:
         model: The module; its own parameters are never written to.
         loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
+        rows: Which rows of a table its value holds, by the name of the table.
     """
 
     model: nn.Module
     loss_fn: LossFn
+    rows: Params = field(default_factory=dict)
 
     def single(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
         prediction = self.predict(params, x)
-        _check_labels(labels, prediction.shape)
+        check_labels(labels, prediction.shape)
         self._check_shapes(prediction.shape, y.shape)
         loss = self.loss_fn(prediction, y)
         self._check_loss(loss, prediction, y, num_axes=0)
@@ -52,7 +54,7 @@ class Objective:
     def stacked(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
         predictions = self.predict_stacked(params, x)
-        _check_labels(labels, predictions.shape[1:])
+        check_labels(labels, predictions.shape[1:])
         self._check_shapes(predictions.shape[1:], y.shape[1:])
         losses = losses_stacked(self.loss_fn, predictions, y)
         self._check_loss(losses, predictions, y, num_axes=1)
@@ -60,16 +62,19 @@ class Objective:
 
     def predict(self, params: Params, x: Tensor) -> Tensor:
         """Return the prediction ``[n, ...]`` of one task."""
-        return call_with(self.model, values_for(self.model, params), x)
+        return call_with(self.model, values_for(self.model, params, self.rows), x)
 
     def predict_stacked(self, params: Params, x: Tensor) -> Tensor:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""
-        return forward_stacked(self.model, params, x)
+        return forward_stacked(self.model, params, x, self.rows)
 
     def predict_each(self, params: Params, x: Tensor) -> Tensor:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, task by task."""
-        tasks = ({name: p[i] for name, p in params.items()} for i in range(x.shape[0]))
-        return torch.stack([self.predict(task, x[i]) for i, task in enumerate(tasks)])
+        predictions = []
+        for i in range(x.shape[0]):
+            task = replace(self, rows={name: rows[i] for name, rows in self.rows.items()})
+            predictions.append(task.predict({name: p[i] for name, p in params.items()}, x[i]))
+        return torch.stack(predictions)
 
     def _check_shapes(self, prediction: torch.Size, target: torch.Size) -> None:
         if _function_of(self.loss_fn) in _ELEMENTWISE and prediction != target:
@@ -104,7 +109,8 @@ def _function_of(loss_fn: LossFn) -> LossFn:
     return loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
 
 
-def _check_labels(labels: Labels | None, prediction_shape: torch.Size) -> None:
+def check_labels(labels: Labels | None, prediction_shape: Sequence[int]) -> None:
+    """Refuse labels that are no class of predictions ``[n, ...]``."""
     if labels is None:
         return
     classes = prediction_shape[1] if len(prediction_shape) > 1 else prediction_shape[0]

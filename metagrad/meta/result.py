@@ -19,12 +19,14 @@ class MAMLOutput:
         losses: The support loss before each inner step, ``[tasks, steps]``.
         query_losses: The query loss of each task after adaptation, ``[tasks]``.
         query_logits: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``.
+        used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
     """
 
     loss: Tensor
     losses: Tensor
     query_losses: Tensor
     query_logits: Tensor
+    used: Tensor
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,16 @@ class Adapted:
     Attributes:
         params: The adapted parameters, ``[tasks, ...]`` each.
         losses: The support loss before each inner step, ``[tasks, steps]``.
+        used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
+        rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table: of those that
+            ``MAML(..., sparse=)`` names.
     """
 
     params: Params
     losses: Tensor
+    used: Tensor
     predict: Callable[[Params, Tensor], Tensor] = field(repr=False)
+    rows: Params = field(default_factory=dict)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Predict for the inputs of each task.

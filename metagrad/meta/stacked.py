@@ -17,19 +17,26 @@ from torch import Tensor, nn
 
 from metagrad.meta.calling import Values, call_with, values_for
 from metagrad.optim.rules import Params
+from metagrad.sparse.rows.stand_in import LocalRows
 
 _IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
-def forward_stacked(model: nn.Module, params: Params, x: Tensor) -> Tensor:
+def forward_stacked(model: nn.Module, params: Params, x: Tensor, rows: Params | None = None) -> Tensor:
     """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
 
     Parameters that are not in ``params``, and buffers, are shared by all tasks.
 
+    Args:
+        model: The model.
+        params: Parameters by name, ``[tasks, ...]`` each.
+        x: ``[tasks, n, ...]``.
+        rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
+
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
-    return _call(model, values_for(model, params), x)
+    return _call(model, values_for(model, params, rows or {}), x)
 
 
 def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, target: Tensor) -> Tensor:
@@ -46,14 +53,14 @@ def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tens
 
 
 def _call(module: nn.Module, values: Values, x: Tensor) -> Tensor:
-    if _is_plain(module):
+    if is_plain(module):
         if type(module).forward is nn.Sequential.forward:
             for child in module._modules.values():
                 x = _call(child, values, x)  # type: ignore[arg-type]
             return x
         if type(module) in _ELEMENTWISE:
             return module(x)
-        if type(module) is nn.Linear and x.ndim > 2:
+        if type(module) is nn.Linear and x.ndim > 2 and not _has_rows(module, values):
             return _linear(module, values, x)
         if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
             return x.flatten(module.start_dim + 1, module.end_dim)
@@ -61,9 +68,16 @@ def _call(module: nn.Module, values: Values, x: Tensor) -> Tensor:
     return torch.vmap(lambda own, x: call_with(module, own, x), randomness="different")(own, x)
 
 
+def _has_rows(module: nn.Linear, values: Values) -> bool:
+    """Say whether the weight is a table of which only rows are there, as in a tied output layer."""
+    return isinstance(values.get(id(module.weight)), LocalRows)
+
+
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
     weight = values.get(id(module.weight))
     bias = module.bias if module.bias is None else values.get(id(module.bias))
+    assert not isinstance(weight, LocalRows)
+    assert not isinstance(bias, LocalRows)
     if weight is None or (bias is None) != (module.bias is None):
         return _shared_linear(module, weight, bias, x)
     flat = x if x.ndim == 3 else x.flatten(1, -2)
@@ -82,7 +96,7 @@ def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None
     return y + bias.view(bias.shape[0], *[1] * (y.ndim - 2), bias.shape[1])
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Say whether calling the module is calling its ``forward``: nobody hooked into it."""
     everywhere = torch.nn.modules.module
     return not (

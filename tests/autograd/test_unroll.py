@@ -8,7 +8,7 @@ from torch import Tensor
 
 import metagrad as mg
 
-MEMORIES = ["full", "step"]
+MEMORIES = ["full", "step", "sqrt", 1800, "1MiB"]
 
 
 def randn(*shape, seed=0):
@@ -40,7 +40,7 @@ def objective(memory, step, state, lr, steps=4) -> Tensor:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_step_equals_full_at_three_orders_with_respect_to_state_arguments_and_closure(steps):
+def test_every_memory_equals_full_at_three_orders_with_respect_to_state_arguments_and_closure(steps):
     step, state, lr, w = problem()
     inputs = [state["a"], state["b"], lr, w]
     results = []
@@ -53,10 +53,9 @@ def test_step_equals_full_at_three_orders_with_respect_to_state_arguments_and_cl
             values += grads
             loss = loss + sum((g**2 + g).sum() for g in grads)
         results.append(values)
-    for full, step_values in zip(*results, strict=True):
-        torch.testing.assert_close(
-            step_values, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max())
-        )
+    for full, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max()))
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -230,7 +229,11 @@ def test_aux_must_hold_tensors(memory):
     [
         ({"steps": -1}, ValueError, "expected 0 or more, got -1"),
         ({"steps": 1.5}, TypeError, "expected an int, got float"),
-        ({"steps": 1, "memory": "none"}, ValueError, 'expected "full" or "step", got \'none\''),
+        ({"steps": 1, "memory": "none"}, ValueError, "\"512MiB\", got 'none'"),
+        ({"steps": 1, "memory": "5XB"}, ValueError, "\"512MiB\", got '5XB'"),
+        ({"steps": 1, "memory": 0}, ValueError, '"512MiB", got 0'),
+        ({"steps": 1, "memory": True}, ValueError, '"512MiB", got True'),
+        ({"steps": 1, "memory": float("inf")}, ValueError, '"512MiB", got inf'),
     ],
 )
 def test_bad_arguments_are_named(keywords, error, message):
@@ -243,3 +246,42 @@ def test_inside_vmap_step_stores_and_says_so():
     with pytest.warns(UserWarning, match="called inside a torch.func transform"):
         y = torch.vmap(lambda x: mg.unroll(lambda x, t: (x.sin(), None), x, steps=2, memory="step")[0])(x)
     torch.testing.assert_close(y, x.sin().sin())
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_truncation_differentiates_through_the_last_steps_alone(memory):
+    """As if the state before them were given: its value is the same, its history is not there."""
+    step, state, lr, w = problem()
+
+    def loss_of(run) -> Tensor:
+        last, aux = run()
+        return last["a"].pow(2).sum() + last["b"].sin().sum() + aux["loss"][-2:].pow(2).sum()
+
+    loss = loss_of(lambda: mg.unroll(step, state, lr, steps=5, memory=memory, truncate=2))
+    with torch.no_grad():
+        middle, _ = mg.unroll(step, state, lr, steps=3)
+
+    def two_more():
+        now, losses = middle, []
+        for t in (3, 4):
+            now, aux = step(now, t, lr)
+            losses.append(aux["loss"])
+        return now, {"loss": torch.stack(losses)}
+
+    middle = {key: value.requires_grad_() for key, value in middle.items()}
+    expected = loss_of(two_more)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    orders = []
+    for value in (loss, expected):
+        first = torch.autograd.grad(value, [lr, w], create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(3).sum() for g in first), [lr, w])
+        orders.append([*first, *second])
+    torch.testing.assert_close(*orders, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match="does not depend on params"):
+        mg.grad(loss, state)
+
+
+@pytest.mark.parametrize("truncate", [0, 4, 1.0, True])
+def test_truncation_must_be_within_the_steps(truncate):
+    with pytest.raises(ValueError, match=f"from 1 to steps=3.*got {truncate}"):
+        mg.unroll(lambda x, t: (x, None), randn(2), steps=3, truncate=truncate)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
+
+from metagrad.sparse.rows.row_sparse import RowSparse
 
 Params: TypeAlias = dict[str, Tensor]
 """Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
@@ -55,17 +58,38 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, above: 
         raise ValueError(f"{call}: {name} must be at least {above:g}, got {value}.")
 
 
-def at_step(name: str, value: Hyperparameter, step: int) -> float | Tensor | Mapping[str, float | Tensor]:
-    """Choose the value of one step."""
+def check_fraction(call: str, name: str, value: Hyperparameter) -> None:
+    """Refuse a value of an unknown form, or a number outside of [0, 1)."""
+    check_hyperparameter(call, name, value)
+    if isinstance(value, (int, float)) and value >= 1:
+        raise ValueError(f"{call}: {name} must be below 1, got {value}.")
+
+
+def at_step(
+    name: str, value: Hyperparameter, step: int | Tensor
+) -> float | Tensor | Mapping[str, float | Tensor]:
+    """Choose the value of one step; its number is a tensor where the step is compiled."""
     per_step = value.ndim == 1 if isinstance(value, Tensor) else isinstance(value, Sequence)
     if not per_step:
         return value  # type: ignore[return-value]
+    if isinstance(step, Tensor):
+        return _selected(value, step)  # type: ignore[arg-type]
     if step >= len(value):  # type: ignore[arg-type]
         raise ValueError(
             f"rule.update: {name} has one value for each of {len(value)} steps, but this is "  # type: ignore[arg-type]
             f"step {step} (the first is 0). Give more values, or take fewer steps."
         )
     return value[step]  # type: ignore[index]
+
+
+def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """Choose the value of a step without looking at its number; beyond the last it is NaN."""
+    if not isinstance(values, Tensor):
+        if isinstance(values[0], Mapping):
+            return {key: _selected([value[key] for value in values], step) for key in values[0]}  # type: ignore[misc]
+        values = torch.stack([torch.as_tensor(value, device=step.device) for value in values])
+    chosen = values.index_select(0, step.clamp(max=len(values) - 1).reshape(1)).squeeze(0)
+    return torch.where(step < len(values), chosen, torch.nan)
 
 
 def by_parameter(
@@ -81,6 +105,68 @@ def by_parameter(
             f"unknown: {unknown}, missing: {missing}. The parameters are {sorted(params)}."
         )
     return [_fitting(name, key, value[key], param) for key, param in params.items()]
+
+
+def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
+    """Choose the value of each parameter at one step, in the order of ``params``."""
+    return by_parameter(name, at_step(name, value, step), params)
+
+
+def is_used(value: Hyperparameter) -> bool:
+    """Say whether a hyper-parameter is anything but the number 0."""
+    return not (isinstance(value, (int, float)) and value == 0)
+
+
+def plus_scaled(
+    bases: list[Tensor], scales: list[float | Tensor], directions: list[Tensor], sign: int = 1
+) -> list[Tensor]:
+    """Compute ``base + sign * scale * direction`` for each parameter, in one call where scales are equal numbers."""
+    first = scales[0] if scales else 0.0
+    sparse = any(isinstance(tensor, RowSparse) for tensor in [*bases, *directions])
+    if not sparse and isinstance(first, (int, float)) and all(scale is first for scale in scales):
+        return list(
+            torch._foreach_add(  # type: ignore[reportPrivateImportUsage]
+                bases, directions, alpha=sign * first
+            )
+        )
+    return [
+        _plus_scaled(base, scale, direction, sign)
+        for base, scale, direction in zip(bases, scales, directions, strict=True)
+    ]
+
+
+def _plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: int) -> Tensor:
+    if not isinstance(scale, Tensor):
+        return torch.add(base, direction, alpha=sign * scale)
+    if isinstance(base, RowSparse) or isinstance(direction, RowSparse):
+        return torch.add(base, direction * scale, alpha=sign)
+    return torch.addcmul(base, direction, scale, value=sign)
+
+
+def average(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
+    """Update a running average, of which the share ``kept`` stays."""
+    return kept * old + (1 - kept) * new
+
+
+def root(value: Tensor) -> Tensor:
+    r"""Compute :math:`\sqrt{x}`, with all derivatives 0 at :math:`x = 0`.
+
+    The derivative of the root is infinite there, and zero times infinity is NaN: a second moment that is zero,
+    as in a row whose gradient is zero, would make every meta-gradient NaN.
+    """
+    zero = value == 0
+    return torch.where(zero, 0, torch.where(zero, 1, value).sqrt())
+
+
+def strided(call: str, grads: Params, params: Params) -> list[Tensor]:
+    """Return the gradients in the order of ``params``; refuse sparse ones, whose update would be dense."""
+    for key in params:
+        if isinstance(grads[key], RowSparse):
+            raise TypeError(
+                f"{call}.update: the gradient of {key!r} is RowSparse, and this rule moves every row. Use "
+                f"rowwise({call}) for its table, or make the gradient dense by .to_dense()."
+            )
+    return [grads[key] for key in params]
 
 
 def _fitting(name: str, key: str, value: float | Tensor, param: Tensor) -> float | Tensor:

@@ -11,9 +11,10 @@ from torch import Tensor
 from metagrad.optim.rules.rule import (
     Hyperparameter,
     Params,
-    at_step,
-    by_parameter,
     check_hyperparameter,
+    is_used,
+    plus_scaled,
+    values_at,
 )
 
 
@@ -33,15 +34,20 @@ class SGD:
     weight_decay: Hyperparameter = 0.0
     nesterov: bool = False
 
+    @property
+    def decays_linearly(self) -> bool:
+        """A step with a zero gradient is linear in the parameters and the velocities."""
+        return True
+
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay"):
             check_hyperparameter("sgd(...)", name, getattr(self, name))
-        if self.nesterov and not _is_used(self.momentum):
+        if self.nesterov and not is_used(self.momentum):
             raise ValueError("sgd(..., nesterov=True): Nesterov's momentum needs momentum, got 0.")
 
     def init(self, params: Params) -> SGDState:
         """Return the state before the first step."""
-        if not _is_used(self.momentum):
+        if not is_used(self.momentum):
             return SGDState(0, None)
         return SGDState(0, {key: torch.zeros_like(p) for key, p in params.items()})
 
@@ -51,19 +57,19 @@ class SGD:
         """Take one step; ``curvature`` is not used."""
         olds = list(params.values())
         directions = [grads[key] for key in params]
-        if _is_used(self.weight_decay):
-            directions = _plus_scaled(directions, self._values("weight_decay", state, params), olds)
+        if is_used(self.weight_decay):
+            directions = plus_scaled(directions, self._values("weight_decay", state, params), olds)
         velocities = state.momentum
         if velocities is not None:
             momenta = self._values("momentum", state, params)
-            moving = _plus_scaled(directions, momenta, [velocities[key] for key in params])
-            directions = _plus_scaled(directions, momenta, moving) if self.nesterov else moving
+            moving = plus_scaled(directions, momenta, [velocities[key] for key in params])
+            directions = plus_scaled(directions, momenta, moving) if self.nesterov else moving
             velocities = dict(zip(params, moving, strict=True))
-        news = _plus_scaled(olds, self._values("lr", state, params), directions, sign=-1)
+        news = plus_scaled(olds, self._values("lr", state, params), directions, sign=-1)
         return dict(zip(params, news, strict=True)), SGDState(state.step + 1, velocities)
 
     def _values(self, name: str, state: SGDState, params: Params) -> list[float | Tensor]:
-        return by_parameter(name, at_step(name, getattr(self, name), state.step), params)
+        return values_at(name, getattr(self, name), state.step, params)
 
 
 def sgd(
@@ -108,26 +114,3 @@ def sgd(
         section 2; Li et al., "Meta-SGD", arXiv:1707.09835.
     """
     return SGD(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
-
-
-def _is_used(value: Hyperparameter) -> bool:
-    return not (isinstance(value, (int, float)) and value == 0)
-
-
-def _plus_scaled(
-    bases: list[Tensor], scales: list[float | Tensor], directions: list[Tensor], sign: int = 1
-) -> list[Tensor]:
-    """Compute ``base + sign * scale * direction`` for each parameter, in one call where scales are equal numbers."""
-    first = scales[0] if scales else 0.0
-    if isinstance(first, (int, float)) and all(scale is first for scale in scales):
-        return list(
-            torch._foreach_add(  # type: ignore[reportPrivateImportUsage]
-                bases, directions, alpha=sign * first
-            )
-        )
-    return [
-        torch.addcmul(base, direction, scale, value=sign)
-        if isinstance(scale, Tensor)
-        else torch.add(base, direction, alpha=sign * scale)
-        for base, scale, direction in zip(bases, scales, directions, strict=True)
-    ]

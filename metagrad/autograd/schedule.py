@@ -1,0 +1,123 @@
+"""Which steps of a loop keep their graph, which are recomputed, and in what pieces.
+
+Every schedule is made of two loops: the plain one, which keeps every graph, and the recomputed one, which keeps a
+state for each step. Put inside each other, so that a step of the outer is a loop of several steps, the recomputed
+loop keeps the square root of the number of steps; one after the other, they fill a budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from metagrad._tree import Tree, tree_map
+from metagrad.autograd.budget import BudgetError, Measured, Mode, device_of, free_bytes
+from metagrad.autograd.steps import StateCheck, checked_pair, stack
+from metagrad.autograd.sweep import unroll_recomputed
+
+Step = Callable[..., tuple[Tree, Tree]]
+Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
+"""A step, a state, arguments and step numbers to the last state and the stacked aux."""
+
+
+def unroll_by(
+    memory: Mode | int,
+    step: Step,
+    state: Tree,
+    args: tuple,
+    times: range,
+    loops: Mapping[str, Loop] | None = None,
+) -> tuple[Tree, Tree]:
+    """Run a loop as ``memory`` says, by the loops of the modes; its result is on the tape."""
+    loops = loops or LOOPS
+    if memory == "auto":
+        memory = free_bytes(device_of(state, args))
+    if isinstance(memory, int):
+        return budgeted(step, state, args, times, memory, loops)
+    return loops[memory](step, state, args, times)
+
+
+def plain(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    """Keep every step's graph."""
+    check = StateCheck(state)
+    collected = []
+    for t in times:
+        state, aux = checked_pair(step(state, t, *args), t)
+        check(state, t)
+        collected.append(aux)
+    return state, stack(collected)
+
+
+def recomputed(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    """Keep a state for each step."""
+    return unroll_recomputed(step, state, args, times)
+
+
+def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    """Keep every k-th state, k being the square root of the number of steps, and k states while sweeping one segment.
+
+    Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
+    """
+    width = max(math.isqrt(len(times)), 1)
+    remainder = len(times) % width
+
+    def segment(state: Tree, number: int, *args: Tree) -> tuple[Tree, Tree]:
+        first = times[remainder] + number * width
+        return recomputed(step, state, args, range(first, first + width))
+
+    def segments(_: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        state, aux = recomputed(segment, state, args, range(len(times) // width))
+        return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
+
+    return in_turn([(recomputed, times[:remainder]), (segments, times[remainder:])], step, state, args)
+
+
+def budgeted(
+    step: Step, state: Tree, args: tuple, times: range, budget: int, loops: Mapping[str, Loop]
+) -> tuple[Tree, Tree]:
+    """Keep the graphs of as many of the last steps as fit into a number of bytes, and recompute the others."""
+    measured = Measured(step, device_of(state, args))
+    state, first = recomputed(measured, state, args, times[:1])
+    early, late = _division(measured, len(times), budget)
+    pieces = [(loops[early], times[1 : -late or None]), (loops["full"], times[len(times) - late :])]
+    state, rest = in_turn(pieces, step, state, args)
+    return state, _joined([first, rest])
+
+
+def _division(measured: Measured, steps: int, budget: int) -> tuple[str, int]:
+    """Return the mode of the early steps, and how many of the last keep their graph."""
+    graph, state = max(measured.held, 1), measured.state
+    all_states, few_states = steps * state, 2 * (math.isqrt(steps - 1) + 1) * state
+    for mode, states in (("step", all_states), ("sqrt", few_states)):
+        left = budget - states - graph
+        if left >= 0:
+            return mode, min(steps - 1, left // max(graph - state, 1))
+    needed = graph + min(all_states, few_states)
+    raise BudgetError(
+        f"unroll(..., memory={budget}): one step needs {graph} bytes, and {steps} steps keep {needed - graph} bytes "
+        f"of states, so the budget must be at least {needed} bytes. Raise it, or take fewer or smaller steps."
+    )
+
+
+def in_turn(pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: tuple) -> tuple[Tree, Tree]:
+    """Run one loop after the other."""
+    collected = []
+    for loop, times in pieces:
+        if len(times):
+            state, aux = loop(step, state, args, times)
+            collected.append(aux)
+    return state, _joined(collected)
+
+
+def _joined(stacked: list[Tree]) -> Tree:
+    """Put the stacked aux of consecutive pieces together."""
+    trees = [aux for aux in stacked if aux is not None]
+    if len(trees) < 2:
+        return trees[0] if trees else None
+    return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else None, *trees)
+
+
+LOOPS: dict[str, Loop] = {"full": plain, "step": recomputed, "sqrt": segmented}

@@ -1,0 +1,136 @@
+"""Embedding tables in an inner loop: each task adapts the rows that its examples look up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.meta.objective import Objective
+from metagrad.optim.rules import Params, Rule
+from metagrad.sparse.rows.embedding import embedding
+from metagrad.sparse.rows.swap import find_tables
+from metagrad.sparse.rows.touched import touched_rows
+
+
+def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[str, ...]:
+    """Refuse tables that are not adapted, and hyper-parameters for each row; return the names MAML uses."""
+    tables = find_tables("MAML(..., sparse)", model, sparse)
+    for name, table in tables.items():
+        if not table.requires_grad:
+            raise ValueError(
+                f"MAML(..., sparse): {name!r} does not require grad, so it is not adapted. Leave it out of sparse."
+            )
+    chosen = {id(table) for table in tables.values()}
+    names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
+    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
+        for mapping in _mappings(getattr(rule, field.name)):
+            for name in names:
+                value = mapping.get(name)
+                if isinstance(value, Tensor) and value.ndim > 1:
+                    raise ValueError(
+                        f"MAML(..., inner, sparse): {field.name}[{name!r}] has a value for each row of the table, "
+                        f"its shape is {tuple(value.shape)}, but only some rows are adapted. Give one value, or "
+                        "one for each column, or leave the table out of sparse."
+                    )
+    return names
+
+
+def _mappings(value: object) -> Iterator[Mapping[str, object]]:
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _mappings(item)
+
+
+def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Tensor], chunk: int) -> Params:
+    """Find the rows that each task looks up, ``[tasks, R]``, by the name of the table.
+
+    Args:
+        model: The model, called once for each input without graph.
+        sparse: The names of the tables.
+        inputs: Inputs ``[tasks, n, ...]``.
+        chunk: How many tasks to compute together; 1 means one by one, without vmap.
+    """
+    if not sparse:
+        return {}
+    tables = find_tables("MAML(batch)", model, sparse)
+    parts = []
+    for i in range(0, inputs[0].shape[0], chunk):
+        if chunk == 1:
+            rows = touched_rows(model, tables, [(x[i],) for x in inputs])
+            parts.append({name: r.unsqueeze(0) for name, r in rows.items()})
+        else:
+            parts.append(touched_rows(model, tables, [(x[i : i + chunk],) for x in inputs], stacked=True))
+    return {name: _joined([rows[name] for rows in parts]) for name in sparse}
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Join rows of tasks, and fill up with the last of each, so that all have as many."""
+    longest = max(rows.shape[1] for rows in parts)
+    return torch.cat([torch.cat([r, r[:, -1:].expand(-1, longest - r.shape[1])], 1) for r in parts])
+
+
+def look_up(table: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a table, to be differentiated with respect to in any grad mode."""
+    values = embedding(rows, table)
+    return values if values.requires_grad else values.requires_grad_()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Predicts with adapted tables, also where an input looks up rows that the support examples do not.
+
+    The gradient of such a row is zero in every inner step, so its adapted value is what the rule makes of that:
+    without weight decay, the row itself.
+
+    Attributes:
+        objective: The loss and the model.
+        rule: What makes a step of a gradient.
+        steps: How many steps were taken.
+        rows: The rows that were adapted, ``[tasks, R]``, by the name of the table.
+        chunk: How many tasks to compute together; 1 means one by one, without vmap.
+    """
+
+    objective: Objective
+    rule: Rule
+    steps: int
+    rows: Params
+    chunk: int
+
+    def predict(self, params: Params, x: Tensor) -> Tensor:
+        """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
+        model = self.objective.model
+        wanted = find_rows(model, tuple(self.rows), [x], self.chunk)
+        resting = self._at_rest(wanted)
+        values = {
+            name: _chosen(rows, self.rows[name], params[name], resting[name]) for name, rows in wanted.items()
+        }
+        objective = dataclasses.replace(self.objective, rows=wanted)
+        predict = objective.predict_each if self.chunk == 1 else objective.predict_stacked
+        return predict({**params, **values}, x)
+
+    def _at_rest(self, rows: Params) -> Params:
+        """Return what all steps make of parameters whose gradient is zero."""
+        params: Params = {
+            name: look_up(p, rows[name]) if name in rows else p
+            for name, p in self.objective.model.named_parameters()
+            if p.requires_grad
+        }
+        zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+        state = self.rule.init(params)
+        for _ in range(self.steps):
+            params, state = self.rule.update(zeros, state, params)
+        return params
+
+
+def _chosen(wanted: Tensor, adapted_rows: Tensor, adapted: Tensor, resting: Tensor) -> Tensor:
+    """Take the adapted values of the rows that have one, and those at rest of the others."""
+    place = torch.searchsorted(adapted_rows, wanted).clamp_(max=adapted_rows.shape[1] - 1)
+    is_adapted = adapted_rows.gather(1, place) == wanted
+    index = place.unsqueeze(-1).expand(-1, -1, adapted.shape[-1])
+    return torch.where(is_adapted.unsqueeze(-1), adapted.gather(1, index), resting)

@@ -1,0 +1,58 @@
+"""What MAML does with some of the tasks of a batch: one of them, or several stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from torch import Tensor
+
+from metagrad._tree import tree_map
+from metagrad.meta.batching import Tasks
+from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
+from metagrad.meta.objective import Labels, Objective
+from metagrad.optim.rules import Params
+
+
+class Work(NamedTuple):
+    """What is done with every part of the tasks of a batch."""
+
+    objective: Objective
+    inner: InnerLoop
+    labels: Labels | None
+    steps: int
+    stacked: bool
+
+    def adapt(self, params: Params, tasks: Tasks) -> tuple[Params, Tensor, Tensor, Params]:
+        """Return adapted parameters ``[tasks, ...]``, support losses ``[tasks, steps]``, steps used, and rows."""
+        adapted, losses, used = self._run(params, tasks)
+        rows = tasks.rows
+        if not self.stacked:
+            adapted, rows = tree_map(lambda tensor: tensor.unsqueeze(0), (adapted, rows))
+        return adapted, losses, used, rows
+
+    def judge(self, params: Params, tasks: Tasks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return support losses ``[tasks, steps]``, steps used, query losses ``[tasks]`` and predictions."""
+        assert tasks.query_x is not None
+        assert tasks.query_y is not None
+        adapted, losses, used = self._run(params, tasks)
+        loss = self._loss(tasks.rows)
+        with phase("query"):
+            query_losses, predictions = loss(adapted, tasks.query_x, tasks.query_y, self.labels)
+        if not self.stacked:
+            query_losses, predictions = query_losses.unsqueeze(0), predictions.unsqueeze(0)
+        return losses, used, query_losses, predictions
+
+    def _run(self, params: Params, tasks: Tasks) -> Adaptation:
+        """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
+        x, y = tasks.support_x, tasks.support_y
+        shape = (x.shape[0],) if self.stacked else ()
+        start = start_values(params, tasks.rows, x.shape[0] if self.stacked else None)
+        adapted, losses, used = self.inner.run(
+            self._loss(tasks.rows), start, x, y, self.labels, steps=self.steps, tasks=shape
+        )
+        return Adaptation(adapted, losses.reshape(self.steps, used.numel()).t(), used.reshape(-1))
+
+    def _loss(self, rows: Params) -> Loss:
+        objective = dataclasses.replace(self.objective, rows=rows)
+        return objective.stacked if self.stacked else objective.single

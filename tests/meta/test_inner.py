@@ -1,0 +1,131 @@
+"""Truncated inner loops, and tasks that stop early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.optim.rules import adam, sgd
+
+
+def mlp():
+    torch.manual_seed(0)
+    return mg.models.MLP([2, 8, 3]).double()
+
+
+def meta_gradient(maml, batch):
+    return mg.grad(maml(batch).loss, dict(maml.named_parameters()))
+
+
+def by_hand(model, batch, *, lr, steps, truncate):
+    """The task loop; what comes before the last steps passes cotangents through unchanged."""
+    losses = []
+    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
+        start = dict(model.named_parameters())
+        fast = start
+        for t in range(steps):
+            kept = t >= steps - truncate
+            loss = F.mse_loss(functional_call(model, fast, (x,)), y)
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=kept)
+            fast = {
+                k: p - lr * (g if kept else g.detach()) for (k, p), g in zip(fast.items(), grads, strict=True)
+            }
+        losses.append(F.mse_loss(functional_call(model, fast, (query_x,)), query_y))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "1MiB"])
+@pytest.mark.parametrize("truncate", [1, 3, 5, 9])
+def test_truncated_steps_are_first_order_steps_before_the_last(regression, truncate, memory, task_chunk):
+    model = mlp()
+    rule = sgd(lr=0.1)
+    maml = mg.MAML(
+        model, F.mse_loss, inner=rule, steps=5, truncate=truncate, memory=memory, task_chunk=task_chunk
+    )
+    out = maml(regression)
+    expected = by_hand(model, regression, lr=0.1, steps=5, truncate=truncate)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-12, atol=0)
+    params = dict(model.named_parameters())
+    torch.testing.assert_close(
+        mg.grad(out.loss, params), mg.grad(expected.mean(), params), rtol=1e-10, atol=1e-14
+    )
+    assert out.losses.shape == (4, 5)
+
+
+def test_truncation_changes_the_gradient_and_not_the_losses(regression):
+    model = mlp()
+    all_steps, last = (mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5, truncate=k) for k in (None, 1))
+    assert torch.equal(all_steps(regression).query_losses, last(regression).query_losses)
+    first, second = meta_gradient(all_steps, regression), meta_gradient(last, regression)
+    assert not torch.allclose(first["model.0.weight"], second["model.0.weight"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("rule", [sgd(lr=0.1), sgd(lr=0.05, momentum=0.9), adam(lr=0.05)], ids=repr)
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
+    model = mlp()
+    norms = []
+    for steps in range(7):  # the norm of the gradient before step t, by task
+        fast = mg.MAML(model, F.mse_loss, inner=rule, steps=steps).adapt(regression.support)
+        losses = torch.stack(
+            [
+                F.mse_loss(functional_call(model, {k: p[i] for k, p in fast.params.items()}, (x,)), y)
+                for i, (x, y) in enumerate(zip(*regression.support, strict=True))
+            ]
+        )
+        grads = torch.autograd.grad(losses.sum(), list(fast.params.values()))
+        norms.append(torch.stack([g.flatten(1).pow(2).sum(1) for g in grads]).sum(0).sqrt())
+    tolerance = float(torch.stack(norms[1:6]).median())
+    stopped = torch.stack([n <= tolerance for n in norms[:6]] + [torch.ones(4, dtype=torch.bool)])
+    expected_steps = stopped.int().argmax(0)
+    assert len(expected_steps.unique()) > 1
+    out = mg.MAML(
+        model, F.mse_loss, inner=rule, steps=6, tolerance=tolerance, task_chunk=task_chunk, memory="step"
+    )(regression)
+    assert out.used.tolist() == expected_steps.tolist()
+    params = dict(model.named_parameters())
+    shorter = [
+        mg.MAML(model, F.mse_loss, inner=rule, steps=int(n))(regression).query_losses[i]
+        for i, n in enumerate(expected_steps)
+    ]
+    torch.testing.assert_close(out.query_losses, torch.stack(shorter), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        mg.grad(out.loss, params), mg.grad(torch.stack(shorter).mean(), params), rtol=1e-10, atol=1e-14
+    )
+
+
+def test_without_a_tolerance_all_steps_are_used(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
+    assert maml(regression).used.tolist() == [3] * 4
+    assert maml.adapt(regression.support, steps=0).used.tolist() == [0] * 4
+
+
+def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression):
+    with pytest.raises(ValueError, match="memory=1250"):
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=5000, task_chunk=1)(regression)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"truncate": 0}, r"MAML\(..., truncate\): expected None .* got 0.*order=1"),
+        ({"truncate": 1.5}, "got 1.5"),
+        ({"tolerance": -1.0}, r"MAML\(..., tolerance\): .* at least 0, got -1.0"),
+        ({"tolerance": float("nan")}, "got nan"),
+    ],
+)
+def test_bad_ends_are_named(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, **keywords)
+
+
+def test_an_inner_loss_that_cannot_be_differentiated_twice_is_refused(regression):
+    model = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 3).double())
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=1)
+    with pytest.raises(ValueError, match="at the first inner step: WeightNorm"):
+        maml(regression)
+    mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, order=1, task_chunk=1)(regression).loss.backward()

@@ -1,0 +1,444 @@
+"""MAML with embedding tables adapted by their rows, against the same MAML with the whole tables."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.tasks import Batch, Examples
+from tests.sparse.guards import no_large_outputs
+
+sgd = mg.optim.rules.sgd
+
+V, D = 2000, 4
+TASKS = 4
+
+
+class Ratings(nn.Module):
+    """Looks users and items up, an item twice, in tables of different widths."""
+
+    def __init__(self, num_rows=V, norm=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.user = nn.Embedding(num_rows, D)
+        self.nested = nn.ModuleDict({"item": nn.Embedding(num_rows, 3, **options)})
+        self.body = nn.Sequential(nn.Linear(D + 3, 6), norm or nn.Identity(), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, ids):
+        item = self.nested["item"]
+        return self.body(torch.cat([self.user(ids[..., 0]), item(ids[..., 1]) * item(ids[..., 2])], -1))
+
+
+class BagModel(nn.Module):
+    def __init__(self, num_rows=V, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.item = nn.EmbeddingBag(num_rows, D, **options)
+        self.body = nn.Linear(D, 1)
+
+    def forward(self, ids):
+        return self.body(torch.tanh(self.item(ids)))
+
+
+class DenseBag(nn.EmbeddingBag):
+    """A mean without ``padding_idx``, written out, since torch's own has no second derivative."""
+
+    def forward(self, ids):
+        return self.weight[ids].mean(1)
+
+
+def plain(num_rows=V):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(num_rows, D), nn.Flatten(), nn.Linear(3 * D, 1))
+
+
+BOTH = ["user.weight", "nested.item.weight"]
+MODELS = {
+    "two tables": (Ratings, BOTH),
+    "one of two": (Ratings, ["nested.item.weight"]),
+    "padding": (lambda: Ratings(padding_idx=7), BOTH),
+    "sparse flag": (lambda: Ratings(sparse=True), BOTH),
+    "known layers": (plain, ["0.weight"]),
+    "bag": (BagModel, ["item.weight"]),
+}
+
+
+def draw(num_rows=V, dtype=torch.float64, tasks=TASKS):
+    """Ids of which some, and one row of padding, are in several tasks, in support and in query."""
+    generator = torch.Generator().manual_seed(1)
+
+    def examples(count):
+        ids = torch.randint(num_rows, (tasks, count, 3), generator=generator)
+        ids[:, 0] = torch.tensor([5, 7, 9])
+        ids[0] = ids[0, :1]  # this task has fewer rows than the others
+        return Examples(ids, torch.randn(tasks, count, 1, generator=generator, dtype=dtype))
+
+    return Batch(examples(4), examples(3))
+
+
+def dense_twin(model):
+    for module in model.modules():
+        if isinstance(module, nn.EmbeddingBag):
+            module.__class__ = DenseBag
+        elif isinstance(module, nn.Embedding):
+            module.sparse = False
+    return model
+
+
+def both(case, dtype=torch.float64, **options):
+    """The MAML that is asked for, with rows, and a plain one with whole tables, task by task."""
+    make, sparse = MODELS[case]
+    options = {"inner": sgd(lr=0.3), "steps": 3, **options}
+    maml = mg.MAML(make().to(dtype), F.mse_loss, sparse=sparse, **options)
+    options |= {"task_chunk": 1, "memory": "full"}
+    return maml, mg.MAML(dense_twin(make().to(dtype)), F.mse_loss, **options)
+
+
+def dense(tensor):
+    return tensor.to_dense() if isinstance(tensor, RowSparse) else tensor
+
+
+def gradients(loss, maml, **options):
+    params = {name: p for name, p in maml.named_parameters() if p.requires_grad}
+    return mg.grad(loss, params, materialize_grads=True, **options)
+
+
+def assert_same(got, expected, rtol=1e-9, atol=1e-12):
+    assert got.keys() == expected.keys()
+    for name in got:
+        torch.testing.assert_close(dense(got[name]), expected[name], rtol=rtol, atol=atol, msg=name)
+
+
+def assert_equal_to_dense(maml, reference, batch):
+    out, expected = maml(batch), reference(batch)
+    for name in ("loss", "losses", "query_losses", "query_logits"):
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
+    grads = gradients(out.loss, maml)
+    assert all(isinstance(grads[f"model.{name}"], RowSparse) for name in maml.sparse)
+    assert_same(grads, gradients(expected.loss, reference))
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_equals_dense(case, task_chunk, memory):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no fall-back to the loop
+        assert_equal_to_dense(*both(case, task_chunk=task_chunk, memory=memory), draw())
+
+
+def lr_by_parameter():
+    """Meta-SGD: of the table, a learning rate for each column."""
+    values = {
+        "0.weight": torch.linspace(0.1, 0.4, D),
+        "2.weight": torch.tensor(0.2),
+        "2.bias": torch.tensor(0.3),
+    }
+    return {name: nn.Parameter(value.double()) for name, value in values.items()}
+
+
+def test_whole_tables_with_padding_go_one_by_one():
+    """torch.vmap forgets ``padding_idx`` where the table is batched, in silence (torch 2.13)."""
+    together = torch.vmap(lambda table, ids: F.embedding(ids, table, padding_idx=1), in_dims=0)
+    table = torch.ones(2, 3, 1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(together(table, torch.ones(2, 1, dtype=torch.long)).sum(), table)
+    assert gradient[1, 1] == 1  # 0 once torch has mended it; the loop is then not needed
+    options = {"inner": sgd(lr=0.3), "steps": 2}
+    maml = mg.MAML(Ratings(padding_idx=7).double(), F.mse_loss, **options)
+    reference = mg.MAML(Ratings(padding_idx=7).double(), F.mse_loss, task_chunk=1, **options)
+    with pytest.warns(UserWarning, match=r"forgets the padding_idx of Embedding \(nested.item\)"):
+        out = maml(draw())
+    assert_same(gradients(out.loss, maml), gradients(reference(draw()).loss, reference))
+
+
+RULES = {
+    "weight decay": lambda: sgd(lr=0.3, weight_decay=0.1),
+    "momentum": lambda: sgd(lr=0.2, momentum=0.9),
+    "Nesterov and decay": lambda: sgd(lr=0.1, momentum=0.9, weight_decay=0.2, nesterov=True),
+    "Adam and decay": lambda: mg.optim.rules.adam(lr=0.05, weight_decay=0.1),
+    "a learned lr for each step": lambda: sgd(
+        lr=nn.Parameter(torch.tensor([0.3, 0.2, 0.1], dtype=torch.float64))
+    ),
+    "a learned lr for each parameter": lambda: sgd(lr=lr_by_parameter(), weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_rules(rule, order, task_chunk):
+    case = "known layers"
+    make, sparse = MODELS[case]
+    maml, reference = (
+        mg.MAML(
+            make().double(),
+            F.mse_loss,
+            inner=RULES[rule](),
+            steps=3,
+            order=order,
+            task_chunk=task_chunk,
+            sparse=names,
+        )
+        for names in (sparse, ())
+    )
+    assert_equal_to_dense(maml, reference, draw())
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+def test_adapted_models_know_rows_that_the_support_does_not(rule, task_chunk):
+    make, sparse = MODELS["known layers"]
+    maml, reference = (
+        mg.MAML(
+            make().double(), F.mse_loss, inner=RULES[rule](), steps=3, task_chunk=task_chunk, sparse=names
+        )
+        for names in (sparse, ())
+    )
+    batch = draw()
+    results = []
+    for each in (maml, reference):
+        fast = each.adapt(batch.support)
+        y = fast(batch.query.x)
+        results.append((y, gradients((y**3).sum(), each)))
+        with torch.no_grad():
+            torch.testing.assert_close(each.adapt(batch.support)(batch.query.x), y.detach())
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-10, atol=1e-12)
+    assert_same(results[0][1], results[1][1])
+
+
+def test_the_adapted_rows():
+    maml, reference = both("known layers")
+    support = draw().support
+    fast, whole = maml.adapt(support), reference.adapt(support)
+    rows, values = fast.rows["0.weight"], fast.params["0.weight"]
+    assert rows.shape == values.shape[:2]
+    for task in range(TASKS):
+        expected = sorted(set(support.x[task].flatten().tolist()))
+        assert rows[task, : len(expected)].tolist() == expected
+        assert (rows[task, len(expected) :] == expected[-1]).all()
+        adapted = values[task, : len(expected)]
+        torch.testing.assert_close(adapted, whole.params["0.weight"][task, expected], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_the_hessian_of_the_meta_objective(memory, task_chunk):
+    """A third derivative of the model, through a contraction of the gradient that is not linear."""
+    results = []
+    for maml in both("two tables", memory=memory, task_chunk=task_chunk):
+        grads = gradients(maml(draw()).loss, maml, create_graph=True)
+        assert all(g.requires_grad for g in grads.values())
+        results.append(gradients(sum((g**3).sum() + (g**2).sum() for g in grads.values()), maml))
+    assert_same(*results)
+
+
+def test_derivatives_up_to_the_third():
+    def loss(table, weight):
+        model = Table(table, weight)
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.3), steps=2, sparse=["table"])
+        return maml(batch).loss
+
+    batch = draw(num_rows=10, tasks=2)
+    table = torch.randn(10, 2, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 1, dtype=torch.float64, requires_grad=True)
+    assert mg.gradcheck(loss, [table, weight], order=3, directions=1)
+
+
+class Table(nn.Module):
+    """Parameters that are on the tape of others."""
+
+    def __init__(self, table, weight):
+        super().__init__()
+        self._parameters["table"] = table * (1 + 0 * table.sum())
+        self._parameters["weight"] = weight * 1
+
+    def forward(self, ids):
+        return torch.tanh(F.embedding(ids, self.table).flatten(-2) @ self.weight)
+
+
+def test_float32():
+    maml, reference = both("two tables", dtype=torch.float32)
+    batch = draw(dtype=torch.float32)
+    out, expected = maml(batch), reference(batch)
+    torch.testing.assert_close(out.query_logits, expected.query_logits)
+    assert_same(gradients(out.loss, maml), gradients(expected.loss, reference), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_arrive_as_rows_in_grad(accumulate):
+    maml, reference = both("two tables")
+    batch = draw()
+    for _ in range(accumulate):
+        maml(batch).loss.backward()
+        reference(batch).loss.backward()
+    for name in BOTH:
+        got = maml.model.get_parameter(name).grad
+        assert isinstance(got, RowSparse)
+        torch.testing.assert_close(
+            got.to_dense(), reference.model.get_parameter(name).grad, rtol=1e-9, atol=1e-12
+        )
+    ids = torch.cat([batch.support.x, batch.query.x], 1)
+    assert maml.model.user.weight.grad.rows.tolist() == ids[..., 0].unique().tolist()
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_nothing_is_as_large_as_the_table(memory, task_chunk):
+    num_rows = 100_000
+    model = Ratings(num_rows)
+    rule = sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
+    maml = mg.MAML(model, F.mse_loss, inner=rule, steps=3, memory=memory, task_chunk=task_chunk, sparse=BOTH)
+    batch = draw(num_rows, torch.float32)
+    with no_large_outputs(num_rows * 3 - 1):
+        maml(batch).loss.backward()
+        maml.adapt(batch.support)(batch.query.x).sum().backward()
+    assert len(model.user.weight.grad.rows) < 100
+    reference = mg.MAML(Ratings(num_rows), F.mse_loss, inner=rule, steps=1)
+    with pytest.raises(AssertionError, match="allocates"), no_large_outputs(num_rows * 3 - 1):
+        reference(batch).loss.backward()
+
+
+def test_no_steps_and_other_numbers_of_steps():
+    maml, reference = both("two tables")
+    for steps in (0, 1, 5):
+        out, expected = maml(draw(), steps=steps), reference(draw(), steps=steps)
+        assert_same(gradients(out.loss, maml), gradients(expected.loss, reference))
+        fast, whole = (each.adapt(draw().support, steps=steps) for each in (maml, reference))
+        torch.testing.assert_close(fast(draw().query.x), whole(draw().query.x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sparse", [BOTH, ()])
+def test_running_statistics_and_dropout_are_as_without_the_pass_that_finds_rows(sparse):
+    torch.manual_seed(0)
+    model = Ratings(norm=nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))).double()
+    torch.manual_seed(5)
+    out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=1, sparse=sparse)(draw())
+    whole = Ratings(norm=nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5))).double()
+    torch.manual_seed(5)
+    expected = mg.MAML(whole, F.mse_loss, inner=sgd(lr=0.1), steps=2, task_chunk=1)(draw())
+    torch.testing.assert_close(out.query_logits, expected.query_logits, rtol=1e-10, atol=1e-12)
+    for (name, got), (_, wanted) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=name)
+
+
+@pytest.mark.parametrize(("memory", "task_chunk"), [("step", None), ("full", 1)])
+def test_inside_a_checkpoint(memory, task_chunk):
+    """A recording around all of it sees the tables read, and nothing that is stale when it runs again."""
+    maml, reference = both("two tables", memory=memory, task_chunk=task_chunk)
+    batch = draw()
+    loss = mg.checkpoint(lambda: maml(batch).loss)
+    assert_same(gradients(loss, maml), gradients(reference(batch).loss, reference))
+
+
+def test_tied_tables_go_by_either_name():
+    results = []
+    for sparse in ((), ["first.weight"], ["second.weight"]):
+        model = Tied().double()
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.3), steps=2, sparse=sparse)
+        results.append(gradients(maml(draw()).loss, maml))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.out = nn.Embedding(V, D), nn.Embedding(V, D), nn.Linear(D, 1)
+        self.second.weight = self.first.weight
+
+    def forward(self, ids):
+        return self.out(self.first(ids[..., 0]) * self.second(ids[..., 1]))
+
+
+class TiedOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(V, D), nn.Linear(D, V, bias=False)
+        self.out.weight = self.emb.weight
+
+    def forward(self, ids):
+        return self.out(self.emb(ids).mean(-2))
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_tied_output_layer_is_refused(task_chunk):
+    maml = mg.MAML(
+        TiedOutput(),
+        F.cross_entropy,
+        inner=sgd(lr=0.1),
+        steps=1,
+        task_chunk=task_chunk,
+        sparse=["emb.weight"],
+    )
+    ids = torch.randint(V, (TASKS, 3, 2))
+    batch = Batch(Examples(ids, ids[..., 0]), Examples(ids, ids[..., 0]))
+    with pytest.raises(
+        ValueError, match=r"sparse=\['emb.weight'\]: the model uses the table as a whole, by aten"
+    ):
+        maml(batch)
+
+
+class Moving(nn.Module):
+    """Its second lookup depends on an adapted parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(V, 1, _weight=torch.zeros(V, 1))
+
+    def forward(self, ids):
+        first = self.emb(ids).squeeze(-1)
+        return first + self.emb(ids + (first.abs() > 1e-3).long()).squeeze(-1)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_ids_that_depend_on_adapted_parameters_raise(task_chunk):
+    maml = mg.MAML(
+        Moving(), F.mse_loss, inner=sgd(lr=0.5), steps=2, task_chunk=task_chunk, sparse=["emb.weight"]
+    )
+    ids = torch.tensor([[1, 10], [5, 20]])
+    batch = Batch(Examples(ids, torch.ones(2, 2)), Examples(ids, torch.ones(2, 2)))
+    with pytest.raises(ValueError, match=r"sparse=\['emb.weight'\]: the model looks up rows that it did not"):
+        maml(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_norm": 1.0}, "writes into the table"), ({"scale_grad_by_freq": True}, "changes the gradient")],
+)
+def test_options_of_an_embedding_that_cannot_be_differentiated(options, message):
+    maml = mg.MAML(Ratings(**options), F.mse_loss, inner=sgd(lr=0.1), steps=1, sparse=BOTH)
+    with pytest.raises(ValueError, match=message):
+        maml(draw(dtype=torch.float32))
+
+
+def test_arguments_are_checked():
+    def make(sparse, lr=0.1, model=None):
+        return mg.MAML(model or plain(), F.mse_loss, inner=sgd(lr=lr), steps=1, sparse=sparse)
+
+    with pytest.raises(
+        TypeError, match=r"MAML\(..., sparse\): expected a list of parameter names, got the string"
+    ):
+        make("0.weight")
+    with pytest.raises(ValueError, match=r"MAML\(..., sparse\): 'item' is not a parameter of the model"):
+        make(["item"])
+    with pytest.raises(
+        ValueError, match=r"MAML\(..., sparse\): '2.bias' must be an embedding table \[V, D\]"
+    ):
+        make(["2.bias"])
+    frozen = plain()
+    frozen[0].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'0.weight' does not require grad, so it is not adapted"):
+        make(["0.weight"], model=frozen)
+    for lr in (torch.ones(V, D), torch.ones(V, 1)):
+        values = {"0.weight": lr, "2.weight": 0.1, "2.bias": 0.1}
+        with pytest.raises(ValueError, match=r"lr\['0.weight'\] has a value for each row of the table"):
+            make(["0.weight"], lr=values)
+        with pytest.raises(ValueError, match=r"lr\['0.weight'\] has a value for each row of the table"):
+            make(["0.weight"], lr=[values])
