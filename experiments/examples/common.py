@@ -1,0 +1,35 @@
+"""What the examples share: finding files, and comparing with an oracle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+
+def find_file(name: str) -> Path:
+    """Return the path of a file below `$METAGRAD_DATA`, or `~/.cache/metagrad` where that is not set.
+
+    Raises:
+        SystemExit: The file is not there.
+    """
+    path = Path(os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser() / name
+    if not path.is_file():
+        raise SystemExit(
+            f"{path} is missing. Put it there, or set METAGRAD_DATA to the folder that has {name}."
+        )
+    return path
+
+
+def compare(name: str, got: Tensor, expected: Tensor, *, tolerance: float) -> None:
+    """Print the difference of two tensors relative to the largest number expected.
+
+    Raises:
+        SystemExit: It is above the tolerance.
+    """
+    difference = (got - expected).detach().abs().max()
+    error = float(difference / expected.detach().abs().max()) if difference != 0 else 0.0
+    print(f"  {name}: relative difference {error:.1e}")
+    if not error <= tolerance:
+        raise SystemExit(f"{name}: the relative difference must be at most {tolerance:.0e}, got {error:.1e}.")

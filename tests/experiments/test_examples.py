@@ -1,0 +1,88 @@
+"""The example programs at a small size; each compares its derivatives with dense ones and stops where they differ."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.examples.common import compare, find_file
+
+DATA = Path(os.environ.get("METAGRAD_DATA", ""))
+
+
+def needs(name):
+    return pytest.mark.skipif(not (DATA / name).is_file(), reason=f"$METAGRAD_DATA/{name} is missing")
+
+
+GNN = ["--epochs=40", "--hidden=8", "--check-steps=1", "--check-nodes=700", "--steps=5", "--outer-steps=1"]
+RECOMMENDER = ["--epochs=1", "--tasks=512", "--shots=2", "--steps=2", "--rank=2", "--rows=2000"]
+ATTENTION = ["--lengths", "64", "128", "--dense-up-to=64", "--band=4", "--width=4", "--heads=2"]
+CASES = [
+    pytest.param("gnn_cora", GNN, "test accuracy", marks=needs("planetoid/cora.npz")),
+    pytest.param(
+        "recommender", RECOMMENDER, "MAML, 2 steps on up to 4 ratings", marks=needs("insteval/InstEval.csv")
+    ),
+    pytest.param("sparse_attention", ATTENTION, "128", id="sparse_attention"),
+    pytest.param("sparse_convolution", ["--examples=2", "--channels=2", "--curves"], "Peak", id="curves"),
+    pytest.param(
+        "sparse_convolution",
+        ["--examples=2", "--channels=2"],
+        "Peak",
+        marks=needs("omniglot/omniglot_105_bits.npz"),
+        id="drawings",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "expected"), CASES)
+def test_derivatives_agree_with_dense(name, arguments, expected, capsys):
+    importlib.import_module(f"experiments.examples.{name}").main(arguments)
+    out = capsys.readouterr().out
+    differences = [float(found) for found in re.findall(r"relative difference (\S+)", out)]
+    assert differences
+    assert max(differences) < 1e-9
+    assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gnn_cora", "planetoid/cora.npz"),
+        ("recommender", "insteval/InstEval.csv"),
+        ("sparse_convolution", "omniglot/omniglot_105_bits.npz"),
+    ],
+)
+def test_a_missing_file_is_named(name, file, monkeypatch, tmp_path):
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match=rf"{file} is missing.*set METAGRAD_DATA"):
+        importlib.import_module(f"experiments.examples.{name}").main([])
+
+
+def test_a_file_is_found_where_the_variable_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert find_file("file") == tmp_path / "file"
+
+
+def test_a_difference_stops_the_program():
+    with pytest.raises(
+        SystemExit, match=r"gradient: the relative difference must be at most 1e-09, got 5\.0e-01"
+    ):
+        compare("gradient", torch.tensor([1.0]), torch.tensor([2.0]), tolerance=1e-9)
+
+
+def test_a_nan_is_a_difference():
+    with pytest.raises(SystemExit, match="got nan"):
+        compare("gradient", torch.tensor([float("nan")]), torch.tensor([2.0]), tolerance=1e-9)
+
+
+def test_zeros_agree_with_zeros_alone():
+    zero = torch.zeros(2)
+    compare("gradient", zero, zero, tolerance=1e-9)
+    with pytest.raises(SystemExit, match="got inf"):
+        compare("gradient", zero + 1e-12, zero, tolerance=1e-9)
