@@ -129,3 +129,15 @@ def test_an_inner_loss_that_cannot_be_differentiated_twice_is_refused(regression
     with pytest.raises(ValueError, match="at the first inner step: WeightNorm"):
         maml(regression)
     mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, order=1, task_chunk=1)(regression).loss.backward()
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_a_meta_step_can_be_checkpointed(regression, memory):
+    """The forward under vmap ends at leaves that the recording made itself; they are not read from outside."""
+    model = mlp()
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=memory)
+    params = dict(model.named_parameters())
+    loss = mg.checkpoint(lambda: maml(regression).loss)
+    torch.testing.assert_close(
+        mg.grad(loss, params), mg.grad(maml(regression).loss, params), rtol=1e-12, atol=1e-15
+    )

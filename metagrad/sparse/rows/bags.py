@@ -17,34 +17,31 @@ def reduce_bags(
     """Sum, average or take the maximum over each bag; empty bags give zeros, as ``F.embedding_bag`` has it.
 
     Args:
-        vectors: ``[B, N, D]``, or ``[n, D]`` with offsets.
+        vectors: ``[B, N, D...]``, or ``[n, D...]`` with offsets.
         offsets: Where each bag begins, ``[B]``; None if each row of ``vectors`` is one.
         mode: "sum", "mean" or "max".
-        weights: A factor for each vector, without its last axis; for "sum" only.
+        weights: A factor for each vector, ``[B, N]`` or ``[n]``; for "sum" only.
         kept: Which vectors belong to a bag at all, bool, like ``weights``; None means all.
 
     Returns:
-        ``[B, D]``.
-
-    Raises:
-        ValueError: ``mode`` is unknown, or shapes do not fit each other.
+        ``[B, D...]``.
     """
-    _check(vectors, offsets, mode, weights)
     bag, num_bags = _bags(vectors, offsets)
-    flat = vectors.flatten(0, -2)
-    keep = torch.ones_like(bag, dtype=torch.bool) if kept is None else kept.flatten()
-    if weights is not None:
-        flat = flat * weights.flatten().unsqueeze(1)
+    flat = vectors if offsets is not None else vectors.flatten(0, 1)
+    keep = None if kept is None else over(kept.flatten(), flat)
     if mode == "max":
-        return _largest(flat, bag, keep, num_bags)
-    total = _summed(torch.where(keep.unsqueeze(1), flat, 0), bag, num_bags)
+        return _largest(flat, over(bag, flat), keep, num_bags)
+    if weights is not None:
+        flat = flat * over(weights.flatten(), flat)
+    total = _summed(flat if keep is None else torch.where(keep, flat, 0), bag, num_bags)
     if mode == "sum":
         return total
-    count = _summed(keep.to(flat.dtype).unsqueeze(1), bag, num_bags)
-    return total / count.clamp(min=1)
+    ones = torch.ones_like(bag) if kept is None else kept.flatten().long()
+    return total / over(_summed(ones, bag, num_bags).clamp(min=1), total)
 
 
-def _check(vectors: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None) -> None:
+def check_bags(vectors: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None) -> None:
+    """Refuse what ``F.embedding_bag`` refuses."""
     if mode not in ("sum", "mean", "max"):
         raise ValueError(f'F.embedding_bag(..., mode): expected "sum", "mean" or "max", got {mode!r}.')
     if vectors.ndim != (3 if offsets is None else 2):
@@ -63,6 +60,11 @@ def _check(vectors: Tensor, offsets: Tensor | None, mode: str, weights: Tensor |
         )
 
 
+def over(mask: Tensor, values: Tensor) -> Tensor:
+    """Give a tensor of the first dimensions trailing ones, to be broadcast over rows."""
+    return mask.view(*mask.shape, *[1] * (values.ndim - mask.ndim))
+
+
 def _bags(vectors: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
     """Number the bag of each vector; return how many there are as well."""
     if offsets is None:
@@ -76,20 +78,21 @@ def _bags(vectors: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
 
 def _summed(flat: Tensor, bag: Tensor, num_bags: int) -> Tensor:
     # Not index_add, which torch.vmap runs one task after the other.
-    index = bag.unsqueeze(1).expand(flat.shape)
-    return flat.new_zeros(num_bags, flat.shape[1]).scatter_add(0, index, flat)
+    index = over(bag, flat).expand_as(flat)
+    return flat.new_zeros(num_bags, *flat.shape[1:]).scatter_add(0, index, flat)
 
 
-def _largest(flat: Tensor, bag: Tensor, keep: Tensor, num_bags: int) -> Tensor:
-    """Gather the first of the largest elements of each bag, in each column; among equals one has the gradient."""
-    index = bag.unsqueeze(1).expand(flat.shape)
-    values = torch.where(keep.unsqueeze(1), flat.detach(), -torch.inf)
-    largest = flat.new_full((num_bags, flat.shape[1]), -torch.inf).scatter_reduce(0, index, values, "amax")
-    place = torch.arange(flat.shape[0], device=flat.device).unsqueeze(1).expand(flat.shape)
+def _largest(flat: Tensor, bag: Tensor, keep: Tensor | None, num_bags: int) -> Tensor:
+    """Take the maximum by gathering it, of equal ones the first: its derivatives are those of a gather."""
+    size, width = flat.shape[0], flat.shape[1:]
+    index = bag.expand_as(flat)
+    values = flat.detach() if keep is None else torch.where(keep, flat.detach(), -torch.inf)
+    largest = flat.new_full((num_bags, *width), -torch.inf).scatter_reduce(0, index, values, "amax")
     bound = largest.gather(0, index)
-    is_largest = keep.unsqueeze(1) & ((values == bound) | (values.isnan() & bound.isnan()))
-    none = flat.shape[0]
-    candidates = torch.where(is_largest, place, none)
-    first = place.new_full((num_bags, flat.shape[1]), none).scatter_reduce(0, index, candidates, "amin")
-    padded = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
-    return padded.gather(0, first)
+    is_largest = (values == bound) | (values.isnan() & bound.isnan())
+    if keep is not None:
+        is_largest = is_largest & keep
+    place = over(torch.arange(size, device=flat.device), flat).expand_as(flat)
+    candidates = torch.where(is_largest, place, size)
+    first = place.new_full((num_bags, *width), size).scatter_reduce(0, index, candidates, "amin")
+    return torch.cat([flat, flat.new_zeros(1, *width)]).gather(0, first)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from metagrad.sparse.rows.bags import over, reduce_bags
 from metagrad.sparse.rows.kernels import gather_rows
 from metagrad.sparse.rows.row_sparse import HOLE
 
@@ -59,7 +60,7 @@ def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> 
     padded = ids == padding_idx
     found = gather_rows(table, torch.where(padded, HOLE, ids), holes=True)
     constant = gather_rows(table.detach(), torch.tensor(padding_idx, device=ids.device))
-    return torch.where(_over(padded, found), constant, found)
+    return torch.where(over(padded, found), constant, found)
 
 
 def embedding_bag(
@@ -110,56 +111,9 @@ def embedding_bag(
     call = "embedding_bag(ids, offsets, table)"
     _check_bags(call, ids, offsets, mode, per_sample_weights)
     ids, padding_idx = _checked(call, ids, table, padding_idx)
-    bags, num_bags = _bags(ids, offsets)
-    ids = ids.flatten()
-    padded = None if padding_idx is None else ids == padding_idx
-    if padded is not None:
-        ids = torch.where(padded, HOLE, ids)
-    found = gather_rows(table, ids, holes=padded is not None)
-    if mode == "max":
-        return _max(found, bags, num_bags, padded)
-    if per_sample_weights is not None:
-        found = found * _over(per_sample_weights.flatten(), found)
-    total = found.new_zeros(num_bags, *found.shape[1:]).index_add(0, bags, found)
-    if mode == "sum":
-        return total
-    counted = torch.ones_like(ids) if padded is None else (~padded).long()
-    counts = ids.new_zeros(num_bags).index_add(0, bags, counted)
-    return total / _over(counts.clamp(min=1), total)
-
-
-def _over(mask: Tensor, values: Tensor) -> Tensor:
-    """Give a tensor of the first dimensions trailing ones, to be broadcast over rows."""
-    return mask.view(*mask.shape, *[1] * (values.ndim - mask.ndim))
-
-
-def _bags(ids: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:
-    """Number the bag of each id."""
-    if offsets is None:
-        num_bags, size = ids.shape
-        return torch.arange(num_bags, device=ids.device).repeat_interleave(size), num_bags
-    begun = ids.new_zeros(len(ids) + 1).index_add(0, offsets, torch.ones_like(offsets, dtype=ids.dtype))
-    return begun.cumsum(0)[:-1] - 1, len(offsets)
-
-
-def _max(found: Tensor, bags: Tensor, num_bags: int, padded: Tensor | None) -> Tensor:
-    """Take the maximum by gathering it: its derivatives are those of a gather, of any order."""
-    size, width = len(found), found.shape[1:]
-    with torch.no_grad():
-        index = _over(bags, found).expand_as(found)
-        candidates = found.detach()
-        if padded is not None:
-            candidates = candidates.masked_fill(_over(padded, found), -torch.inf)
-        lowest = found.new_full((num_bags, *width), -torch.inf)
-        best = lowest.scatter_reduce(0, index, candidates, "amax")
-        bound = best.index_select(0, bags)
-        wins = (candidates == bound) | (candidates.isnan() & bound.isnan())
-        if padded is not None:
-            wins = wins & ~_over(padded, found)
-        places = _over(torch.arange(size, device=found.device), found).expand_as(found)
-        first = torch.full_like(best, size, dtype=torch.int64)
-        first = first.scatter_reduce(0, index, torch.where(wins, places, size), "amin")
-    return torch.cat([found, found.new_zeros(1, *width)]).gather(0, first)
+    kept = None if padding_idx is None else ids != padding_idx
+    found = gather_rows(table, ids if kept is None else torch.where(kept, ids, HOLE), holes=kept is not None)
+    return reduce_bags(found, offsets, mode=mode, weights=per_sample_weights, kept=kept)
 
 
 def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, int | None]:

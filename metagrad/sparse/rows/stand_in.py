@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
-from metagrad.sparse.rows.bags import reduce_bags
+from metagrad.sparse.rows.bags import check_bags, reduce_bags
 from metagrad.sparse.rows.embedding import embedding, embedding_bag
 
 Lookup = Callable[[Tensor], Tensor]
@@ -176,7 +176,9 @@ def _embedding_bag(
     kept = None if padding_idx is None else ids != padding_idx % table.shape[0]
     if include_last_offset and offsets is not None:
         offsets = offsets[:-1]
-    return reduce_bags(table._lookup(ids), offsets, mode=mode, weights=per_sample_weights, kept=kept)
+    vectors = table._lookup(ids)
+    check_bags(vectors, offsets, mode, per_sample_weights)
+    return reduce_bags(vectors, offsets, mode=mode, weights=per_sample_weights, kept=kept)
 
 
 def _refuse(function: str, table: StandIn, max_norm: float | None, scale_grad_by_freq: bool) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from metagrad.sparse.rows.bags import reduce_bags
+from metagrad.sparse.rows.bags import check_bags, reduce_bags
 
 TABLE = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TABLE[5] = TABLE[2]  # equal maxima
@@ -66,15 +66,15 @@ def test_a_largest_that_is_nan_is_nan():
 
 def test_shapes_and_modes_are_checked():
     with pytest.raises(ValueError, match='expected "sum", "mean" or "max", got \'median\''):
-        reduce_bags(torch.ones(1, 2, 1), None, mode="median")
+        check_bags(torch.ones(1, 2, 1), None, "median", None)
     with pytest.raises(ValueError, match=r"ids must be \[bags, n\], .* got shape \(2,\) without offsets"):
-        reduce_bags(torch.ones(2, 1), None, mode="sum")
+        check_bags(torch.ones(2, 1), None, "sum", None)
     with pytest.raises(ValueError, match=r"got shape \(1, 2\) with offsets"):
-        reduce_bags(torch.ones(1, 2, 1), torch.tensor([0]), mode="sum")
+        check_bags(torch.ones(1, 2, 1), torch.tensor([0]), "sum", None)
     with pytest.raises(ValueError, match=r"expected the shape of ids, \(1, 2\), got \(2,\)"):
-        reduce_bags(torch.ones(1, 2, 1), None, mode="sum", weights=torch.ones(2))
+        check_bags(torch.ones(1, 2, 1), None, "sum", torch.ones(2))
 
 
 def test_weights_are_for_the_sum():
     with pytest.raises(ValueError, match='per_sample_weights need mode="sum"'):
-        reduce_bags(torch.ones(1, 2, 1), None, mode="mean", weights=torch.ones(1, 2))
+        check_bags(torch.ones(1, 2, 1), None, "mean", torch.ones(1, 2))

@@ -281,6 +281,17 @@ def test_rows_of_ids_are_bags(mode):
     assert embedding_bag(ids.int()[:, :0], None, table, mode=mode).tolist() == [[0.0, 0.0]] * 3
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_rows_that_are_matrices(mode):
+    table = leaf(6, 2, 3)
+    ids, offsets = torch.tensor([0, 5, 5, 2]), torch.tensor([0, 0, 3])
+    bagged = embedding_bag(ids, offsets, table, mode=mode, padding_idx=2)
+    flat = embedding_bag(ids, offsets, table.flatten(1), mode=mode, padding_idx=2)
+    assert_same(bagged.flatten(1), flat)
+    got, expected = (torch.autograd.grad(y.pow(3).sum(), table)[0].to_dense() for y in (bagged, flat))
+    assert_same(got, expected)
+
+
 def test_bags_gradcheck_with_weights():
     ids, offsets = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 3])
 
