@@ -1,0 +1,126 @@
+"""What is kept is not seen in a result: every memory mode gives the gradients of ``"full"``, in every setting."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.optim.rules import adam, sgd
+from metagrad.tasks import Batch, Examples
+
+MEMORIES = ["step", "sqrt", "auto", "160KiB"]
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def regression(tasks=3):
+    return Batch(*(Examples(draw(tasks, 6, 2, seed=i), draw(tasks, 6, 3, seed=i + 2)) for i in (0, 1)))
+
+
+def lookups(tasks=3):
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, 50, (tasks, 6), generator=generator) for _ in range(2)]
+    return Batch(*(Examples(x, draw(tasks, 6, 3, seed=i)) for i, x in enumerate(ids)))
+
+
+def learned(value):
+    return nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+
+def mlp():
+    return mg.models.MLP([2, 8, 3])
+
+
+CASES = {
+    "momentum": (mlp, regression, lambda: sgd(lr=0.1, momentum=0.9), {}),
+    "adam": (mlp, regression, lambda: adam(lr=0.05), {}),
+    "learned rates": (mlp, regression, lambda: sgd(lr=learned([0.1, 0.2, 0.1, 0.05, 0.1]), momentum=learned(0.5)), {}),
+    "learned adam": (mlp, regression, lambda: adam(lr=learned(0.05)), {}),
+    "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.3), nn.Linear(3, 3)), regression, lambda: sgd(lr=0.1),
+                {}),
+    "tables": (lambda: nn.Sequential(nn.Embedding(50, 4), nn.Tanh(), nn.Linear(4, 3)), lookups,
+               lambda: sgd(lr=0.1, momentum=0.9), {"sparse": ["0.weight"]}),
+    "tolerance": (mlp, regression, lambda: adam(lr=0.05), {"tolerance": 1.0}),
+    "truncated": (mlp, regression, lambda: sgd(lr=0.1, momentum=0.9), {"truncate": 3}),
+}  # fmt: skip
+
+
+def dense(gradient):
+    return gradient.to_dense() if isinstance(gradient, mg.sparse.RowSparse) else gradient
+
+
+def derivatives(case, memory, task_chunk, precision=contextlib.nullcontext):
+    """Return the loss, its gradient, and the gradient of the gradient's cubes: third order in the inner loss."""
+    make_model, make_batch, make_rule, options = CASES[case]
+    torch.manual_seed(0)
+    model = make_model().double()
+    maml = mg.MAML(
+        model, F.mse_loss, inner=make_rule(), steps=5, memory=memory, task_chunk=task_chunk, **options
+    )
+    params = list(maml.parameters())
+    torch.manual_seed(1)
+    with precision():
+        loss = maml(make_batch()).loss
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    assert all(g.requires_grad for g in grads)
+    second = torch.autograd.grad(sum((g**3).sum() for g in grads), params)
+    return [loss, *map(dense, grads), *map(dense, second)]
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_memory_mode_gives_the_same_derivatives(case, memory, task_chunk):
+    got, expected = (derivatives(case, m, task_chunk) for m in (memory, "full"))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("memory", ["full", *MEMORIES])
+@pytest.mark.parametrize("rule", [sgd(lr=0.05, momentum=0.5), adam(lr=0.05)], ids=["sgd", "adam"])
+class TestAutocast:
+    def run(self, rule, memory, enabled):
+        torch.manual_seed(0)
+        model = mlp()
+        maml = mg.MAML(model, F.mse_loss, inner=rule, steps=4, memory=memory)
+        batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = maml(batch)
+            fast = maml.adapt(batch.support)
+        return out, mg.grad(out.loss, dict(model.named_parameters())), fast
+
+    def test_the_state_of_the_inner_loop_stays_in_float32(self, rule, memory):
+        out, grads, fast = self.run(rule, memory, enabled=True)
+        assert out.query_logits.dtype == torch.bfloat16
+        assert out.loss.dtype == torch.float32
+        assert {p.dtype for p in fast.params.values()} == {torch.float32}
+        assert {g.dtype for g in grads.values()} == {torch.float32}
+
+    def test_a_recomputed_step_casts_as_the_first_one_did(self, rule, memory):
+        low, full = (self.run(rule, m, enabled=True)[1] for m in (memory, "full"))
+        torch.testing.assert_close(low, full, rtol=1e-6, atol=1e-7)
+        exact = self.run(rule, memory, enabled=False)[1]
+        difference = max(float((low[k] - exact[k]).norm() / exact[k].norm()) for k in exact)
+        assert 1e-4 < difference < 0.2
+
+
+def test_a_scaled_outer_loss_gives_the_step_of_the_unscaled():
+    results = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = mlp().double()
+        maml = mg.MAML(model, F.mse_loss, inner=adam(lr=0.05), steps=3, memory="step")
+        outer = torch.optim.SGD(maml.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        scaler.scale(maml(regression()).loss).backward()
+        scaler.step(outer)
+        scaler.update()
+        results.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
