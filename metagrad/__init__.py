@@ -1,7 +1,7 @@
 """Meta-learning and second-order optimization on PyTorch, right at every order."""
 
 from metagrad import autograd, memory, meta, models, optim, sparse, tasks
-from metagrad.autograd import checkpoint, grad, gradcheck, unroll
+from metagrad.autograd import checkpoint, grad, gradcheck, hvp, unroll
 from metagrad.memory import MemoryTracker
 from metagrad.meta import MAML
 
@@ -14,6 +14,7 @@ __all__ = [
     "checkpoint",
     "grad",
     "gradcheck",
+    "hvp",
     "memory",
     "meta",
     "models",

@@ -1,0 +1,180 @@
+"""Hessian-vector products in every mode against a dense Hessian, and against finite differences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.autograd import chain, hvp
+from metagrad.memory.storages import Ledger, StorageMode
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+MODES = ["reverse", "forward", "block"]
+
+
+def squares(prediction, y):
+    return (prediction - y).square().mean()
+
+
+def problem(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+    x, y = torch.randn(5, 3, dtype=dtype), torch.randn(5, 2, dtype=dtype)
+    params = {k: p.detach().clone() for k, p in model.named_parameters()}
+    return chain(model, squares), params, {k: torch.randn_like(p) for k, p in params.items()}, x, y
+
+
+def flat(tree) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tree.values()])
+
+
+def dense_hessian(loss, params, x, y):
+    def of_flat(vector):
+        parts = vector.split([p.numel() for p in params.values()])
+        values = {k: part.view(p.shape) for (k, p), part in zip(params.items(), parts, strict=True)}
+        return loss(values, x, y)
+
+    return torch.func.jacrev(torch.func.jacrev(of_flat))(flat(params))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_every_mode_is_the_dense_hessian_times_the_vector(mode, create_graph):
+    loss, params, v, x, y = problem()
+    result = hvp(loss, params, v, x, y, mode=mode, create_graph=create_graph)
+    torch.testing.assert_close(result.loss, loss(params, x, y), check_device=False)
+    gradient = torch.func.grad(lambda p: loss(p, x, y))(params)
+    torch.testing.assert_close(dict(result.gradient), gradient)
+    expected = dense_hessian(loss, params, x, y) @ flat(v)
+    torch.testing.assert_close(flat(result.product), expected, rtol=1e-9, atol=1e-12)
+    assert list(result.product) == list(params)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_in_float32(mode):
+    loss, params, v, x, y = problem(torch.float32)
+    result = hvp(loss, params, v, x, y, mode=mode)
+    expected = dense_hessian(loss, params, x, y) @ flat(v)
+    torch.testing.assert_close(flat(result.product), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_results_can_be_differentiated_on_request(mode):
+    loss, params, v, x, y = problem()
+    names = list(params)
+
+    def results(params, v, y):
+        result = hvp(
+            loss, dict(zip(names, params, strict=True)), dict(zip(names, v, strict=True)), x, y, mode=mode,
+            create_graph=True,
+        )  # fmt: skip
+        return tuple(result)
+
+    inputs = ([p.requires_grad_() for p in params.values()], [t.requires_grad_() for t in v.values()])
+    assert mg.gradcheck(results, (*inputs, y.requires_grad_()), order=1, directions=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_create_graph_nothing_is_kept(mode):
+    loss, params, v, x, y = problem()
+    for tree in (params, v):
+        for tensor in tree.values():
+            tensor.requires_grad_()
+    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        result = hvp(loss, params, v, x, y, mode=mode)
+    tensors = [result.loss, *result.gradient.values(), *result.product.values()]
+    assert not any(t.requires_grad for t in tensors)
+    assert ledger.total <= sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_parameters_may_be_any_tree(mode):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    result = hvp(
+        lambda p: (p[0] ** 3).sum() + p[1]["b"] * 2, [x, {"b": x.sum()}], [x, {"b": x.sum()}], mode=mode
+    )
+    torch.testing.assert_close(result.product, [6 * x * x, {"b": torch.zeros_like(x.sum())}])
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_a_linear_loss_has_no_curvature(mode):
+    x = torch.tensor([1.0, 2.0])
+    result = hvp(lambda p: 3 * p.sum(), x, x, mode=mode)
+    torch.testing.assert_close(result.product, torch.zeros(2))
+
+
+def test_parameters_that_a_chain_does_not_use_have_zeros():
+    class Half(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    model = nn.Sequential(Half(2, 2), nn.Tanh())
+    loss = chain(model, squares)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    x, y = torch.randn(3, 2), torch.randn(3, 2)
+    results = [hvp(loss, params, params, x, y, mode=mode) for mode in ("reverse", "block")]
+    torch.testing.assert_close(results[1].product, results[0].product)
+    assert torch.equal(results[1].product["bias" if "bias" in params else "0.bias"], torch.zeros(2))
+
+
+def test_arguments_are_checked():
+    loss, params, v, x, y = problem()
+    with pytest.raises(ValueError, match=r"mode\): expected one of reverse, forward, block, got 'auto'"):
+        hvp(loss, params, v, x, y, mode="auto")
+    with pytest.raises(ValueError, match="v must have the structure of params"):
+        hvp(loss, params, list(v.values()), x, y)
+    with pytest.raises(ValueError, match=r"v\['0.bias'\] must be as its parameter is, \(\(4,\).*\(5,\)"):
+        hvp(loss, params, {**v, "0.bias": torch.zeros(5, dtype=torch.float64)}, x, y)
+    with pytest.raises(
+        TypeError, match=r"params\['0.bias'\] must be a floating point tensor, got torch.int64"
+    ):
+        hvp(loss, {**params, "0.bias": torch.zeros(4, dtype=torch.int64)}, v, x, y)
+    with pytest.raises(TypeError, match=r"v\['0.bias'\] must be a floating point tensor, got float"):
+        hvp(loss, params, {**v, "0.bias": 0.0}, x, y)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_must_be_one_number(mode):
+    _, params, v, x, y = problem()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    loss = chain(model, lambda prediction, y: (prediction - y).square())
+    with pytest.raises(ValueError, match=r"the loss must have one element, got shape \(5, 2\)"):
+        hvp(loss, params, v, x, y, mode=mode)
+    with pytest.raises(TypeError, match="must return"):
+        hvp(chain(model, lambda prediction, y: (squares(prediction, y),)), params, v, x, y, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "block"])
+def test_a_loss_must_depend_on_the_parameters(mode):
+    _, params, v, x, y = problem()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    loss = chain(model, lambda prediction, y: squares(prediction.detach(), y))
+    with pytest.raises(ValueError, match=r"has no graph|depends on none of the parameters"):
+        hvp(loss, params, v, x, y, mode=mode)
+
+
+def test_what_is_no_chain_has_no_blocks():
+    loss, params, v, x, y = problem()
+    with pytest.raises(
+        TypeError, match=r"of chain\(model, loss_fn\).*got function, dict and 2.*mode=\"reverse\""
+    ):
+        hvp(lambda params, x, y: loss(params, x, y), params, v, x, y, mode="block")
+    with pytest.raises(TypeError, match="got Chain, dict and 1 further"):
+        hvp(loss, params, v, x, mode="block")
+
+
+def test_operations_without_forward_derivatives_are_refused_with_the_alternatives():
+    x = torch.randn(1, 2, 3, 4)
+    for fn in (
+        lambda q: F.scaled_dot_product_attention(q, x, x).sum(),
+        lambda q: F.mse_loss(q, x),
+    ):
+        with pytest.raises(ValueError, match=r"no forward derivative: .* Take mode=\"reverse\" or \"block\""):
+            hvp(fn, x, x, mode="forward")
+    with pytest.raises(RuntimeError, match="must match the size"):
+        hvp(lambda q: (q - torch.ones(5)).sum(), x, x, mode="forward")
