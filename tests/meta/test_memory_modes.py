@@ -41,7 +41,8 @@ def mlp():
 CASES = {
     "momentum": (mlp, regression, lambda: sgd(lr=0.1, momentum=0.9), {}),
     "adam": (mlp, regression, lambda: adam(lr=0.05), {}),
-    "learned rates": (mlp, regression, lambda: sgd(lr=learned([0.1, 0.2, 0.1, 0.05, 0.1]), momentum=learned(0.5)), {}),
+    "learned rates": (mlp, regression, lambda: sgd(lr=learned([0.1, 0.2, 0.1, 0.05, 0.1]), momentum=learned(0.5)),
+                      {}),
     "learned adam": (mlp, regression, lambda: adam(lr=learned(0.05)), {}),
     "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.3), nn.Linear(3, 3)), regression, lambda: sgd(lr=0.1),
                 {}),
