@@ -15,7 +15,7 @@ from metagrad._tree import Tree, dissect
 from metagrad.autograd.steps import checked_pair
 from metagrad.memory.storages import Ledger, StorageMode
 
-Mode = Literal["full", "step", "sqrt", "auto"]
+Mode = Literal["full", "step", "sqrt", "auto"]  # and "block", where the model and its loss are known
 
 Memory: TypeAlias = "Mode | str | int | float"
 """A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
@@ -43,6 +43,11 @@ def checked_memory(call: str, memory: Memory) -> Mode | int:
         and memory > 0
     ):
         return int(memory)
+    if memory == "block":
+        raise ValueError(
+            f'{call}: memory="block" needs to know the model and its loss. Call metagrad.autograd.block_gradient in '
+            'the step and keep memory="full", or use MAML(..., memory="block").'
+        )
     raise ValueError(
         f'{call}: memory must be "full", "step", "sqrt", "auto", or a budget in bytes such as 2e9 or "512MiB", '
         f"got {memory!r}."

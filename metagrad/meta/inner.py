@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad import memory as memory_tracking
 from metagrad._tree import Tree, tree_map
+from metagrad.autograd.blocks import block_gradient
 from metagrad.autograd.budget import Memory, checked_memory, free_bytes
+from metagrad.autograd.chain_types import Chain
 from metagrad.autograd.lint import refuse_defects
 from metagrad.autograd.schedule import Step
 from metagrad.autograd.unroll import unroll
@@ -48,6 +50,7 @@ class InnerLoop:
         memory: What :func:`metagrad.unroll` keeps.
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
+        chain: The model by blocks and its loss, where gradients are taken block by block.
     """
 
     rule: Rule
@@ -55,6 +58,12 @@ class InnerLoop:
     memory: Memory
     truncate: int | None = None
     tolerance: float | None = None
+    chain: Chain | None = None
+
+    @property
+    def kept(self) -> Memory | Literal["block"]:
+        """What ``MAML(memory=...)`` was."""
+        return self.memory if self.chain is None else "block"
 
     def sharing(self, num_parts: int, device: torch.device) -> InnerLoop:
         """Return the loop of one of several parts whose graphs are alive together: budgets are divided."""
@@ -110,11 +119,7 @@ class InnerLoop:
         def step(state: tuple, t: int, x: Tensor, y: Tensor) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
             with phase("inner", t):
-                losses, _ = loss(params, x, y, labels)
-                total = losses.sum()
-                if create_graph and t == 0:
-                    refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
-                grads = _gradients(total, params, create_graph)
+                losses, grads = self._gradients(loss, params, x, y, labels, create_graph, t)
                 moved = self.rule.update(grads, rule_state, params)
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
@@ -122,6 +127,25 @@ class InnerLoop:
                 return (*_where(active, moved, (params, rule_state)), used + active), losses
 
         return step
+
+    def _gradients(
+        self,
+        loss: Loss,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        labels: Labels | None,
+        create_graph: bool,
+        t: int,
+    ) -> tuple[Tensor, Params]:
+        if self.chain is not None:
+            losses, grads = block_gradient(self.chain, params, x, y)
+            return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
+        losses, _ = loss(params, x, y, labels)
+        total = losses.sum()
+        if create_graph and t == 0:
+            refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
+        return losses, _gradients(total, params, create_graph)
 
 
 def _from(step: Step, first: int) -> Step:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
 from metagrad.autograd.budget import Memory
+from metagrad.autograd.chain import chain
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,
@@ -49,6 +50,9 @@ class MAML(nn.Module):
         steps: The number of inner steps, 0 or more.
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML).
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
+            ``"block"`` keeps a state for each step and takes its derivative block by block, as
+            :func:`metagrad.autograd.block_gradient` does: for models that are chains of blocks
+            (``nn.Sequential``) and too large for the graph of one step; the tasks run one by one.
         truncate: Differentiate through the last so many inner steps alone, and take those before as first-order
             MAML takes all of them; None differentiates through all.
         tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
@@ -88,19 +92,26 @@ class MAML(nn.Module):
         inner: Rule,
         steps: int,
         order: int = 2,
-        memory: Memory = "full",
+        memory: Memory | Literal["block"] = "full",
         truncate: int | None = None,
         tolerance: float | None = None,
         task_chunk: int | None = None,
         sparse: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        check_arguments(model, steps, order, memory, task_chunk)
+        check_arguments(model, steps, order, "full" if memory == "block" else memory, task_chunk)
         check_ends(truncate, tolerance)
         self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
         self.inner = InnerLoop(inner, order, memory, truncate, tolerance)
+        if memory == "block":
+            if sparse:
+                raise ValueError(
+                    'MAML(..., memory="block"): tables cannot be replaced by rows within a block.'
+                )
+            self.inner = dataclasses.replace(self.inner, memory="full", chain=chain(model, loss_fn))
+            task_chunk = 1
         self.objective = Objective(model, loss_fn)
         self.batching = Batching(task_chunk)
         for name, parameter in _learned(inner):
@@ -160,7 +171,7 @@ class MAML(nn.Module):
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
         return (
-            f"steps={self.steps}, order={self.inner.order}, memory={self.inner.memory!r}, "
+            f"steps={self.steps}, order={self.inner.order}, memory={self.inner.kept!r}, "
             f"inner={type(self.inner.rule).__name__}, task_chunk={self.batching.task_chunk}"
         )
 
