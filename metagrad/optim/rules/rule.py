@@ -120,15 +120,10 @@ def is_used(value: Hyperparameter) -> bool:
 def plus_scaled(
     bases: list[Tensor], scales: list[float | Tensor], directions: list[Tensor], sign: int = 1
 ) -> list[Tensor]:
-    """Compute ``base + sign * scale * direction`` for each parameter, in one call where scales are equal numbers."""
-    first = scales[0] if scales else 0.0
-    sparse = any(isinstance(tensor, RowSparse) for tensor in [*bases, *directions])
-    if not sparse and isinstance(first, (int, float)) and all(scale is first for scale in scales):
-        return list(
-            torch._foreach_add(  # type: ignore[reportPrivateImportUsage]
-                bases, directions, alpha=sign * first
-            )
-        )
+    """Compute ``base + sign * scale * direction`` for each parameter.
+
+    Not by ``torch._foreach_add``, which keeps its operands for a backward that needs none of them.
+    """
     return [
         _plus_scaled(base, scale, direction, sign)
         for base, scale, direction in zip(bases, scales, directions, strict=True)
