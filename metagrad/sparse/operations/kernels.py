@@ -36,12 +36,12 @@ def matmul(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
     if not pattern.nnz or not shape[1]:
         return dense.new_zeros(shape)
     if _prefers_dense(pattern, dense):
-        result = _made_dense(pattern, values) @ dense
+        result = _times(_made_dense(pattern, values), dense)
         # An infinity or NaN times a cell that is not stored is nothing in a sparse product, and NaN in this one.
         if result.isfinite().all():
             return result
     if _uses_csr(dense):
-        return _csr(pattern.crow, pattern.col, values, pattern.shape) @ dense.contiguous()
+        return _times(_csr(pattern.crow, pattern.col, values, pattern.shape), dense.contiguous())
     result = dense.new_zeros(shape)
     for part in _slices(pattern.nnz, shape[1]):
         result.index_add_(0, pattern.row[part], _scaled_rows(dense, pattern.col[part], values[part, None]))
@@ -54,7 +54,7 @@ def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
     if not pattern.nnz or not a.shape[1]:
         return a.new_zeros(pattern.nnz)
     if _prefers_dense(pattern, a):
-        product = a @ b.t()
+        product = _times(a, b.t())
         count_densified(product.nbytes)
         return product.view(-1).index_select(0, pattern.cells)
     if _uses_csr(a):
@@ -78,7 +78,7 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
         return values.new_zeros(shape).index_add_(0, segments.ids, values)
     ones = values.new_ones(len(segments))
     sums = _csr(segments.pointers, segments.order, ones, (shape[0], len(segments)))
-    return (sums @ values.flatten(1) if values.ndim > 1 else sums @ values).reshape(shape)
+    return _times(sums, values.flatten(1) if values.ndim > 1 else values).reshape(shape)
 
 
 def _announce_csr() -> None:
@@ -111,6 +111,14 @@ def _made_dense(pattern: Pattern, values: Tensor) -> Tensor:
     count_densified(matrix.nbytes)
     matrix.view(-1).scatter_(0, pattern.cells, values)
     return matrix
+
+
+def _times(matrix: Tensor, dense: Tensor) -> Tensor:
+    """Multiply in the dtype of the operands: autocast would cast one of them, to a dtype without CSR products."""
+    if not torch.is_autocast_enabled(dense.device.type):
+        return matrix @ dense
+    with torch.autocast(dense.device.type, enabled=False):
+        return matrix @ dense
 
 
 def _scaled_rows(x: Tensor, index: Tensor, factors: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from metagrad.sparse import Pattern, Segments
-from metagrad.sparse.operations import kernels
+from metagrad.sparse.operations import kernels, rules
 from metagrad.sparse.policies.policy import SparsePolicy, use_policy
 from tests.sparse.guards import no_large_outputs
 
@@ -117,3 +117,25 @@ def test_dense_products_stay_below_the_limit():
         product = kernels.matmul(pattern, values, b)
         kernels.sample(pattern, a, b)
     torch.testing.assert_close(product, dense(pattern, values) @ b)
+
+
+@pytest.mark.parametrize(
+    "policy", [SparsePolicy(), SparsePolicy(threshold=0.0, min_nnz=0)], ids=["sparse", "dense"]
+)
+def test_autocast_leaves_products_and_their_derivatives_in_the_dtype_of_the_operands(policy):
+    pattern = Pattern.banded(6, below=1, above=1)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).requires_grad_()  # noqa: E731
+    values, x = draw(pattern.nnz), draw(6, 3)
+
+    def derivatives():
+        y = rules.matmul(pattern, values, x)
+        z = rules.segment_sum(rules.sample(pattern, y, x).unsqueeze(1) * y[pattern.row], pattern.cols)
+        first = torch.autograd.grad((z**2).sum(), [values, x], create_graph=True)
+        return [z, *first, *torch.autograd.grad(sum((g**2).sum() for g in first), [values, x])]
+
+    with use_policy(policy):
+        expected = derivatives()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = derivatives()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
