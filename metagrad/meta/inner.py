@@ -97,7 +97,7 @@ class InnerLoop:
                 "torch.no_grad(), under which MAML adapts all the same."
             )
         keep_graph = torch.is_grad_enabled()
-        last = steps if self.truncate is None else min(self.truncate, steps)
+        last = self.differentiated(steps)
         step = self._step(loss, labels, keep_graph)
         state = (params, self.rule.init(params), used)
         collected = []
@@ -105,13 +105,19 @@ class InnerLoop:
             early = self._step(loss, labels, keep_graph=False)
             state, losses = unroll(early, state, x, y, steps=steps - last, create_graph=False)
             collected.append(losses)
-            state = (_with_history_of(params, state[0]), *state[1:])
+            state = (with_history_of(params, state[0]), *state[1:])
         if last:
             late = _from(step, steps - last)
             state, losses = unroll(late, state, x, y, steps=last, memory=self.memory)
             collected.append(losses)
         params, _, used = state
         return Adaptation(params, torch.cat(collected), used)
+
+    def differentiated(self, steps: int) -> int:
+        """Return how many of the last steps a result is differentiated through."""
+        if self.truncate is None or not torch.is_grad_enabled():
+            return steps
+        return min(self.truncate, steps)
 
     def _step(self, loss: Loss, labels: Labels | None, keep_graph: bool) -> Step:
         create_graph = self.order == 2 and keep_graph
@@ -124,7 +130,7 @@ class InnerLoop:
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
                 active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
-                return (*_where(active, moved, (params, rule_state)), used + active), losses
+                return (*where_active(active, moved, (params, rule_state)), used + active), losses
 
         return step
 
@@ -153,7 +159,7 @@ def _from(step: Step, first: int) -> Step:
     return lambda state, t, *args: step(state, first + t, *args)
 
 
-def _with_history_of(starts: Params, values: Params) -> Params:
+def with_history_of(starts: Params, values: Params) -> Params:
     """Return values that pass their cotangents on to what they came from, as if nothing had happened between."""
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
 
@@ -163,7 +169,7 @@ def _norms(grads: Params, num_axes: int) -> Tensor:
     return torch.stack([g.detach().flatten(num_axes).square().sum(-1) for g in grads.values()]).sum(0).sqrt()
 
 
-def _where(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
+def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
     """Choose task by task; what has no task axis, such as a count of steps, moves on."""
 
     def choose(new: object, old: object) -> object:

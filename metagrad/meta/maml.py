@@ -24,8 +24,9 @@ from metagrad.meta.checks import (
 )
 from metagrad.meta.inner import InnerLoop, outer_phase
 from metagrad.meta.objective import Labels, LossFn, Objective
+from metagrad.meta.reader import Reader
 from metagrad.meta.result import Adapted, MAMLOutput
-from metagrad.meta.tables import Reader, check_tables, find_rows
+from metagrad.meta.tables import check_tables, find_rows
 from metagrad.meta.work import Work
 from metagrad.optim.rules import Params, Rule
 
@@ -163,7 +164,7 @@ class MAML(nn.Module):
             (params, losses, used, rows), chunk = self._over_tasks(Work.adapt, tasks, labels, steps)
         refuse_nonfinite(losses, None)
         if self.sparse:
-            reader = Reader(self.objective, self.inner.rule, steps, rows, chunk)
+            reader = Reader(self.objective, self.inner, steps, used, rows, chunk)
             return Adapted(params, losses, used, reader.predict, rows)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
         return Adapted(params, losses, used, predict)

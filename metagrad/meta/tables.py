@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.meta.objective import Objective
 from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.swap import find_tables
@@ -79,58 +77,3 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
     """Return rows of a table, to be differentiated with respect to in any grad mode."""
     values = embedding(rows, table)
     return values if values.requires_grad else values.requires_grad_()
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Predicts with adapted tables, also where an input looks up rows that the support examples do not.
-
-    The gradient of such a row is zero in every inner step, so its adapted value is what the rule makes of that:
-    without weight decay, the row itself.
-
-    Attributes:
-        objective: The loss and the model.
-        rule: What makes a step of a gradient.
-        steps: How many steps were taken.
-        rows: The rows that were adapted, ``[tasks, R]``, by the name of the table.
-        chunk: How many tasks to compute together; 1 means one by one, without vmap.
-    """
-
-    objective: Objective
-    rule: Rule
-    steps: int
-    rows: Params
-    chunk: int
-
-    def predict(self, params: Params, x: Tensor) -> Tensor:
-        """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
-        model = self.objective.model
-        wanted = find_rows(model, tuple(self.rows), [x], self.chunk)
-        resting = self._at_rest(wanted)
-        values = {
-            name: _chosen(rows, self.rows[name], params[name], resting[name]) for name, rows in wanted.items()
-        }
-        objective = dataclasses.replace(self.objective, rows=wanted)
-        predict = objective.predict_each if self.chunk == 1 else objective.predict_stacked
-        return predict({**params, **values}, x)
-
-    def _at_rest(self, rows: Params) -> Params:
-        """Return what all steps make of parameters whose gradient is zero."""
-        params: Params = {
-            name: look_up(p, rows[name]) if name in rows else p
-            for name, p in self.objective.model.named_parameters()
-            if p.requires_grad
-        }
-        zeros = {name: torch.zeros_like(p) for name, p in params.items()}
-        state = self.rule.init(params)
-        for _ in range(self.steps):
-            params, state = self.rule.update(zeros, state, params)
-        return params
-
-
-def _chosen(wanted: Tensor, adapted_rows: Tensor, adapted: Tensor, resting: Tensor) -> Tensor:
-    """Take the adapted values of the rows that have one, and those at rest of the others."""
-    place = torch.searchsorted(adapted_rows, wanted).clamp_(max=adapted_rows.shape[1] - 1)
-    is_adapted = adapted_rows.gather(1, place) == wanted
-    index = place.unsqueeze(-1).expand(-1, -1, adapted.shape[-1])
-    return torch.where(is_adapted.unsqueeze(-1), adapted.gather(1, index), resting)

@@ -200,6 +200,10 @@ def test_adapted_models_know_rows_that_the_support_does_not(rule, task_chunk):
         )
         for names in (sparse, ())
     )
+    assert_adapted_equal_to_dense(maml, reference)
+
+
+def assert_adapted_equal_to_dense(maml, reference):
     batch = draw()
     results = []
     for each in (maml, reference):
@@ -210,6 +214,21 @@ def test_adapted_models_know_rows_that_the_support_does_not(rule, task_chunk):
             torch.testing.assert_close(each.adapt(batch.support)(batch.query.x), y.detach())
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-10, atol=1e-12)
     assert_same(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+@pytest.mark.parametrize(
+    "ends",
+    [{"truncate": 2}, {"tolerance": 2.0}, {"truncate": 2, "tolerance": 2.0}],
+    ids=lambda ends: "+".join(ends),
+)
+def test_rows_that_the_support_does_not_know_end_with_their_task(ends, task_chunk):
+    """Weight decay moves them as long as the task takes steps, and is differentiated in the last steps alone."""
+    inner = sgd(lr=0.3, momentum=0.5, weight_decay=0.2)
+    maml, reference = both("known layers", inner=inner, steps=5, task_chunk=task_chunk, **ends)
+    assert_adapted_equal_to_dense(maml, reference)
+    if "tolerance" in ends:
+        assert len(maml.adapt(draw().support).used.unique()) > 1
 
 
 def test_the_adapted_rows():
