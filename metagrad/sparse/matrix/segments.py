@@ -74,11 +74,6 @@ class Segments:
         """How many entries each segment has, int64 [num_segments]."""
         return torch.bincount(self.ids, minlength=self.num_segments)
 
-    def repeat(self, num: int) -> Segments:
-        """Return the segments of ``num`` copies side by side."""
-        offset = torch.arange(num, device=self.ids.device).repeat_interleave(len(self)) * self.num_segments
-        return Segments.grouped(self.ids.repeat(num) + offset, num * self.num_segments)
-
     def __len__(self) -> int:
         return self.ids.shape[0]
 

@@ -28,8 +28,6 @@ def test_the_grouping_is_known():
     assert SEGMENTS.counts.tolist() == [2, 0, 3, 0]
     assert SEGMENTS.pointers.tolist() == [0, 2, 2, 5, 5]
     assert repr(SEGMENTS) == "Segments(entries=5, num_segments=4)"
-    assert SEGMENTS.repeat(2).ids.tolist() == [2, 0, 2, 2, 0, 6, 4, 6, 6, 4]
-    assert SEGMENTS.repeat(2).num_segments == 8
 
 
 @settings(max_examples=25, deadline=None)
