@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, detached, tree_map
-from metagrad.autograd.budget import Memory, checked_memory
+from metagrad.autograd.budget import Memory, Mode, checked_memory
+from metagrad.autograd.compiled import Compile, CompileOptions, checked_compile
+from metagrad.autograd.compiled_loop import Kernels, unroll_compiled
 from metagrad.autograd.schedule import Step, in_turn, plain, unroll_by
 from metagrad.autograd.steps import checked_pair
 
@@ -21,6 +23,7 @@ def unroll(
     memory: Memory = "full",
     truncate: int | None = None,
     create_graph: bool | None = None,
+    compile: Compile = False,
 ) -> tuple[Tree, Tree]:
     r"""Run an inner loop and make its result differentiable with respect to the state and the arguments.
 
@@ -41,6 +44,13 @@ def unroll(
     graphs and states that are kept stay below the budget, and the reverse sweep needs, beside them, what the
     derivative of one step needs.
 
+    ``compile=True`` compiles one step and one vector-Jacobian product of a step, by ``torch.compile``, and reuses
+    them for any number of steps. The step must then be a pure function, which takes its inner gradient by
+    :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
+    rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
+    data, running statistics) runs as it is, with one warning that says why. Derivatives beyond the first of what
+    is returned are computed without compiled code.
+
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
             dtypes of the one it takes. ``aux`` is a tree of tensors (an inner loss, say) or None. A gradient
@@ -53,6 +63,8 @@ def unroll(
             (truncated reverse mode); None differentiates through all.
         create_graph: Whether the result is differentiable; None says: if grad mode is on. False detaches every
             state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
+        compile: Whether to compile; ``"whole"`` makes one graph of all steps, for short loops; a dict holds options
+            of ``torch.compile``, such as ``{"mode": "max-autotune"}``, and ``"whole": True`` if meant.
 
     Returns:
         The last state, and ``aux`` with its tensors stacked along a new first axis, ``[steps, ...]``; None
@@ -62,7 +74,7 @@ def unroll(
         ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, ``memory`` is unknown or a budget
             that is too small for one step (the message says how much is needed), ``step`` returns something
             else than a pair, changes the structure, a shape or a dtype of the state, or (when recomputed)
-            writes in place.
+            writes in place; with ``compile``, ``step`` reads a tensor that requires grad and is not an argument.
         TypeError: ``steps`` is not an int, or ``aux`` holds something that is neither a tensor nor None.
 
     Example:
@@ -84,10 +96,15 @@ def unroll(
     _check_steps(steps)
     _check_truncate(truncate, steps)
     mode = checked_memory("unroll(...)", memory)
+    options = checked_compile("unroll(...)", compile)
+    if options is not None and options.whole and mode != "full":
+        raise ValueError(f'unroll(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
     if create_graph is None:
         create_graph = torch.is_grad_enabled()
     if steps == 0:
         return state, None
+    if options is not None:
+        return _compiled(options, step, state, args, steps, mode, truncate, create_graph)
     if not create_graph:
         return _without_graphs(step, state, args, range(steps))
     if mode != "full" and torch._C._are_functorch_transforms_active():
@@ -105,6 +122,47 @@ def unroll(
 
     return in_turn(
         [(_without_graphs, range(first)), (differentiable, range(first, steps))], step, state, args
+    )
+
+
+_kernels: dict[tuple, Kernels] = {}
+
+
+def _compiled(
+    options: CompileOptions,
+    step: Step,
+    state: Tree,
+    args: tuple,
+    steps: int,
+    mode: Mode | int,
+    truncate: int | None,
+    create_graph: bool,
+) -> tuple[Tree, Tree]:
+    """Run a loop by compiled code, or else as without ``compile``."""
+    key = (getattr(step, "__code__", type(step)), options.key())
+    kernels = _kernels.setdefault(key, Kernels("unroll(step, ..., compile)", options.options))
+    memory = "whole" if options.whole else mode
+    first = steps if not create_graph else 0 if truncate is None else steps - truncate
+
+    def early(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.no_grad():
+            return unroll_compiled(kernels, step, state, args, times, memory)
+
+    def late(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.enable_grad():
+            return unroll_compiled(kernels, step, state, args, times, memory)
+
+    def compiled() -> tuple[Tree, Tree]:
+        last, aux = in_turn([(early, range(first)), (late, range(first, steps))], step, state, args)
+        return tree_map(
+            lambda before, after: int(after) if isinstance(before, int) else after, state, last
+        ), aux
+
+    return kernels.attempt(
+        compiled,
+        lambda: unroll(
+            step, state, *args, steps=steps, memory=mode, truncate=truncate, create_graph=create_graph
+        ),
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.budget import Memory, checked_memory
+from metagrad.autograd.compiled import Compile, checked_compile
+from metagrad.meta.programs import Programs
 
 
 class ExamplesLike(Protocol):
@@ -73,6 +75,16 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
         )
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
+
+
+def check_compile(compile: Compile, memory: Memory) -> Programs | None:
+    """Refuse options that mean nothing; return what is to be compiled."""
+    options = checked_compile("MAML(...)", compile)
+    if options is None:
+        return None
+    if options.whole and memory != "full":
+        raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
+    return Programs(options)
 
 
 def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:

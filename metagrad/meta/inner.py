@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from metagrad._tree import Tree, tree_map
 from metagrad.autograd.blocks import block_gradient
 from metagrad.autograd.budget import Memory, checked_memory, free_bytes
 from metagrad.autograd.chain_types import Chain
+from metagrad.autograd.compiled_loop import unroll_compiled
 from metagrad.autograd.lint import refuse_defects
-from metagrad.autograd.schedule import Step
+from metagrad.autograd.schedule import Step, plain
 from metagrad.autograd.unroll import unroll
 from metagrad.meta.objective import Labels
+from metagrad.meta.programs import Programs, hyperparameters
 from metagrad.meta.tables import look_up
 from metagrad.optim.rules import Params, Rule
 
@@ -51,6 +54,7 @@ class InnerLoop:
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
         chain: The model by blocks and its loss, where gradients are taken block by block.
+        programs: What has been compiled; None compiles nothing.
     """
 
     rule: Rule
@@ -59,6 +63,7 @@ class InnerLoop:
     truncate: int | None = None
     tolerance: float | None = None
     chain: Chain | None = None
+    programs: Programs | None = None
 
     @property
     def kept(self) -> Memory | Literal["block"]:
@@ -91,24 +96,25 @@ class InnerLoop:
         used = torch.zeros(tasks, dtype=torch.int64, device=x.device)
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
-        if torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             raise RuntimeError(
                 "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
                 "torch.no_grad(), under which MAML adapts all the same."
             )
-        keep_graph = torch.is_grad_enabled()
         last = self.differentiated(steps)
-        step = self._step(loss, labels, keep_graph)
         state = (params, self.rule.init(params), used)
+        fields = () if self.programs is None else (hyperparameters(self.rule, params),)
+        step = self._step(loss, labels, torch.is_grad_enabled())
         collected = []
         if last < steps:
             early = self._step(loss, labels, keep_graph=False)
-            state, losses = unroll(early, state, x, y, steps=steps - last, create_graph=False)
+            with torch.no_grad():
+                state, losses = self._loop(early, state, (x, y, *fields), range(steps - last))
             collected.append(losses)
+            state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
             state = (with_history_of(params, state[0]), *state[1:])
         if last:
-            late = _from(step, steps - last)
-            state, losses = unroll(late, state, x, y, steps=last, memory=self.memory)
+            state, losses = self._loop(step, state, (x, y, *fields), range(steps - last, steps))
             collected.append(losses)
         params, _, used = state
         return Adaptation(params, torch.cat(collected), used)
@@ -119,14 +125,27 @@ class InnerLoop:
             return steps
         return min(self.truncate, steps)
 
+    def _loop(self, step: Step, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
+        if torch.compiler.is_compiling():
+            return plain(step, state, args, times)
+        if self.programs is None:
+            late = _from(step, times.start) if times.start else step
+            return unroll(late, state, *args, steps=len(times), memory=self.memory)
+        memory = checked_memory("MAML(...)", self.memory)
+        around = functools.partial(phase, "inner")
+        return unroll_compiled(self.programs, step, state, args, times, memory, around=around)
+
     def _step(self, loss: Loss, labels: Labels | None, keep_graph: bool) -> Step:
         create_graph = self.order == 2 and keep_graph
 
-        def step(state: tuple, t: int, x: Tensor, y: Tensor) -> tuple[tuple, Tensor]:
+        def step(
+            state: tuple, t: int, x: Tensor, y: Tensor, fields: dict[str, Any] | None = None
+        ) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
-            with phase("inner", t):
+            rule = self.rule if fields is None else type(self.rule)(**fields)
+            with phase("inner", t) if fields is None else contextlib.nullcontext():
                 losses, grads = self._gradients(loss, params, x, y, labels, create_graph, t)
-                moved = self.rule.update(grads, rule_state, params)
+                moved = rule.update(grads, rule_state, params)
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
                 active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
@@ -144,14 +163,31 @@ class InnerLoop:
         create_graph: bool,
         t: int,
     ) -> tuple[Tensor, Params]:
+        if torch.compiler.is_compiling():
+            return _functional_gradients(loss, params, x, y, self.order)
         if self.chain is not None:
             losses, grads = block_gradient(self.chain, params, x, y)
             return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
-        losses, _ = loss(params, x, y, labels)
+        losses, predictions = loss(params, x, y, labels)
+        if self.programs is not None:
+            self.programs.prediction = tuple(predictions.shape[losses.ndim :])
         total = losses.sum()
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
         return losses, _gradients(total, params, create_graph)
+
+
+def _functional_gradients(
+    loss: Loss, params: Params, x: Tensor, y: Tensor, order: int
+) -> tuple[Tensor, Params]:
+    """Differentiate by torch.func, which torch.compile takes; label bounds would be constants, so none are given."""
+
+    def total(params: Params) -> tuple[Tensor, Tensor]:
+        losses, _ = loss(params, x, y, None)
+        return losses.sum(), losses
+
+    grads, losses = torch.func.grad(total, has_aux=True)(params)
+    return losses, grads if order == 2 else {name: g.detach() for name, g in grads.items()}
 
 
 def _from(step: Step, first: int) -> Step:

@@ -12,12 +12,14 @@ from torch import nn
 from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
 from metagrad.autograd.budget import Memory
 from metagrad.autograd.chain import chain
+from metagrad.autograd.compiled import Compile
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,
     ExamplesLike,
     check_arguments,
     check_batch,
+    check_compile,
     check_ends,
     check_steps,
     refuse_nonfinite,
@@ -63,11 +65,16 @@ class MAML(nn.Module):
             up, by :func:`metagrad.sparse.swap_tables`: the same result at a cost that does not know V, and the
             gradient of the table is a :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one
             by one, as all elementwise ones do. The model runs once more on each batch, to find the rows.
+        compile: Whether to compile one inner step, its vector-Jacobian product and the query loss, which serve any
+            number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
+            meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
+            cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``)
+            runs as it is, with one warning that says why.
 
     Raises:
-        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance`` or ``task_chunk`` is out of range;
-            no parameter of the model requires grad; a name in ``sparse`` is not a table that is adapted, or
-            ``inner`` has a value for each of its rows.
+        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
+            out of range; no parameter of the model requires grad; a name in ``sparse`` is not a table that is
+            adapted, or ``inner`` has a value for each of its rows.
         TypeError: ``model`` is not a module, or ``sparse`` is a string.
 
     Example:
@@ -98,21 +105,25 @@ class MAML(nn.Module):
         tolerance: float | None = None,
         task_chunk: int | None = None,
         sparse: Sequence[str] = (),
+        compile: Compile = False,
     ) -> None:
         super().__init__()
         check_arguments(model, steps, order, "full" if memory == "block" else memory, task_chunk)
+        programs = check_compile(compile, memory)
         check_ends(truncate, tolerance)
         self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
-        self.inner = InnerLoop(inner, order, memory, truncate, tolerance)
+        self.inner = InnerLoop(inner, order, "full", truncate, tolerance, programs=programs)
         if memory == "block":
             if sparse:
                 raise ValueError(
                     'MAML(..., memory="block"): tables cannot be replaced by rows within a block.'
                 )
-            self.inner = dataclasses.replace(self.inner, memory="full", chain=chain(model, loss_fn))
+            self.inner = dataclasses.replace(self.inner, chain=chain(model, loss_fn))
             task_chunk = 1
+        else:
+            self.inner = dataclasses.replace(self.inner, memory=memory)
         self.objective = Objective(model, loss_fn)
         self.batching = Batching(task_chunk)
         for name, parameter in _learned(inner):
@@ -198,6 +209,8 @@ class MAML(nn.Module):
             parts = list(located.each() if chunk == 1 else located.split(chunk))
             inner = self.inner.sharing(len(parts), tasks.support_x.device)
             work = Work(self.objective, inner, labels, steps, stacked=chunk != 1)
+            if inner.programs is not None:
+                return _concatenated([work.compiled(do, params, part) for part in parts])
             return _concatenated([do(work, params, part) for part in parts])
 
         return self.batching.run(compute, used), used

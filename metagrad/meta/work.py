@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from metagrad._tree import tree_map
 from metagrad.meta.batching import Tasks
 from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
-from metagrad.meta.objective import Labels, Objective
+from metagrad.meta.objective import Labels, Objective, check_labels
+from metagrad.meta.programs import refuse_model
 from metagrad.optim.rules import Params
 
 
@@ -37,11 +40,30 @@ class Work(NamedTuple):
         assert tasks.query_y is not None
         adapted, losses, used = self._run(params, tasks)
         loss = self._loss(tasks.rows)
+        judge = loss if self.inner.programs is None else functools.partial(self.inner.programs.judge, loss)
         with phase("query"):
-            query_losses, predictions = loss(adapted, tasks.query_x, tasks.query_y, self.labels)
+            query_losses, predictions = judge(adapted, tasks.query_x, tasks.query_y, self.labels)
         if not self.stacked:
             query_losses, predictions = query_losses.unsqueeze(0), predictions.unsqueeze(0)
         return losses, used, query_losses, predictions
+
+    def compiled(
+        self, do: Callable[[Work, Params, Tasks], tuple], params: Params, tasks: Tasks
+    ) -> tuple[Tensor, ...]:
+        """Do a method of this class by compiled code, or else as it is."""
+        programs = self.inner.programs
+        assert programs is not None
+
+        def attempt() -> tuple[Tensor, ...]:
+            refuse_model(self.objective.model, tasks.rows)
+            if programs.prediction is not None:
+                check_labels(self.labels, programs.prediction)
+            if programs.is_whole and tasks.query_x is not None:
+                return programs.whole_batch(self, params, tasks)
+            return do(self, params, tasks)
+
+        eager = self._replace(inner=dataclasses.replace(self.inner, programs=None))
+        return programs.attempt(attempt, lambda: do(eager, params, tasks))
 
     def _run(self, params: Params, tasks: Tasks) -> Adaptation:
         """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""

@@ -1,0 +1,159 @@
+"""What is differentiated: models, batches of tasks and numbers of inner steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metagrad as mg
+from experiments.bench.models import Transformer
+from metagrad.tasks import Batch, Examples
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A meta-learning problem.
+
+    Attributes:
+        about: What it is, for the table.
+        model: Its parameters are the meta-parameters, and what is adapted.
+        loss_fn: Of the examples of one task.
+        batch: One meta-batch.
+        lr: Of the inner steps, which are plain gradient descent.
+        steps: How many.
+        budget: Bytes that the method with a budget may keep: more than one step needs, less than all.
+        methods: What is run; empty means all.
+    """
+
+    about: str
+    model: nn.Module
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batch: Batch
+    lr: float
+    steps: int
+    budget: int
+    methods: tuple[str, ...] = ()
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The meta-parameters."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the adapted parameters of all tasks."""
+        return self.batch.num_tasks * sum(p.nbytes for p in self.params.values())
+
+    def double(self) -> Workload:
+        """Return the same problem in float64, from the same weights."""
+        model = copy.deepcopy(self.model).double()
+        return replace(self, model=model, batch=self.batch.to(dtype=torch.float64), budget=2 * self.budget)
+
+
+def load(name: str, steps: int | None = None) -> Workload:
+    """Make a workload: the same weights and the same batch in every process."""
+    torch.manual_seed(0)
+    work = WORKLOADS[name]()
+    return work if steps is None else replace(work, steps=steps)
+
+
+def sinusoid(steps: int) -> Workload:
+    """The regression of Finn et al. 2017, section 5.1."""
+    batch = mg.tasks.Sinusoid(shots=10, queries=10).sample(25, generator=torch.Generator().manual_seed(0))
+    return Workload(
+        f"MLP 1-40-40-1, 25 tasks of 10 shots, {steps} steps",
+        mg.models.MLP([1, 40, 40, 1]),
+        F.mse_loss,
+        batch,
+        lr=0.01,
+        steps=steps,
+        budget=(4 + steps) * MIB // 4,
+    )
+
+
+def mlp(steps: int, rows: int = 32) -> Workload:
+    """A wide MLP and one task: nothing to batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        x = torch.randn(1, rows, 128, generator=generator)
+        return Examples(x, torch.randint(10, (1, rows), generator=generator))
+
+    return Workload(
+        f"MLP 128-512-512-512-10, one task of {rows} rows, {steps} steps",
+        mg.models.MLP([128, 512, 512, 512, 10]),
+        F.cross_entropy,
+        Batch(examples(), examples()),
+        lr=0.1,
+        steps=steps,
+        budget=(12 + 3 * steps // 2) * MIB,
+    )
+
+
+def conv4(num_tasks: int, steps: int) -> Workload:
+    """The Omniglot network and protocol of Finn et al. 2017, on noise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(shots: int) -> Examples:
+        images = torch.rand(num_tasks, 5 * shots, 1, 28, 28, generator=generator)
+        return Examples(images, torch.arange(5).repeat_interleave(shots).repeat(num_tasks, 1))
+
+    return Workload(
+        f"Conv4 of 64 filters, 5-way 1-shot, 15 queries, {num_tasks} tasks, {steps} steps",
+        mg.models.Conv4(5),
+        F.cross_entropy,
+        Batch(examples(1), examples(15)),
+        lr=0.4,
+        steps=steps,
+        budget=num_tasks * (16 + 2 * steps) * MIB,
+    )
+
+
+def transformer(
+    layers: int, num_tasks: int, rows: int, steps: int, methods: tuple[str, ...] = ()
+) -> Workload:
+    """Sequences of 32 vectors of 128 numbers, four heads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        x = torch.randn(num_tasks, rows, 32, 128, generator=generator)
+        return Examples(x, torch.randint(10, (num_tasks, rows), generator=generator))
+
+    return Workload(
+        f"transformer of {layers} layers, d=128, sequence 32, {num_tasks} tasks of {rows} rows, {steps} steps",
+        Transformer(layers),
+        F.cross_entropy,
+        Batch(examples(), examples()),
+        lr=0.01,
+        steps=steps,
+        budget=num_tasks * layers * rows * steps * MIB // 2,
+        methods=methods,
+    )
+
+
+BLOCKWISE = ("textbook loop", 'metagrad, "full"', 'metagrad, "step"', "metagrad, block by block")
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "sinusoid": partial(sinusoid, 5),
+    "sinusoid-50": partial(sinusoid, 50),
+    "mlp-20": partial(mlp, 20),
+    "mlp-50": partial(mlp, 50),
+    "conv4-4-1": partial(conv4, 4, 1),
+    "conv4-32-1": partial(conv4, 32, 1),
+    "conv4-4-5": partial(conv4, 4, 5),
+    "conv4-32-5": partial(conv4, 32, 5),
+    "transformer-5": partial(transformer, 2, 4, 4, 5),
+    "transformer-20": partial(transformer, 2, 4, 4, 20),
+    "block-12": partial(transformer, 12, 1, 16, 1, BLOCKWISE),
+    "block": partial(transformer, 24, 1, 16, 1, BLOCKWISE),
+    "memory": partial(mlp, 50, rows=256),
+}
+"""The last number in a name is that of the inner steps; in `block-12`, that of the layers."""

@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+
+rules = mg.optim.rules
+
+
+class Counting:
+    """A backend that counts how often torch.compile comes to it."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return aot_eager(graph, inputs)
+
+
+def draw_batch(seed=0, tasks=4):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *s: torch.randn(s, generator=generator, dtype=torch.float64)  # noqa: E731
+    return Batch(
+        Examples(draw(tasks, 6, 2), draw(tasks, 6, 1)), Examples(draw(tasks, 5, 2), draw(tasks, 5, 1))
+    )
+
+
+def mlp(*layers):
+    model = nn.Sequential(*layers or (nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))).double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return model
+
+
+class Custom(nn.Module):
+    """What only vmap can stack: a layer called twice, tied weights, a frozen gain, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.enter, self.mix, self.tied = nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.tied.weight = self.mix.weight
+        self.gain = nn.Parameter(torch.full((3,), 1.5), requires_grad=False)
+        self.register_buffer("shift", torch.full((3,), 0.25))
+        self.leave = nn.Linear(3, 1)
+        self.double()
+
+    def forward(self, x):
+        h = torch.tanh(self.enter(x)) * self.gain + self.shift
+        return self.leave(self.tied(torch.tanh(self.mix(self.mix(h)))))
+
+
+def meta_gradient(maml, batch, *, second=False, weights=None, **how):
+    params = list(maml.parameters())
+    params = [p for p in params if p.requires_grad]
+    out = maml(batch, **how)
+    loss = out.loss if weights is None else (out.query_losses * weights).sum() + out.losses.square().sum()
+    grads = torch.autograd.grad(loss, params, create_graph=second, materialize_grads=True)
+    if not second:
+        return grads
+    assert all(gradient.requires_grad for gradient in grads)
+    return torch.autograd.grad(
+        sum(gradient.pow(3).sum() for gradient in grads), params, materialize_grads=True
+    )
+
+
+def pair(model, rule, options=None, loss_fn=F.mse_loss, **how):
+    options = {"backend": "eager", **(options or {})}
+    eager = mg.MAML(model, loss_fn, inner=rule, **how)
+    return mg.MAML(model, loss_fn, inner=rule, compile=options, **how), eager
+
+
+def assert_same(got, expected, rtol=1e-10):
+    scale = max(float(e.abs().max()) for e in expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def learned(value):
+    return nn.Parameter(torch.tensor(value, dtype=torch.float64))
+
+
+RULES = {
+    "sgd": lambda: rules.sgd(lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: rules.adam(lr=0.05, weight_decay=0.1),
+    "rmsprop": lambda: rules.rmsprop(lr=0.05),
+    "adagrad": lambda: rules.adagrad(lr=0.05, lr_decay=0.1),
+    "a value for each step": lambda: rules.sgd(lr=[0.1, 0.2, 0.3]),
+    "learned": lambda: rules.sgd(lr=learned(0.1), momentum=learned(0.5)),
+    "learned for each step": lambda: rules.sgd(lr=learned([0.1, 0.2, 0.3])),
+    "learned for each parameter": lambda: rules.sgd(
+        lr={
+            name: learned(0.1).data.expand_as(p).clone().requires_grad_()
+            for name, p in mlp().named_parameters()
+        }
+    ),
+}
+WAYS = {
+    "full": {},
+    "step": {"memory": "step"},
+    "sqrt": {"memory": "sqrt"},
+    "budget": {"memory": "1MiB"},
+    "truncate": {"truncate": 2},
+    "tolerance": {"tolerance": 1.0},
+    "one by one": {"task_chunk": 1},
+    "in parts": {"task_chunk": 2},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_equals_eager(rule):
+    for memory in ("full", "step"):
+        compiled, eager = pair(mlp(), RULES[rule](), steps=3, memory=memory)
+        for second in (False, True):
+            batch = draw_batch(int(second))
+            assert_same(
+                meta_gradient(compiled, batch, second=second), meta_gradient(eager, batch, second=second)
+            )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_equals_eager(way):
+    compiled, eager = pair(Custom(), rules.sgd(lr=0.1), steps=3, **WAYS[way])
+    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    for how in ({"weights": weights}, {"second": True}, {"steps": 1}):
+        batch = draw_batch(1)
+        assert_same(meta_gradient(compiled, batch, **how), meta_gradient(eager, batch, **how))
+
+
+@pytest.mark.parametrize(
+    ("rule", "way"),
+    [
+        ("adam", "full"),
+        ("learned", "truncate"),
+        ("a value for each step", "tolerance"),
+        ("sgd", "one by one"),
+    ],
+)
+def test_the_whole_meta_gradient_equals_eager(rule, way):
+    compiled, eager = pair(mlp(), RULES[rule](), {"whole": True}, steps=3, **WAYS[way])
+    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    for how in ({}, {"weights": weights}, {"second": True}):
+        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
+
+
+def test_no_steps():
+    compiled, eager = pair(mlp(), rules.sgd(lr=0.1), steps=0)
+    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+
+
+def test_first_order():
+    for options in ({}, {"whole": True}):
+        compiled, eager = pair(mlp(), rules.sgd(lr=0.1), options, steps=3, order=1)
+        assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}])
+def test_outputs_and_adaptation_equal_eager(options):
+    compiled, eager = pair(mlp(), rules.sgd(lr=0.1), options, steps=3)
+    batch = draw_batch()
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            got, expected = compiled(batch), eager(batch)
+            for field in dataclasses.fields(got):
+                a, b = getattr(got, field.name), getattr(expected, field.name)
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+                assert a.requires_grad == b.requires_grad
+            a, b = compiled.adapt(batch.support)(batch.query.x), eager.adapt(batch.support)(batch.query.x)
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", [{}, {"memory": "step"}, {"memory": "sqrt"}, {"task_chunk": 1}])
+def test_nothing_is_compiled_again_for_other_values(how):
+    backend = Counting()
+    model = mlp()
+    compiled, eager = pair(model, rules.adam(lr=0.1), {"backend": backend}, steps=5, **how)
+    meta_gradient(compiled, draw_batch())
+    count = backend.count
+    assert count > 0
+    for seed, (steps, lr) in enumerate([(1, 0.1), (2, 0.2), (9, 0.3)]):
+        for maml in (compiled, eager):
+            maml.inner = dataclasses.replace(maml.inner, rule=rules.adam(lr=lr, betas=(0.8 + lr / 10, 0.99)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        batch = draw_batch(seed)
+        assert_same(meta_gradient(compiled, batch, steps=steps), meta_gradient(eager, batch, steps=steps))
+    assert backend.count == count
+
+
+def test_the_whole_is_not_compiled_again_for_other_values():
+    backend = Counting()
+    compiled, eager = pair(mlp(), rules.sgd(lr=0.1), {"backend": backend, "whole": True}, steps=2)
+    meta_gradient(compiled, draw_batch())
+    count = backend.count
+    for maml in (compiled, eager):
+        maml.inner = dataclasses.replace(maml.inner, rule=rules.sgd(lr=0.2))
+    assert_same(meta_gradient(compiled, draw_batch(1)), meta_gradient(eager, draw_batch(1)))
+    assert backend.count == count
+
+
+def hooked():
+    model = mlp()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if self.bias.sum() > 0 else 1)
+
+
+UNCOMPILABLE = {
+    "hooks": (hooked, "Linear .0. has hooks"),
+    "dropout": (lambda: mlp(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)), "random numbers are drawn"),
+    "running statistics": (
+        lambda: mlp(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        "running statistics",
+    ),
+    "control flow": (lambda: mlp(Branching(2, 1)), "torch.compile cannot take it"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}])
+@pytest.mark.parametrize("case", UNCOMPILABLE)
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(case, options):
+    make, reason = UNCOMPILABLE[case]
+    batch = draw_batch()
+    compiled, _ = pair(make(), rules.sgd(lr=0.1), options, steps=2, task_chunk=1)
+    _, eager = pair(make(), rules.sgd(lr=0.1), steps=2, task_chunk=1)
+    torch.manual_seed(1)
+    expected = meta_gradient(eager, batch)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match=f"without being compiled, because .*{reason}"):
+        got = meta_gradient(compiled, batch)
+    assert_same(got, expected)
+    for a, b in zip(compiled.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meta_gradient(compiled, batch)
+
+
+def test_a_hook_that_comes_later_is_seen():
+    model = mlp()
+    compiled, eager = pair(model, rules.sgd(lr=0.1), steps=2)
+    meta_gradient(compiled, draw_batch())
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.warns(UserWarning, match="has hooks"):
+        got = meta_gradient(compiled, draw_batch())
+    assert_same(got, meta_gradient(eager, draw_batch()))
+
+
+def test_a_model_in_another_mode_is_compiled_again():
+    model = mlp(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
+    compiled, eager = pair(model, rules.sgd(lr=0.1), steps=2)
+    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+    model.train()
+    with pytest.warns(UserWarning, match="random numbers are drawn"):
+        meta_gradient(compiled, draw_batch())
+
+
+def test_tables_of_rows_run_as_they_are():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 3), nn.Flatten(), nn.Linear(6, 1)).double()
+    ids = torch.arange(16).view(2, 4, 2)
+    y = torch.linspace(0, 1, 8, dtype=torch.float64).view(2, 4, 1)
+    batch = Batch(Examples(ids, y), Examples(ids, y))
+    compiled, eager = pair(model, rules.sgd(lr=0.1), steps=2, sparse=["0.weight"])
+    with pytest.warns(UserWarning, match=r"only the rows of '0\.weight' are there"):
+        got = compiled(batch).loss
+    torch.testing.assert_close(got, eager(batch).loss)
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}])
+def test_labels_are_checked_on_every_call(options):
+    compiled, _ = pair(mlp(nn.Linear(2, 3)), rules.sgd(lr=0.1), options, loss_fn=F.cross_entropy, steps=2)
+    x = draw_batch().support.x
+
+    def batch(highest):
+        y = torch.arange(6).remainder(highest + 1).expand(4, 6)
+        return Batch(Examples(x, y), Examples(x, y))
+
+    for highest in (1, 2):
+        assert compiled(batch(highest)).loss.isfinite()
+    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2"):
+        compiled(batch(3))
+
+
+def test_a_step_beyond_the_last_value_is_no_number():
+    compiled, _ = pair(mlp(), rules.sgd(lr=[0.1, 0.2]), steps=3)
+    with pytest.raises(FloatingPointError, match="after the last step"):
+        compiled(draw_batch())
+
+
+def test_a_normalisation_by_the_batch(images):
+    model = mg.models.Conv4(3, hidden=2, image_size=16).double()
+    compiled, eager = pair(model, rules.sgd(lr=0.1), loss_fn=F.cross_entropy, steps=1, task_chunk=2)
+    assert_same(meta_gradient(compiled, images), meta_gradient(eager, images), rtol=1e-9)
+
+
+def test_options_that_mean_nothing():
+    with pytest.raises(ValueError, match=r"MAML\(...\): compile must be"):
+        mg.MAML(mlp(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, compile="all")
+    with pytest.raises(ValueError, match=r'compile="whole".*got memory=.step'):
+        mg.MAML(mlp(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, compile="whole", memory="step")
+
+
+def test_under_a_memory_tracker_it_runs_as_it_is():
+    compiled, eager = pair(mlp(), rules.sgd(lr=0.1), steps=3, memory="step")
+    with mg.MemoryTracker(), pytest.warns(UserWarning, match="such as a MemoryTracker's on the CPU"):
+        got = meta_gradient(compiled, draw_batch())
+    assert_same(got, meta_gradient(eager, draw_batch()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = compiled(draw_batch())
+    with mg.MemoryTracker(), pytest.warns(UserWarning, match="such as a MemoryTracker's on the CPU"):
+        got = torch.autograd.grad(out.loss, list(compiled.parameters()))
+    assert_same(got, meta_gradient(eager, draw_batch()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [True, "whole"])
+def test_by_inductor(compile):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=3, compile=compile)
+    eager = mg.MAML(maml.model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=3)
+    for seed in (0, 1):
+        assert_same(meta_gradient(maml, draw_batch(seed)), meta_gradient(eager, draw_batch(seed)))
