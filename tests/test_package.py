@@ -21,7 +21,7 @@ NOT_IN_THE_CORE = {
     "pytest",
 }  # torch itself imports tqdm
 IMPORTED_WHERE_USED = {"scipy"}  # by the conversions from and to its matrices
-FLOORS = {"_tree": -1, "memory": 0, "sparse": 0, "autograd": 1, "optim": 3, "meta": 4}
+FLOORS = {"_tree": -1, "memory": 0, "sparse": 0, "autograd": 1, "curvature": 2, "optim": 3, "meta": 4}
 APART = {"tasks", "models"}
 
 
@@ -44,6 +44,11 @@ def wheel(tmp_path_factory) -> Path:
 def test_import_pulls_in_nothing_that_belongs_to_experiments():
     loaded = run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
     assert not NOT_IN_THE_CORE & {name.split(".")[0] for name in loaded}
+
+
+def test_import_does_not_load_the_compiler():
+    loaded = run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
+    assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor"))]
 
 
 def imported_packages(path: Path) -> set[str]:

@@ -1,9 +1,9 @@
-"""Compiling a step: what is asked of ``torch.compile``, when it may compile, and what happens where it cannot.
+"""Compiling a function: what is asked of ``torch.compile``, and when it may compile.
 
 ``torch.compile`` guards everything that a function reads and compiles again where a guard fails. A function passes
-a *gate* while it is traced, which is open only after the function has been tried without compiling. So whatever is
-compiled has been looked at before: the tensors it reads without being handed them, the random numbers it draws, and
-what it writes into; and as long as no guard fails, nothing needs to be looked at again.
+a *gate* while it is traced, which is open only after the function has been tried without compiling
+(:mod:`metagrad.autograd.compile_check`). So whatever is compiled has been looked at before, and as long as no guard
+fails, nothing needs to be looked at again.
 """
 
 from __future__ import annotations
@@ -11,36 +11,44 @@ from __future__ import annotations
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from metagrad._tree import is_differentiable
-from metagrad.autograd.ambient import RandomState
-from metagrad.autograd.budget import BudgetError
-from metagrad.autograd.reads import Constant
-from metagrad.autograd.replay import Recording, record
+from metagrad.autograd.compile_check import UncompilableError
 
 T = TypeVar("T")
 
 Compile: TypeAlias = "bool | Literal['whole'] | Mapping[str, object]"
 """Not; one step; the whole loop; or one step (with ``"whole": True`` the whole) and options of torch.compile."""
 
-_HOOKS = torch._C._autograd  # type: ignore[reportAttributeAccessIssue]
 _OPTIONS = ("backend", "mode", "options", "dynamic")
 
 
-class CompileOptions(NamedTuple):
-    """What :func:`checked_compile` makes of ``compile=``."""
+@dataclass(frozen=True, eq=False)
+class CompileOptions:
+    """What :func:`checked_compile` makes of ``compile=``.
+
+    Attributes:
+        whole: Whether to make one graph of everything.
+        options: Of ``torch.compile``.
+    """
 
     whole: bool
     options: dict[str, Any]
 
-    def key(self) -> tuple:
-        """Return what tells options apart."""
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompileOptions) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple:
         return (self.whole, *sorted((name, repr(value)) for name, value in self.options.items()))
 
 
@@ -65,14 +73,6 @@ def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
     )
 
 
-class UncompilableError(Exception):
-    """A function can be run, but not be compiled; says why, to follow "because"."""
-
-
-class FreeTensorError(ValueError):
-    """A step reads a tensor that requires grad without being handed it."""
-
-
 class _Gate(threading.local):
     """Whether functions may be compiled in this thread, and whether one tried while they might not."""
 
@@ -83,7 +83,6 @@ class _Gate(threading.local):
 _gate = _Gate()
 
 
-@torch.compiler.assume_constant_result
 def pass_gate() -> None:
     """Refuse to be traced while the gate is closed; compiled code does not come here."""
     if _gate.closed:
@@ -100,6 +99,8 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        # Not as a decorator, which would import the compiler along with this module.
+        torch.compiler.assume_constant_result(pass_gate)
         self.function = torch.compile(with_own_code(function), fullgraph=True, **options)
 
     def __call__(self, check: Callable[[], None], *args: object) -> Any:
@@ -114,8 +115,9 @@ class Compiled:
             _gate.closed = False
         check()
         with warnings.catch_warnings():
-            # What torch deprecates in itself, and says when the compiler is first imported, is not the caller's.
+            # What torch deprecates in itself, and what it asks of tensors while it traces, is not the caller's.
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
             return self.function(*args)
 
 
@@ -128,108 +130,6 @@ def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
     return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
 
 
-def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Constant]:
-    """Run a function once without compiling it, and refuse what compiling would lose.
-
-    Returns:
-        The tensors that it reads without being handed them.
-
-    Raises:
-        FreeTensorError: It reads one that requires grad.
-        UncompilableError: It draws random numbers, or writes into a tensor that it did not make.
-    """
-    random = RandomState()
-    recording = record(fn, args, {}, name=name)
-    random.restore()
-    written = [(c.tensor, c.before) for c in recording.call.reads.constants if c.before is not None]
-    with torch.no_grad():
-        for tensor, before in written:
-            tensor.copy_(before)
-    if _draws(recording):
-        raise UncompilableError(
-            "random numbers are drawn, as dropout does, and a recomputation would draw others"
-        )
-    if written:
-        raise UncompilableError(
-            "running statistics are written, as BatchNorm does, where only values may flow"
-        )
-    for tensor in recording.call.reads.differentiable:
-        raise FreeTensorError(
-            f"{name}: with compile, a tensor of shape {tuple(tensor.shape)} that requires grad is read without "
-            "being handed over, so its gradient would be lost. Pass it as an argument."
-        )
-    return [
-        constant._replace(version=constant.tensor._version) for constant in recording.call.reads.constants
-    ]
-
-
-def _draws(recording: Recording) -> bool:
-    random = recording.call.random
-    return random.cpu is not None or bool(random.cuda) or bool(recording.call.reads.generators)
-
-
-class Fallback:
-    """Tries what is compiled, and once that fails takes the other way for good, with one warning.
-
-    Args:
-        call: How warnings and errors name the call.
-    """
-
-    def __init__(self, call: str) -> None:
-        self.call = call
-        self.gave_up = False
-
-    def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
-        """Return what ``compiled()`` returns, or ``eager()`` if that cannot be."""
-        if self.gave_up:
-            return eager()
-        random = RandomState()
-        hooks_were_allowed = _HOOKS._saved_tensors_hooks_is_enabled()
-        try:
-            _refuse_unavailable()
-            return compiled()
-        except (torch.OutOfMemoryError, BudgetError, FreeTensorError):
-            raise
-        except Exception as error:
-            random.restore()
-            if hooks_were_allowed:
-                # Tracing that fails inside torch.func.grad leaves them disabled (torch 2.13).
-                _HOOKS._saved_tensors_hooks_enable()
-            # An error of the function's own comes out of it again, and leaves from there.
-            result = eager()
-            self.gave_up = not isinstance(error, _UnavailableError)
-            warnings.warn(
-                f"{self.call}: runs without being compiled, because {_reason(error)}. Pass compile=False to choose "
-                "this without a warning.",
-                stacklevel=2,
-            )
-            return result
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UncompilableError):
-        return str(error)
-    cause = getattr(error, "inner_exception", error)
-    lines = str(cause).strip().splitlines() or [type(cause).__name__]
-    return f"torch.compile cannot take it: {lines[0].rstrip('.')}"
-
-
-class _UnavailableError(UncompilableError):
-    """Compiled code cannot be run where it is called, but may be elsewhere."""
-
-
-def _refuse_unavailable() -> None:
-    """Raise if what is around the call keeps compiled code from being run."""
-    if torch._C._are_functorch_transforms_active():
-        raise _UnavailableError("it is called inside a torch.func transform")
-    if torch._C._len_torch_function_stack():
-        raise _UnavailableError("it is called inside a TorchFunctionMode, such as an enclosing checkpoint's")
-    if torch._C._len_torch_dispatch_stack():
-        raise _UnavailableError(
-            "it is called inside a TorchDispatchMode, such as a MemoryTracker's on the CPU"
-        )
-
-
 def operand(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     """Return a leaf of one layout, so that the same compiled code takes it every time."""
     leaf = tensor.detach().contiguous()
@@ -239,8 +139,6 @@ def operand(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     return leaf.requires_grad_() if requires_grad and is_differentiable(leaf) else leaf
 
 
-def check_versions(call: str, constants: Sequence[Constant]) -> None:
-    """Raise if a tensor that is read again was modified since."""
-    for constant in constants:
-        if constant.tensor._version != constant.version:
-            constant.replayed(call)
+def laid_out(tensor: Tensor) -> Tensor:
+    """Return a tensor in the layout of :func:`operand`, from within compiled code."""
+    return tensor.clone(memory_format=torch.contiguous_format)

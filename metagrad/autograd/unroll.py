@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from metagrad._tree import Tree, detached, tree_map
 from metagrad.autograd.budget import Memory, Mode, checked_memory
 from metagrad.autograd.compiled import Compile, CompileOptions, checked_compile
-from metagrad.autograd.compiled_loop import Kernels, unroll_compiled
+from metagrad.autograd.compiled_unroll import unroll_compiled
+from metagrad.autograd.kernels import Kernels
 from metagrad.autograd.schedule import Step, in_turn, plain, unroll_by
 from metagrad.autograd.steps import checked_pair
 
@@ -125,7 +128,17 @@ def unroll(
     )
 
 
-_kernels: dict[tuple, Kernels] = {}
+def _code(step: Callable) -> object:
+    """Return what a step shares with those that are made anew each time: its code, or its class."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return getattr(step, "__code__", type(step))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(code: object, options: CompileOptions) -> Kernels:
+    """Keep what was compiled of steps used lately; what they close over is guarded by torch.compile, not kept."""
+    return Kernels("unroll(step, ..., compile)", options)
 
 
 def _compiled(
@@ -139,24 +152,21 @@ def _compiled(
     create_graph: bool,
 ) -> tuple[Tree, Tree]:
     """Run a loop by compiled code, or else as without ``compile``."""
-    key = (getattr(step, "__code__", type(step)), options.key())
-    kernels = _kernels.setdefault(key, Kernels("unroll(step, ..., compile)", options.options))
+    kernels = _kernels(_code(step), options)
     memory = "whole" if options.whole else mode
     first = steps if not create_graph else 0 if truncate is None else steps - truncate
 
-    def early(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-        with torch.no_grad():
-            return unroll_compiled(kernels, step, state, args, times, memory)
-
-    def late(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-        with torch.enable_grad():
-            return unroll_compiled(kernels, step, state, args, times, memory)
+    def piece(differentiable: bool, step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.set_grad_enabled(differentiable):
+            return unroll_compiled(kernels, step, state, args, times, memory, owner=step)
 
     def compiled() -> tuple[Tree, Tree]:
-        last, aux = in_turn([(early, range(first)), (late, range(first, steps))], step, state, args)
-        return tree_map(
-            lambda before, after: int(after) if isinstance(before, int) else after, state, last
-        ), aux
+        pieces = [
+            (functools.partial(piece, False), range(first)),
+            (functools.partial(piece, True), range(first, steps)),
+        ]
+        last, aux = in_turn(pieces, step, state, args)
+        return tree_map(lambda old, new: int(new) if isinstance(old, int) else new, state, last), aux
 
     return kernels.attempt(
         compiled,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from metagrad.autograd.budget import Memory, checked_memory
 from metagrad.autograd.compiled import Compile, checked_compile
 from metagrad.meta.programs import Programs
+from metagrad.meta.whole import WholePrograms
 
 
 class ExamplesLike(Protocol):
@@ -84,7 +85,7 @@ def check_compile(compile: Compile, memory: Memory) -> Programs | None:
         return None
     if options.whole and memory != "full":
         raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
-    return Programs(options)
+    return WholePrograms(options) if options.whole else Programs(options)
 
 
 def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:

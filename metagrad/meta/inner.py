@@ -16,17 +16,16 @@ from metagrad._tree import Tree, tree_map
 from metagrad.autograd.blocks import block_gradient
 from metagrad.autograd.budget import Memory, checked_memory, free_bytes
 from metagrad.autograd.chain_types import Chain
-from metagrad.autograd.compiled_loop import unroll_compiled
+from metagrad.autograd.compiled_unroll import unroll_compiled
 from metagrad.autograd.lint import refuse_defects
 from metagrad.autograd.schedule import Step, plain
 from metagrad.autograd.unroll import unroll
-from metagrad.meta.objective import Labels
-from metagrad.meta.programs import Programs, hyperparameters
+from metagrad.meta.programs import Programs
 from metagrad.meta.tables import look_up
 from metagrad.optim.rules import Params, Rule
 
-Loss = Callable[[Params, Tensor, Tensor, Labels | None], tuple[Tensor, Tensor]]
-"""Parameters, inputs, targets, label bounds to losses (one, or one for each task) and predictions."""
+Loss = Callable[[Params, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
 
 
 class Adaptation(NamedTuple):
@@ -79,45 +78,37 @@ class InnerLoop:
         return replace(self, memory=int(budget) // num_parts)
 
     def run(
-        self,
-        loss: Loss,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        labels: Labels | None,
-        *,
-        steps: int,
-        tasks: tuple[int, ...],
+        self, loss: Loss, params: Params, x: Tensor, y: Tensor, *, steps: int, tasks: tuple[int, ...]
     ) -> Adaptation:
-        """Take ``steps`` steps on ``loss(params, x, y, labels)``; differentiable where grad mode is on.
+        """Take ``steps`` steps on ``loss(params, x, y)``; differentiable where grad mode is on.
 
         ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked.
         """
         used = torch.zeros(tasks, dtype=torch.int64, device=x.device)
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
-        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
-                "torch.no_grad(), under which MAML adapts all the same."
-            )
-        last = self.differentiated(steps)
-        state = (params, self.rule.init(params), used)
-        fields = () if self.programs is None else (hyperparameters(self.rule, params),)
-        step = self._step(loss, labels, torch.is_grad_enabled())
+        _refuse_inference_mode()
+        fields = () if self.programs is None else (self.programs.fields(self.rule, params, steps),)
+        state, args = (params, self.rule.init(params), used), (x, y, *fields)
+        first = steps - self.differentiated(steps)
         collected = []
-        if last < steps:
-            early = self._step(loss, labels, keep_graph=False)
-            with torch.no_grad():
-                state, losses = self._loop(early, state, (x, y, *fields), range(steps - last))
+        if first:
+            state, losses = self._without_graphs(loss, state, args, range(first))
             collected.append(losses)
-            state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
-            state = (with_history_of(params, state[0]), *state[1:])
-        if last:
-            state, losses = self._loop(step, state, (x, y, *fields), range(steps - last, steps))
+        if first < steps:
+            step = self._step(loss, torch.is_grad_enabled())
+            state, losses = self._loop(step, state, args, range(first, steps))
             collected.append(losses)
         params, _, used = state
         return Adaptation(params, torch.cat(collected), used)
+
+    def _without_graphs(self, loss: Loss, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
+        """Take the steps that are not differentiated through."""
+        params = state[0]
+        with torch.no_grad():
+            state, losses = self._loop(self._step(loss, keep_graph=False), state, args, times)
+        state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+        return (with_history_of(params, state[0]), *state[1:]), losses
 
     def differentiated(self, steps: int) -> int:
         """Return how many of the last steps a result is differentiated through."""
@@ -133,9 +124,11 @@ class InnerLoop:
             return unroll(late, state, *args, steps=len(times), memory=self.memory)
         memory = checked_memory("MAML(...)", self.memory)
         around = functools.partial(phase, "inner")
-        return unroll_compiled(self.programs, step, state, args, times, memory, around=around)
+        return unroll_compiled(
+            self.programs, step, state, args, times, memory, owner=self.programs, around=around
+        )
 
-    def _step(self, loss: Loss, labels: Labels | None, keep_graph: bool) -> Step:
+    def _step(self, loss: Loss, keep_graph: bool) -> Step:
         create_graph = self.order == 2 and keep_graph
 
         def step(
@@ -144,7 +137,7 @@ class InnerLoop:
             params, rule_state, used = state
             rule = self.rule if fields is None else type(self.rule)(**fields)
             with phase("inner", t) if fields is None else contextlib.nullcontext():
-                losses, grads = self._gradients(loss, params, x, y, labels, create_graph, t)
+                losses, grads = self._gradients(loss, params, x, y, create_graph, t)
                 moved = rule.update(grads, rule_state, params)
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
@@ -154,21 +147,14 @@ class InnerLoop:
         return step
 
     def _gradients(
-        self,
-        loss: Loss,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        labels: Labels | None,
-        create_graph: bool,
-        t: int,
+        self, loss: Loss, params: Params, x: Tensor, y: Tensor, create_graph: bool, t: int
     ) -> tuple[Tensor, Params]:
         if torch.compiler.is_compiling():
             return _functional_gradients(loss, params, x, y, self.order)
         if self.chain is not None:
             losses, grads = block_gradient(self.chain, params, x, y)
             return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
-        losses, predictions = loss(params, x, y, labels)
+        losses, predictions = loss(params, x, y)
         if self.programs is not None:
             self.programs.prediction = tuple(predictions.shape[losses.ndim :])
         total = losses.sum()
@@ -180,14 +166,22 @@ class InnerLoop:
 def _functional_gradients(
     loss: Loss, params: Params, x: Tensor, y: Tensor, order: int
 ) -> tuple[Tensor, Params]:
-    """Differentiate by torch.func, which torch.compile takes; label bounds would be constants, so none are given."""
+    """Differentiate by torch.func, which torch.compile takes."""
 
     def total(params: Params) -> tuple[Tensor, Tensor]:
-        losses, _ = loss(params, x, y, None)
+        losses, _ = loss(params, x, y)
         return losses.sum(), losses
 
     grads, losses = torch.func.grad(total, has_aux=True)(params)
     return losses, grads if order == 2 else {name: g.detach() for name, g in grads.items()}
+
+
+def _refuse_inference_mode() -> None:
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
+            "torch.no_grad(), under which MAML adapts all the same."
+        )
 
 
 def _from(step: Step, first: int) -> Step:

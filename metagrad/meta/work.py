@@ -7,13 +7,16 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from metagrad._tree import tree_map
+from metagrad.autograd.compile_check import UncompilableError
 from metagrad.meta.batching import Tasks
 from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
 from metagrad.meta.objective import Labels, Objective, check_labels
 from metagrad.meta.programs import refuse_model
+from metagrad.meta.whole import WholePrograms
 from metagrad.optim.rules import Params
 
 
@@ -42,7 +45,7 @@ class Work(NamedTuple):
         loss = self._loss(tasks.rows)
         judge = loss if self.inner.programs is None else functools.partial(self.inner.programs.judge, loss)
         with phase("query"):
-            query_losses, predictions = judge(adapted, tasks.query_x, tasks.query_y, self.labels)
+            query_losses, predictions = judge(adapted, tasks.query_x, tasks.query_y)
         if not self.stacked:
             query_losses, predictions = query_losses.unsqueeze(0), predictions.unsqueeze(0)
         return losses, used, query_losses, predictions
@@ -55,15 +58,24 @@ class Work(NamedTuple):
         assert programs is not None
 
         def attempt() -> tuple[Tensor, ...]:
-            refuse_model(self.objective.model, tasks.rows)
-            if programs.prediction is not None:
-                check_labels(self.labels, programs.prediction)
-            if programs.is_whole and tasks.query_x is not None:
-                return programs.whole_batch(self, params, tasks)
+            self._refuse_uncompilable(tasks)
+            if isinstance(programs, WholePrograms) and tasks.query_x is not None:
+                return programs.judge_all(self, params, tasks)
             return do(self, params, tasks)
 
         eager = self._replace(inner=dataclasses.replace(self.inner, programs=None))
         return programs.attempt(attempt, lambda: do(eager, params, tasks))
+
+    def _refuse_uncompilable(self, tasks: Tasks) -> None:
+        """Raise for what compiled code does not look at."""
+        if self.inner.chain is not None:
+            raise UncompilableError(
+                'memory="block" sweeps the blocks of a model by graphs of their own (memory="step" can be compiled)'
+            )
+        refuse_model(self.objective.model, tasks.rows)
+        assert self.inner.programs is not None
+        if self.inner.programs.prediction is not None:
+            check_labels(self.labels, self.inner.programs.prediction)
 
     def _run(self, params: Params, tasks: Tasks) -> Adaptation:
         """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
@@ -71,10 +83,27 @@ class Work(NamedTuple):
         shape = (x.shape[0],) if self.stacked else ()
         start = start_values(params, tasks.rows, x.shape[0] if self.stacked else None)
         adapted, losses, used = self.inner.run(
-            self._loss(tasks.rows), start, x, y, self.labels, steps=self.steps, tasks=shape
+            self._loss(tasks.rows), start, x, y, steps=self.steps, tasks=shape
         )
         return Adaptation(adapted, losses.reshape(self.steps, used.numel()).t(), used.reshape(-1))
 
     def _loss(self, rows: Params) -> Loss:
         objective = dataclasses.replace(self.objective, rows=rows)
-        return objective.stacked if self.stacked else objective.single
+        return LabelledLoss(objective.stacked if self.stacked else objective.single, self.labels)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LabelledLoss:
+    """A loss with the bounds of the labels that it is to look at.
+
+    Attributes:
+        loss: Parameters, inputs, targets, label bounds to losses (one, or one for each task) and predictions.
+        labels: The bounds. To compiled code they would be constants, so they are checked outside.
+    """
+
+    loss: Callable[[Params, Tensor, Tensor, Labels | None], tuple[Tensor, Tensor]]
+    labels: Labels | None
+
+    def __call__(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return losses and predictions."""
+        return self.loss(params, x, y, None if torch.compiler.is_compiling() else self.labels)

@@ -1,0 +1,68 @@
+"""What compiled code would lose, found by running a function once as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.ambient import RandomState
+from metagrad.autograd.replay import Recording, record
+
+
+class UncompilableError(Exception):
+    """A function can be run, but not be compiled; says why, to follow "because"."""
+
+
+class FreeTensorError(ValueError):
+    """A step reads a tensor that requires grad without being handed it."""
+
+
+def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Tensor]:
+    """Run a function once without compiling it, and refuse what compiling would lose.
+
+    Returns:
+        The tensors that it reads without being handed them.
+
+    Raises:
+        FreeTensorError: It reads one that requires grad.
+        UncompilableError: It draws random numbers, or writes into a tensor that it did not make.
+    """
+    recording = _recorded(fn, args, name)
+    if _draws(recording):
+        raise UncompilableError(
+            "random numbers are drawn, as dropout does, and a recomputation would draw others"
+        )
+    constants = recording.call.reads.constants
+    if any(constant.before is not None for constant in constants):
+        raise UncompilableError(
+            "running statistics are written, as BatchNorm does, where only values may flow "
+            "(with track_running_stats=False it has none)"
+        )
+    for tensor in recording.call.reads.differentiable:
+        raise FreeTensorError(
+            f"{name}: with compile, a tensor of shape {tuple(tensor.shape)} that requires grad is read without "
+            "being handed over, so its gradient would be lost. Pass it as an argument."
+        )
+    return [constant.tensor for constant in constants]
+
+
+def _recorded(fn: Callable[..., Any], args: tuple, name: str) -> Recording:
+    """Record a call that leaves no trace: neither in random generators nor in running statistics."""
+    random = RandomState()
+    try:
+        recording = record(fn, args, {}, name=name)
+    finally:
+        random.restore()
+    with torch.no_grad():
+        for constant in recording.call.reads.constants:
+            if constant.before is not None:
+                constant.tensor.copy_(constant.before)
+    return recording
+
+
+def _draws(recording: Recording) -> bool:
+    random = recording.call.random
+    return random.cpu is not None or bool(random.cuda) or bool(recording.call.reads.generators)
