@@ -33,14 +33,15 @@ class Tasks(NamedTuple):
     def each(self) -> Iterator[Tasks]:
         """Yield one task after the other."""
         for i in range(self.support_x.shape[0]):
-            yield self._part(i)
+            yield self.select(i)
 
     def split(self, size: int) -> Iterator[Tasks]:
         """Yield ``size`` tasks after the other, at the end those that are left."""
         for i in range(0, self.support_x.shape[0], size):
-            yield self._part(slice(i, i + size))
+            yield self.select(slice(i, i + size))
 
-    def _part(self, index: int | slice) -> Tasks:
+    def select(self, index: int | slice | Tensor) -> Tasks:
+        """Return some of the tasks, or with an int one of them, without the first axis."""
         return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.budget import Memory, checked_memory
@@ -110,20 +109,3 @@ def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
                 f"{call}: {name}.x and {name}.y must have the same number of examples, got "
                 f"{sizes[f'{name}.x']} and {sizes[f'{name}.y']}."
             )
-
-
-def refuse_nonfinite(losses: Tensor, query_losses: Tensor | None) -> None:
-    """Raise for the first task and step whose loss is NaN or infinite."""
-    found = losses if query_losses is None else torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
-    finite = torch.isfinite(found.detach())
-    if finite.all():
-        return
-    task, step = (int(i) for i in (~finite).nonzero()[0])
-    where = (
-        f"at inner step {step}" if step < losses.shape[1] else "on its query examples, after the last step"
-    )
-    raise FloatingPointError(
-        f"MAML: the loss of task {task} is {found[task, step].item()} {where} (tasks and steps count from 0; "
-        f"{int((~finite).any(1).sum())} of {len(found)} tasks are affected). Lower the inner learning rate, or "
-        "look at the data of that task."
-    )

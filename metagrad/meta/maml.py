@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
 from metagrad.autograd.budget import Memory
@@ -22,8 +22,9 @@ from metagrad.meta.checks import (
     check_compile,
     check_ends,
     check_steps,
-    refuse_nonfinite,
 )
+from metagrad.meta.finite import Buffers, Nonfinite, check_nonfinite, refuse_nonfinite, without_nonfinite
+from metagrad.meta.guard import Guard, Results
 from metagrad.meta.inner import InnerLoop, outer_phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.reader import Reader
@@ -31,6 +32,7 @@ from metagrad.meta.result import Adapted, MAMLOutput
 from metagrad.meta.tables import check_tables, find_rows
 from metagrad.meta.work import Work
 from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules.walk import hyperparameters_in
 
 
 class MAML(nn.Module):
@@ -65,6 +67,10 @@ class MAML(nn.Module):
             up, by :func:`metagrad.sparse.swap_tables`: the same result at a cost that does not know V, and the
             gradient of the table is a :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one
             by one, as all elementwise ones do. The model runs once more on each batch, to find the rows.
+        nonfinite: What is done about a loss or a meta-gradient that is NaN or infinite: ``"raise"`` an error that
+            names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
+            gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
+            only because the loss was scaled passes: that is for the ``GradScaler`` to see.
         compile: Whether to compile one inner step, its vector-Jacobian product and the query loss, which serve any
             number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
             meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
@@ -105,12 +111,15 @@ class MAML(nn.Module):
         tolerance: float | None = None,
         task_chunk: int | None = None,
         sparse: Sequence[str] = (),
+        nonfinite: Nonfinite = "raise",
         compile: Compile = False,
     ) -> None:
         super().__init__()
         check_arguments(model, steps, order, "full" if memory == "block" else memory, task_chunk)
         programs = check_compile(compile, memory)
         check_ends(truncate, tolerance)
+        check_nonfinite(nonfinite)
+        self.nonfinite: Nonfinite = nonfinite
         self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
@@ -141,17 +150,18 @@ class MAML(nn.Module):
         Raises:
             ValueError: The batch is empty, its task axes differ, a label is not a class of the model, or
                 ``steps`` is negative.
-            FloatingPointError: A loss is NaN or infinite; the message names the task and the inner step.
+            FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
+                message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
         steps = self._steps(steps)
         check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
         labels = self.objective.label_bounds(batch.support.y, batch.query.y)
         tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y, {})
         with outer_phase():
-            results, _ = self._over_tasks(Work.judge, tasks, labels, steps)
-        losses, used, query_losses, predictions = results
-        refuse_nonfinite(losses, query_losses)
-        return MAMLOutput(query_losses.mean(), losses, query_losses, predictions, used)
+            results, skipped = self._over_tasks(Work.judge, _losses_judged, tasks, labels, steps)
+        losses, used, query_losses, predictions, _ = results
+        counted = query_losses[~skipped] if self.nonfinite == "skip" else query_losses
+        return MAMLOutput(counted.mean(), losses, query_losses, predictions, used, skipped)
 
     def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> Adapted:
         """Adapt to every task's support examples.
@@ -172,13 +182,13 @@ class MAML(nn.Module):
         labels = self.objective.label_bounds(support.y)
         tasks = Tasks(support.x, support.y, None, None, {})
         with outer_phase():
-            (params, losses, used, rows), chunk = self._over_tasks(Work.adapt, tasks, labels, steps)
-        refuse_nonfinite(losses, None)
+            results, skipped = self._over_tasks(Work.adapt, _losses_adapted, tasks, labels, steps)
+        params, losses, used, rows, chunk = results
         if self.sparse:
             reader = Reader(self.objective, self.inner, steps, used, rows, chunk)
-            return Adapted(params, losses, used, reader.predict, rows)
+            return Adapted(params, losses, used, skipped, reader.predict, rows)
         predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
-        return Adapted(params, losses, used, predict)
+        return Adapted(params, losses, used, skipped, predict)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -194,26 +204,76 @@ class MAML(nn.Module):
         return steps
 
     def _over_tasks(
-        self, do: Callable[..., tuple[Any, ...]], tasks: Tasks, labels: Labels | None, steps: int
-    ) -> tuple[tuple[Any, ...], int]:
-        """Do a method of :class:`Work` on all tasks; return its results, and how many tasks ran together."""
-        params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        device_type = next(iter(params.values())).device.type
-        used = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type, self.sparse)
+        self,
+        do: Callable[..., tuple[Any, ...]],
+        losses_in: Callable[[Results], Tensor],
+        tasks: Tasks,
+        labels: Labels | None,
+        steps: int,
+    ) -> tuple[Results, Tensor]:
+        """Do a method of :class:`Work` on all tasks, and see to what is not finite.
 
-        def compute(chunk: int) -> tuple[Any, ...]:
-            nonlocal used
-            used = chunk
+        Returns:
+            Its results with how many tasks ran together, and which tasks were left out.
+        """
+        params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        skipped = torch.zeros(tasks.support_x.shape[0], dtype=torch.bool, device=tasks.support_x.device)
+
+        def compute(params: Params, rule: Rule, tasks: Tasks) -> Results:
+            inner = dataclasses.replace(self.inner, rule=rule)
+            return self._together(do, inner, params, tasks, labels, steps)
+
+        def again(params: Params, rule: Rule, tasks: Tasks) -> Results:
+            buffers = Buffers(self.model)
+            inner = dataclasses.replace(self.inner, rule=rule, memory="full", programs=None)
+            results = self._together(do, inner, params, tasks, labels, steps)
+            buffers.restore()
+            return results
+
+        def guarded(tasks: Tasks, numbers: Tensor) -> Results:
+            dropped = skipped if self.nonfinite == "skip" else None
+            return Guard(compute, again, numbers, dropped)(params, self.inner.rule, tasks)
+
+        if self.nonfinite == "skip":
+            results, kept = without_nonfinite(guarded, losses_in, tasks, self.model, steps)
+            return results, skipped.fill_(True).index_fill_(0, kept, False)
+        results = guarded(tasks, torch.arange(len(skipped)))
+        refuse_nonfinite(losses_in(results), steps)
+        return results, skipped
+
+    def _together(
+        self,
+        do: Callable[..., tuple[Any, ...]],
+        inner: InnerLoop,
+        params: Params,
+        tasks: Tasks,
+        labels: Labels | None,
+        steps: int,
+    ) -> Results:
+        """Do a method of :class:`Work`; return its results, and how many tasks ran together."""
+        device_type = next(iter(params.values())).device.type
+        chunk = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type, self.sparse)
+
+        def compute(chunk: int) -> Results:
             inputs = [x for x in (tasks.support_x, tasks.query_x) if x is not None]
             located = tasks._replace(rows=find_rows(self.model, self.sparse, inputs, chunk))
             parts = list(located.each() if chunk == 1 else located.split(chunk))
-            inner = self.inner.sharing(len(parts), tasks.support_x.device)
-            work = Work(self.objective, inner, labels, steps, stacked=chunk != 1)
-            if inner.programs is not None:
-                return _concatenated([work.compiled(do, params, part) for part in parts])
-            return _concatenated([do(work, params, part) for part in parts])
+            shared = inner.sharing(len(parts), tasks.support_x.device)
+            work = Work(self.objective, shared, labels, steps, stacked=chunk != 1)
+            if shared.programs is not None:
+                return (*_concatenated([work.compiled(do, params, part) for part in parts]), chunk)
+            return (*_concatenated([do(work, params, part) for part in parts]), chunk)
 
-        return self.batching.run(compute, used), used
+        return self.batching.run(compute, chunk)
+
+
+def _losses_judged(results: Results) -> Tensor:
+    losses, _, query_losses, *_ = results
+    return torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
+
+
+def _losses_adapted(results: Results) -> Tensor:
+    return results[1]
 
 
 def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -228,19 +288,6 @@ def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the hyper-parameters of a rule that are to be meta-learned, with names fit for a module."""
-    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-        value = getattr(rule, field.name)
-        for path, leaf in _leaves(f"inner_{field.name}", value):
-            if isinstance(leaf, nn.Parameter):
-                yield path.replace(".", "_"), leaf
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(f"{path}_{key}", item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}_{index}", item)
-    else:
-        yield path, value
+    for path, value in hyperparameters_in(rule):
+        if isinstance(value, nn.Parameter):
+            yield f"inner_{path.replace('.', '_')}", value

@@ -20,6 +20,8 @@ class MAMLOutput:
         query_losses: The query loss of each task after adaptation, ``[tasks]``.
         query_logits: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``.
         used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
+        skipped: Which tasks were left out because something was not finite, ``[tasks]``, bool; their losses are
+            not part of ``loss``. The backward pass adds the tasks whose meta-gradient it drops.
     """
 
     loss: Tensor
@@ -27,6 +29,7 @@ class MAMLOutput:
     query_losses: Tensor
     query_logits: Tensor
     used: Tensor
+    skipped: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Adapted:
         params: The adapted parameters, ``[tasks, ...]`` each.
         losses: The support loss before each inner step, ``[tasks, steps]``.
         used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
+        skipped: Which tasks have no gradient because something was not finite, ``[tasks]``, bool.
         rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table: of those that
             ``MAML(..., sparse=)`` names.
     """
@@ -44,6 +48,7 @@ class Adapted:
     params: Params
     losses: Tensor
     used: Tensor
+    skipped: Tensor
     predict: Callable[[Params, Tensor], Tensor] = field(repr=False)
     rows: Params = field(default_factory=dict)
 

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.optim.rules import adam, sgd
+from metagrad.tasks import Batch, Examples
+
+POLICIES: list[Any] = ["raise", "skip"]
+TASKS = 4
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def part(batch, index):
+    return Batch(*(Examples(e.x[index], e.y[index]) for e in batch))
+
+
+def gradients(maml, loss):
+    return torch.autograd.grad(loss, list(maml.parameters()))
+
+
+class Slope(nn.Module):
+    """y = w x + 0 * other; its loss is steep where a prediction is exactly zero."""
+
+    def __init__(self, start=1.0):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(start, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.w * x
+
+
+def steep(prediction, target):
+    """A finite gradient everywhere, and none beyond at zero."""
+    return ((prediction - target).abs() ** 1.5).mean()
+
+
+def slopes(*, zero_task):
+    """Four tasks, of which one has a prediction of exactly zero at each step."""
+    generator = torch.Generator().manual_seed(1)
+    x = 1 + torch.rand(TASKS, 3, generator=generator, dtype=torch.float64)
+    support = x.clone()
+    support[zero_task] = 0
+    return Batch(Examples(support, torch.zeros_like(x)), Examples(x, x + 1))
+
+
+def test_another_policy_is_refused():
+    policy: Any = "ignore"
+    with pytest.raises(ValueError, match=r'nonfinite\): expected "raise" or "skip", got .ignore'):
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=1, nonfinite=policy)
+
+
+@pytest.mark.parametrize("options", [{}, {"task_chunk": 1}, {"task_chunk": 3}, {"memory": "step"}], ids=str)
+@pytest.mark.parametrize("where", ["support", "query"])
+def test_skipping_a_task_is_learning_from_the_others(regression, options, where):
+    rule = adam(lr=nn.Parameter(torch.tensor(0.1, dtype=torch.float64)))
+    maml = mg.MAML(mlp(), F.mse_loss, inner=rule, steps=2, nonfinite="skip", **options)
+    others = torch.tensor([0, 1, 3])
+    expected = maml(part(regression, others))
+    getattr(regression, where).y[2, 0, 0] = float("nan")
+    out = maml(regression)
+    assert out.skipped.tolist() == [False, False, True, False]
+    assert out.losses.shape == (4, 2)
+    assert out.query_losses.isnan().tolist() == [False, False, True, False]
+    torch.testing.assert_close(out.query_losses[others], expected.query_losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.query_logits[others], expected.query_logits, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradients(maml, out.loss), gradients(maml, expected.loss), rtol=1e-10, atol=1e-14
+    )
+
+
+def test_skipping_leaves_finite_batches_alone(regression):
+    out = [mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite=p)(regression) for p in POLICIES]
+    assert not out[1].skipped.any()
+    assert torch.equal(out[0].loss, out[1].loss)
+
+
+def test_a_batch_of_which_nothing_is_left_raises(regression):
+    regression.support.y[:] = float("inf")
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip")
+    with pytest.raises(FloatingPointError, match=r"task 0 is inf at inner step 0.*4 of 4 tasks"):
+        maml(regression)
+
+
+def test_adapting_skips_too(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip")
+    expected = maml.adapt(regression.support)
+    regression.support.y[1] = float("nan")
+    adapted = maml.adapt(regression.support)
+    assert adapted.skipped.tolist() == [False, True, False, False]
+    keep = ~adapted.skipped
+    prediction = adapted(regression.query.x)[keep]
+    torch.testing.assert_close(prediction, expected(regression.query.x)[keep], rtol=1e-12, atol=0)
+    assert all(g.isfinite().all() for g in gradients(maml, prediction.square().sum()))
+
+
+def test_tables_are_skipped_with_their_task():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 3), nn.Linear(3, 1)).double()
+    x = torch.tensor([[0, 1, 2, 3, 4], [5, 5, 5, 5, 6]])  # the task with the most rows is left out
+    y = torch.randn(2, 5, 1, dtype=torch.float64)
+    options = {"inner": sgd(lr=0.1), "steps": 2, "sparse": ["0.weight"], "nonfinite": "skip"}
+    maml = mg.MAML(model, F.mse_loss, **options)
+    expected = maml.adapt(Examples(x[1:], y[1:]))(x[1:])
+    y[0] = float("nan")
+    adapted = maml.adapt(Examples(x, y))
+    torch.testing.assert_close(adapted(x)[1:], expected, rtol=1e-12, atol=0)
+
+
+def test_running_statistics_know_nothing_of_a_skipped_batch(regression):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+
+    def maml():
+        return mg.MAML(model(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite="skip", task_chunk=1)
+
+    expected, found = maml(), maml()
+    expected(part(regression, torch.tensor([0, 1, 3])))
+    regression.support.x[2] = float("nan")
+    found(regression)
+    torch.testing.assert_close(dict(found.model.named_buffers()), dict(expected.model.named_buffers()))
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_meta_gradient_that_is_not_finite_names_its_task(task_chunk, memory):
+    options = {"inner": sgd(lr=0.1), "steps": 3, "task_chunk": task_chunk, "memory": memory}
+    out = mg.MAML(Slope(), steep, **options)(slopes(zero_task=2))
+    assert out.losses.isfinite().all()
+    with pytest.raises(
+        FloatingPointError, match=r"meta-gradient of task 2 is not finite.*at inner step 2.*1 of 4 tasks"
+    ):
+        out.loss.backward()
+
+
+def test_the_step_is_the_one_at_which_it_happens():
+    """From w = 1 one step leads to exactly 0, where the second derivative is infinite."""
+
+    def output(steps):
+        loss_fn = lambda prediction, target: steep(prediction, target) / 1.5  # noqa: E731
+        return mg.MAML(Slope(), loss_fn, inner=sgd(lr=1.0), steps=steps)(batch)
+
+    x = torch.ones(2, 1, dtype=torch.float64)
+    batch = Batch(Examples(x, torch.tensor([[0.0], [0.3]]).double()), Examples(x, x + 1))
+    out = output(4)
+    assert out.losses[0, 1:].tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*at inner step 3"):
+        out.loss.backward()
+    out = output(2)
+    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*at inner step 1"):
+        out.loss.backward()
+    output(1).loss.backward()
+
+
+def test_the_query_is_named():
+    """The root of the query loss has no derivative where a prediction is exactly right."""
+    x = torch.ones(2, 1, dtype=torch.float64)
+    batch = Batch(Examples(x, 2 * x), Examples(torch.tensor([[0.0], [1.0]]).double(), 0 * x))
+    maml = mg.MAML(Slope(), lambda p, y: (p - y).abs().sqrt().mean(), inner=sgd(lr=0.1), steps=2)
+    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*after the last inner step"):
+        maml(batch).loss.backward()
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_task_whose_meta_gradient_is_not_finite_is_dropped(create_graph):
+    lr = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+    maml = mg.MAML(Slope(), steep, inner=sgd(lr=lr), steps=3, nonfinite="skip")
+    batch = slopes(zero_task=1)
+    expected = maml(part(batch, torch.tensor([0, 2, 3]))).query_losses.sum() / TASKS
+    out = maml(batch)
+    assert not out.skipped.any()
+    grads, wanted = (
+        torch.autograd.grad(loss, list(maml.parameters()), create_graph=create_graph)
+        for loss in (out.loss, expected)
+    )
+    assert out.skipped.tolist() == [False, True, False, False]
+    torch.testing.assert_close(grads, wanted, rtol=1e-12, atol=0)
+    if create_graph:
+        seconds = [gradients(maml, sum(g**3 for g in gs)) for gs in (grads, wanted)]
+        torch.testing.assert_close(*seconds, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("nonfinite", POLICIES)
+def test_an_overflow_of_a_scaled_loss_is_left_to_the_scaler(regression, nonfinite):
+    batch = Batch(*(Examples(e.x.float(), e.y.float()) for e in regression))
+    maml = mg.MAML(mlp().float(), F.mse_loss, inner=sgd(lr=0.1), steps=2, nonfinite=nonfinite)
+    optimizer = torch.optim.SGD(maml.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    before = [p.detach().clone() for p in maml.parameters()]
+    out = maml(batch)
+    scaler.scale(out.loss * 4).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**126
+    assert not out.skipped.any()
+    assert all(torch.equal(p, b) for p, b in zip(maml.parameters(), before, strict=True))
+
+
+def test_cotangents_that_are_not_finite_are_not_the_tasks_doing(regression):
+    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    grads = gradients(maml, maml(regression).loss * float("nan"))
+    assert all(g.isnan().any() for g in grads)
+
+
+def test_what_is_not_reproduced_is_said():
+    """A hook stands for what happens by chance: it spoils one backward pass alone."""
+    spoilt = []
+
+    def spoil(gradient):
+        spoilt.append(gradient)
+        return gradient * float("nan") if len(spoilt) == 1 else gradient
+
+    def loss_fn(prediction, target):
+        prediction.register_hook(spoil)
+        return F.mse_loss(prediction, target)
+
+    maml = mg.MAML(Slope(), loss_fn, inner=sgd(lr=0.1), steps=0, task_chunk=1)
+    with pytest.raises(FloatingPointError, match=r"is when it is computed again"):
+        maml(slopes(zero_task=0)).loss.backward()
