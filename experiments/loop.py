@@ -42,6 +42,7 @@ class Run:
     step: int = 0
     seconds: float = field(default=0.0, init=False)
     untimed: int = field(default=0, init=False)
+    skipped: int = field(default=0, init=False)
 
 
 def train(run: Run) -> None:
@@ -107,6 +108,8 @@ def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None
     run.seconds += time.perf_counter() - start
     run.step += 1
     run.untimed += 1
+    if run.config.algorithm.nonfinite == "skip":
+        run.skipped += int(out.skipped.sum())
     bar.update()
     _record(run, bar, batch, out, tracker)
 
@@ -141,10 +144,14 @@ def _judged(run: Run, batch: mg.tasks.Batch) -> Any:
 
 def _train_metrics(run: Run, batch: mg.tasks.Batch, out: Any) -> dict[str, float]:
     metrics = {"train/query_loss": out.loss.item()}
+    kept = ~out.skipped
     if is_classification(batch.query.y):
-        metrics["train/accuracy(%)"] = accuracies(out.query_logits, batch.query.y).mean().item()
+        metrics["train/accuracy(%)"] = accuracies(out.query_logits[kept], batch.query.y[kept]).mean().item()
     if out.losses.shape[1]:
-        metrics["train/support_loss"] = out.losses[:, 0].mean().item()
+        metrics["train/support_loss"] = out.losses[kept, 0].mean().item()
+    if run.config.algorithm.nonfinite == "skip":
+        metrics["train/skipped(tasks)"] = run.skipped
+        run.skipped = 0
     metrics["optimizer/lr"] = float(run.parts.optimizer.param_groups[0]["lr"])
     return metrics
 

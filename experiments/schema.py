@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -103,7 +104,11 @@ class Algorithm(Target):
     steps: int = MISSING
     order: int = MISSING
     memory: str = MISSING
+    truncate: int | None = MISSING
+    tolerance: float | None = MISSING
     task_chunk: int | None = MISSING
+    nonfinite: str = MISSING
+    compile: Any = MISSING  # a bool or a str, which OmegaConf cannot merge; MAML refuses what is neither
 
 
 @dataclass
