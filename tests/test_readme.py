@@ -25,6 +25,7 @@ def test_the_pictures_and_commands_of_the_readme_exist():
     for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
         assert (root / path).is_file(), path
     for module in re.findall(r"python -m (experiments(?:\.\w+)+)", README):
-        assert root.joinpath(*module.split(".")).with_suffix(".py").is_file(), module
+        place = root.joinpath(*module.split("."))
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
     for experiment in re.findall(r"experiment=(\w+)", README):
         assert (root / "conf" / "experiment" / f"{experiment}.yaml").is_file(), experiment
