@@ -1,7 +1,8 @@
 """Meta-learning and second-order optimization on PyTorch, right at every order."""
 
-from metagrad import autograd, memory, meta, models, optim, sparse, tasks
-from metagrad.autograd import checkpoint, grad, gradcheck, hvp, unroll
+from metagrad import autograd, curvature, memory, meta, models, optim, sparse, tasks
+from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
+from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
 from metagrad.meta import MAML
 
@@ -12,9 +13,14 @@ __all__ = [
     "MemoryTracker",
     "autograd",
     "checkpoint",
+    "curvature",
+    "fisher",
+    "ggn",
     "grad",
     "gradcheck",
+    "hessian",
     "hvp",
+    "linearize",
     "memory",
     "meta",
     "models",

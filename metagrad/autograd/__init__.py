@@ -6,7 +6,9 @@ from metagrad.autograd.chain_types import Block, Chain
 from metagrad.autograd.grad import grad
 from metagrad.autograd.gradcheck import gradcheck
 from metagrad.autograd.hvp import Hvp, hvp
+from metagrad.autograd.linearize import Linearization, linearize
 from metagrad.autograd.lint import Finding, lint
+from metagrad.autograd.missing import MissingDerivative
 from metagrad.autograd.recompute import checkpoint
 from metagrad.autograd.unroll import unroll
 
@@ -15,13 +17,16 @@ __all__ = [
     "Chain",
     "Finding",
     "Hvp",
+    "Linearization",
     "LossAndGradient",
+    "MissingDerivative",
     "block_gradient",
     "chain",
     "checkpoint",
     "grad",
     "gradcheck",
     "hvp",
+    "linearize",
     "lint",
     "unroll",
 ]

@@ -45,8 +45,8 @@ def grad(
         {'w': tensor([ 3., 12.])}
     """
     leaves, spec = tree_flatten(params)
-    _check_loss(loss)
-    _check_params(params, leaves)
+    check_loss("grad(loss, params)", loss)
+    check_params("grad(loss, params)", params, leaves)
     if not leaves:
         return tree_unflatten([], spec)
     if create_graph:
@@ -70,29 +70,31 @@ def grad(
     return tree_unflatten(filled, spec)
 
 
-def _check_loss(loss: Tensor) -> None:
+def check_loss(call: str, loss: Tensor) -> None:
+    """Refuse what is not one number with a graph."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"grad(loss, params): loss must be a tensor, got {type(loss).__name__}.")
+        raise TypeError(f"{call}: loss must be a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
         raise ValueError(
-            f"grad(loss, params): loss must have one element, got shape {tuple(loss.shape)}. "
+            f"{call}: loss must have one element, got shape {tuple(loss.shape)}. "
             "Reduce it first, for instance by .sum() or .mean()."
         )
     if not loss.requires_grad:
         raise ValueError(
-            "grad(loss, params): the loss has no graph: nothing it was computed from requires grad, "
+            f"{call}: the loss has no graph: nothing it was computed from requires grad, "
             "or it was computed under torch.no_grad() or detached."
         )
 
 
-def _check_params(params: Tree, leaves: list[Tensor]) -> None:
+def check_params(call: str, params: Tree, leaves: list[Tensor]) -> None:
+    """Refuse leaves that are not tensors that require grad, by name."""
     if all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return
     for name, leaf in zip(leaf_names(params, "params"), leaves, strict=True):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"grad(loss, params): {name} must be a tensor, got {type(leaf).__name__}.")
+            raise TypeError(f"{call}: {name} must be a tensor, got {type(leaf).__name__}.")
         if not leaf.requires_grad:
             raise ValueError(
-                f"grad(loss, params): {name} does not require grad. Call {name}.requires_grad_() before the "
+                f"{call}: {name} does not require grad. Call {name}.requires_grad_() before the "
                 "loss is computed, or leave it out of params."
             )

@@ -13,6 +13,7 @@ from metagrad.autograd.blocks import BlockwiseGradient, block_gradient, filled
 from metagrad.autograd.chain_record import record_chain
 from metagrad.autograd.chain_types import Chain
 from metagrad.autograd.grad import grad
+from metagrad.autograd.missing import MissingDerivative
 
 Mode = Literal["reverse", "forward", "block"]
 
@@ -144,7 +145,7 @@ def _forward(
             if not any(sign in str(error) for sign in _NO_FORWARD_DERIVATIVE):
                 raise
             what = str(error).splitlines()[0]
-            raise ValueError(
+            raise MissingDerivative(
                 f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse" or '
                 '"block", which need none; attention has one under sdpa_kernel(SDPBackend.MATH).'
             ) from error

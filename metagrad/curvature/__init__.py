@@ -1,0 +1,67 @@
+"""Curvature: Hessian, Gauss-Newton and Fisher as linear operators, with estimators and solvers on them."""
+
+from metagrad.curvature.estimators.diagonal import diagonal
+from metagrad.curvature.estimators.estimate import Estimate
+from metagrad.curvature.estimators.layers import layer_traces
+from metagrad.curvature.estimators.norms import frobenius_norm
+from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.operators.algebra import Identity
+from metagrad.curvature.operators.batches import accumulated
+from metagrad.curvature.operators.fisher import fisher
+from metagrad.curvature.operators.ggn import ggn
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.operators.named import NamedEstimate
+from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.minres import MINRES
+from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.nystrom import Nystrom, NystromPCG, nystrom
+from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
+from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
+from metagrad.curvature.solvers.solve import solve
+from metagrad.curvature.spectrum.density import Density, density
+from metagrad.curvature.spectrum.eigenvalues import Eigenpairs, eigenvalues
+from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
+from metagrad.curvature.spectrum.log_determinant import log_determinant
+from metagrad.curvature.spectrum.quadrature import trace_of
+
+__all__ = [
+    "CG",
+    "MINRES",
+    "Density",
+    "Eigenpairs",
+    "Estimate",
+    "Identity",
+    "LanczosState",
+    "LinearMap",
+    "NamedEstimate",
+    "Neumann",
+    "Nystrom",
+    "NystromPCG",
+    "Operator",
+    "ParameterSpace",
+    "Result",
+    "Solution",
+    "SolveError",
+    "Stats",
+    "accumulated",
+    "density",
+    "diagonal",
+    "diagonal_preconditioner",
+    "draw",
+    "eigenvalues",
+    "fisher",
+    "frobenius_norm",
+    "ggn",
+    "hessian",
+    "lanczos",
+    "layer_traces",
+    "log_determinant",
+    "nystrom",
+    "solve",
+    "trace",
+    "trace_of",
+]

@@ -1,0 +1,134 @@
+"""A number that was estimated, and how far off it may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.student import student_t
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate:
+    r"""An estimate with its standard error.
+
+    .. math:: \mathrm{value} \pm t_{\mathrm{level}, \, \mathrm{samples} - 1} \cdot \mathrm{stderr}
+
+    The interval is Student's, so it covers what its level says where the samples are about normal or many. Ten
+    samples of a skewed quantity (few large eigenvalues) cover up to ten percent less.
+
+    Attributes:
+        value: The estimate, a tensor of any shape. It is on the tape where the products were.
+        stderr: Its standard error, in the same shape, never below what rounding leaves, and a constant for the tape.
+            Infinite after a single sample.
+        samples: How many samples the standard error is from. Zero where nothing was sampled: ``stderr`` is then a
+            bound on the error, and the interval is the same at every level.
+        matvecs: How many products with the operator were spent.
+        method: The method, by name; where ``"auto"`` was asked for, the one it chose.
+        converged: False where ``rtol`` was asked for and not reached.
+        quantity: What was estimated, for the ``repr``.
+
+    Example:
+        >>> from metagrad.curvature.estimators.estimate import Estimate
+        >>> trace = Estimate(torch.tensor(12.34), torch.tensor(0.41), 64, 64, "hutchinson", quantity="trace")
+        >>> trace
+        trace = 12.34 +- 0.41 (hutchinson, 64 products)
+        >>> low, high = trace.interval(0.95)
+        >>> print(f"{low:.2f} to {high:.2f}")
+        11.52 to 13.16
+    """
+
+    value: Tensor
+    stderr: Tensor
+    samples: int
+    matvecs: int
+    method: str
+    converged: bool = True
+    quantity: str = "estimate"
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of the interval that covers the true value with probability ``level``.
+
+        Args:
+            level: Between 0 and 1. For a value with many elements, each has its own interval of this level.
+
+        Returns:
+            The lower and the upper end, each in the shape of ``value``.
+
+        Raises:
+            ValueError: ``level`` is not between 0 and 1.
+
+        Example:
+            >>> from metagrad.curvature.estimators.estimate import Estimate
+            >>> Estimate(torch.tensor(3.0), torch.tensor(2.0), 2, 2, "hutchinson").interval(0.5)
+            (tensor(1.), tensor(5.))
+        """
+        quantile = student_t(level, self.samples - 1)
+        width = self.stderr * (quantile if self.samples else 1.0)
+        return self.value - width, self.value + width
+
+    def __float__(self) -> float:
+        return float(self.value.item())
+
+    def __repr__(self) -> str:
+        status = "" if self.converged else ", not converged"
+        return f"{self.quantity} = {self._numbers()} ({self.method}, {self.matvecs} products{status})"
+
+    def _numbers(self) -> str:
+        value, stderr = self.value.detach(), self.stderr
+        if value.numel() == 1:
+            return _with_error(value.item(), stderr.item())
+        if not value.numel():
+            return f"empty, of shape {tuple(value.shape)}"
+        ends = f"from {value.min().item():.3g} to {value.max().item():.3g}"
+        return f"{ends}, +- at most {stderr.max().item():.2g}, of shape {tuple(value.shape)}"
+
+
+def from_samples(
+    samples: Tensor,
+    floor: Tensor,
+    *,
+    matvecs: int,
+    method: str,
+    quantity: str,
+    shift: Tensor | None = None,
+    inflation: Tensor | None = None,
+) -> Estimate:
+    """Estimate a mean by that of samples along the first dimension.
+
+    Args:
+        samples: [num_samples, ...].
+        floor: What rounding leaves, in the shape of the value.
+        matvecs: Products spent.
+        method: The method's name.
+        quantity: What is estimated.
+        shift: What is known without sampling, added to the mean.
+        inflation: The variance of the mean, for each that it would have of independent samples.
+    """
+    mean = samples.mean(0)
+    value = mean if shift is None else shift + mean
+    stderr = standard_error(samples.detach(), floor.detach(), inflation)
+    return Estimate(value, stderr, samples.shape[0], matvecs, method, quantity=quantity)
+
+
+def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = None) -> Tensor:
+    """Return the standard error of the mean over the first dimension, joined by what rounding leaves."""
+    count = samples.shape[0]
+    if count < 2:
+        return torch.full_like(floor, math.inf)
+    spread = samples.std(0) / math.sqrt(count)
+    return torch.hypot(spread if inflation is None else spread * inflation.sqrt(), floor)
+
+
+def _with_error(value: float, stderr: float) -> str:
+    """Write a number with as many digits as its error, to two of its own, lets it have."""
+    if not (math.isfinite(value) and math.isfinite(stderr) and value and stderr):
+        return f"{value:.6g} +- {stderr:.2g}"
+    decimals = 1 - math.floor(math.log10(stderr))
+    if not 0 <= decimals <= 6 or abs(value) >= 1e6:
+        digits = min(16, max(0, decimals + math.floor(math.log10(abs(value)))))
+        return f"{value:.{digits}e} +- {stderr:.2g}"
+    return f"{value:.{decimals}f} +- {stderr:.{decimals}f}"

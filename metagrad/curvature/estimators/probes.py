@@ -1,0 +1,105 @@
+"""Random probes: rows z with E[z z^T] = I, drawn in pieces that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.budget import checked_memory
+
+Distribution = Literal["rademacher", "normal", "sphere"]
+
+
+def draw(
+    count: int,
+    n: int,
+    *,
+    distribution: Distribution = "rademacher",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Draw probes, rows :math:`z` with :math:`E[z z^T] = I`.
+
+    ============ ==========================================================================================
+    distribution what
+    ============ ==========================================================================================
+    "rademacher" signs; :math:`z^T A z` has no variance from the diagonal of :math:`A`
+    "normal"     independent standard normal elements; rotation invariant
+    "sphere"     uniform directions of norm :math:`\sqrt n`; rotation invariant, with less variance
+    ============ ==========================================================================================
+
+    Every row is drawn by a call of its own, so rows drawn in several calls are bit for bit those of one.
+
+    Args:
+        count: How many.
+        n: Elements of each.
+        distribution: From which distribution.
+        dtype: Of the probes.
+        device: Where the probes go.
+        generator: Draws the numbers on its own device, from which they are moved; torch's default generator of
+            ``device`` otherwise. The same state gives the same bits.
+
+    Returns:
+        The probes, shape [count, n].
+
+    Raises:
+        ValueError: ``distribution`` is unknown, or ``count`` is below 1.
+        TypeError: ``generator`` is no :class:`torch.Generator`.
+
+    Example:
+        >>> from metagrad.curvature.estimators.probes import draw
+        >>> z = draw(4, 9, distribution="sphere", generator=torch.Generator().manual_seed(0))
+        >>> torch.allclose(z.square().sum(1), torch.full((4,), 9.0))
+        True
+    """
+    check_drawing("draw(...)", distribution, generator)
+    if count < 1:
+        raise ValueError(f"draw(count, n): count must be at least 1, got {count}.")
+    place = generator.device if generator is not None else device
+    rows = torch.empty(count, n, dtype=dtype, device=place)
+    for row in rows:
+        _fill(row, distribution, generator)
+    return rows if device is None else rows.to(device)
+
+
+def check_drawing(call: str, distribution: str, generator: object) -> None:
+    """Check what a function of probes is told of their randomness."""
+    if distribution not in get_args(Distribution):
+        known = ", ".join(f'"{name}"' for name in get_args(Distribution))
+        raise ValueError(f"{call}: distribution must be one of {known}, got {distribution!r}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"{call}: generator must be a torch.Generator or None, got {type(generator).__name__}. "
+            "torch.Generator().manual_seed(0) makes one."
+        )
+
+
+def piece_sizes(count: int, rows: int) -> Iterator[int]:
+    """Split ``count`` rows into pieces of at most ``rows``."""
+    for start in range(0, count, rows):
+        yield min(rows, count - start)
+
+
+def rows_in_chunk(call: str, chunk: str | int | float, n: int, dtype: torch.dtype) -> int:
+    """Return how many rows of n elements fit into a chunk; at least one."""
+    try:
+        budget = checked_memory(call, chunk)
+    except ValueError:
+        budget = None
+    if not isinstance(budget, int):
+        raise ValueError(f'{call}: chunk must be bytes, such as 2e9 or "64MiB", got {chunk!r}.')
+    return max(1, budget // max(1, n * dtype.itemsize))
+
+
+def _fill(row: Tensor, distribution: Distribution, generator: torch.Generator | None) -> None:
+    if distribution == "rademacher":
+        row.random_(0, 2, generator=generator).mul_(2).sub_(1)
+        return
+    row.normal_(generator=generator)
+    if distribution == "sphere":
+        row.mul_(math.sqrt(row.numel()) / torch.linalg.vector_norm(row))

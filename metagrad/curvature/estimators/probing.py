@@ -1,0 +1,120 @@
+"""The probes of one call and their products: drawn, multiplied, checked and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
+from metagrad.curvature.linear_map import LinearMap
+
+FACTORISED = (torch.float32, torch.float64)
+
+
+class Probing:
+    """A linear map, met through random probes.
+
+    Attributes:
+        n: Size of the map.
+        matvecs: How many products were made.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        operator: LinearMap,
+        distribution: Distribution,
+        generator: torch.Generator | None,
+        chunk: str | int | float,
+    ) -> None:
+        check_drawing(call, distribution, generator)
+        self.call = call
+        self.operator = operator
+        self.n = checked_size(call, operator)
+        self.distribution: Distribution = distribution
+        self.generator = generator
+        self.rows = rows_in_chunk(call, chunk, self.n, operator.dtype)
+        self.matvecs = 0
+
+    def draw(self, count: int) -> Tensor:
+        """Draw the next probes, [count, n]."""
+        return draw(
+            count,
+            self.n,
+            distribution=self.distribution,
+            dtype=self.operator.dtype,
+            device=self.operator.device,
+            generator=self.generator,
+        )
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows.
+
+        Raises:
+            ValueError: A product has another shape than its vector, or is not finite.
+        """
+        found = self.operator.products(vectors)
+        if found.shape != vectors.shape:
+            raise ValueError(
+                f"{self.call}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
+                f"{tuple(found.shape)}."
+            )
+        finite = found.isfinite().all(1)
+        if not finite.all():
+            index = self.matvecs + int((~finite).nonzero()[0])
+            raise ValueError(
+                f"{self.call}: product {index} of the operator has NaN or inf. Look for them in the parameters, "
+                "in the loss and in its first and second derivatives (a square root or a norm at zero)."
+            )
+        self.matvecs += vectors.shape[0]
+        return found
+
+    def pieces(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Draw and multiply ``count`` probes, as many at once as a chunk holds."""
+        for size in piece_sizes(count, self.rows):
+            probes = self.draw(size)
+            yield probes, self.products(probes)
+
+    def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return what ``reduce`` makes of ``count`` probes and their products, along the first dimension."""
+        return torch.cat([reduce(probes, products) for probes, products in self.pieces(count)])
+
+    def rounding(self, norm: Tensor) -> Tensor:
+        """Return the size of rounding errors in a trace, for a map of this Frobenius norm."""
+        return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
+
+
+def checked_size(call: str, operator: LinearMap) -> int:
+    """Return n of an n x n map of floating point numbers."""
+    for name in ("shape", "dtype", "device", "products"):
+        if not hasattr(operator, name):
+            raise TypeError(
+                f"{call}: operator must be a linear map with shape, dtype, device and products; "
+                f"{type(operator).__name__} has no {name}."
+            )
+    shape = tuple(operator.shape)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
+    if not operator.dtype.is_floating_point:
+        raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")
+    return shape[0]
+
+
+def check_probes(call: str, probes: object, least: int = 1) -> int:
+    """Check a number of probes."""
+    if isinstance(probes, bool) or not isinstance(probes, int):
+        raise TypeError(f"{call}: probes must be an integer, got {probes!r}.")
+    if probes < least:
+        raise ValueError(f"{call}: probes must be at least {least}, got {probes}.")
+    return probes
+
+
+def check_factorised(call: str, method: str, dtype: torch.dtype) -> None:
+    """Check that torch factorises matrices of a dtype."""
+    if dtype not in FACTORISED:
+        raise TypeError(
+            f'{call}: method="{method}" needs an orthonormal basis, which torch makes in float32 and float64, got '
+            f'{dtype}. Take method="hutchinson", or an operator of another dtype.'
+        )

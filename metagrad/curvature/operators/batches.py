@@ -1,0 +1,299 @@
+"""Operators of data that come in batches: one batch's graph at a time, and the exact sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from metagrad._tree import Tree, tensors_in, tree_map
+from metagrad.autograd.ambient import AutocastState
+from metagrad.curvature.operators.determinism import refuse_moving
+from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.sparse.matrix.tensor import SparseTensor
+
+Batch: TypeAlias = Tree
+"""What a loss takes beside the parameters: a tuple such as ``(x, y)``, or a list of tensors, as loaders make it."""
+
+Reduction: TypeAlias = "Literal['mean', 'sum'] | Callable[[Batch], float]"
+"""How the loss of a batch is made of its terms; see :func:`accumulated`."""
+
+
+@runtime_checkable
+class Bar(Protocol):
+    """A progress bar, such as ``tqdm()``."""
+
+    def update(self, n: int) -> object:
+        """Advance by ``n`` batches."""
+        ...
+
+
+Progress: TypeAlias = "Callable[[int, int | None], object] | Bar"
+"""``progress(done, total)``: batches of this pass over the data, total None if it is not known; or a progress bar."""
+
+
+class BatchOperator(Protocol):
+    """What is made of one batch: an operator that knows the loss it comes from."""
+
+    @property
+    def space(self) -> ParameterSpace:
+        """The parameters; of sparse tables, the rows that this batch looks up."""
+        ...
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the batch."""
+        ...
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its gradient, flat."""
+        ...
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows."""
+        ...
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        """Multiply rows of a diagonal block."""
+        ...
+
+    def close(self) -> None:
+        """Free the graph."""
+        ...
+
+
+def is_one_batch(data: Iterable[Batch] | Batch) -> bool:
+    """Tell one batch from an iterable of batches.
+
+    A tensor, a tuple (named or not) and a list of tensors are one batch; everything else that can be iterated over,
+    such as a list of tuples or a ``DataLoader``, is batches.
+    """
+    if isinstance(data, (Tensor, tuple, Mapping)) or not isinstance(data, Iterable):
+        return True
+    return isinstance(data, list) and bool(data) and isinstance(data[0], Tensor)
+
+
+def accumulated(
+    operator_for: Callable[[Batch], BatchOperator],
+    params: Mapping[str, Tensor | SparseTensor],
+    batches: Iterable[Batch],
+    *,
+    call: str = "accumulated(operator_for, params, batches)",
+    reduction: Reduction | None = "mean",
+    progress: Progress | None = None,
+    check_deterministic: bool = True,
+    begin_pass: Callable[[], None] | None = None,
+    model: nn.Module | None = None,
+) -> Accumulated:
+    r"""Accumulate an operator over batches, exactly, with the graph of one batch at a time.
+
+    .. math:: A = \sum_b \frac{n_b}{\sum_{b'} n_{b'}} A_b, \qquad\text{or}\qquad A = \sum_b A_b
+
+    The first where the losses are means of :math:`n_b` terms each, the second where they are sums. Every product goes
+    through all batches once, however many vectors are multiplied together: multiply many at a time.
+
+    Args:
+        operator_for: Makes the operator of a batch, which is closed before the next is made.
+        params: The parameters of all of them.
+        batches: Can be iterated over again and again, with the same batches; their tensors are moved to the device
+            of the parameters.
+        call: How errors name the caller.
+        reduction: ``"mean"``: a loss is the mean over the first dimension of the first tensor in the batch;
+            ``"sum"``: it is a sum; a function of the batch: it is the mean of as many terms as it returns (of tokens
+            that are not padding, say); None: the operators have the number in an attribute ``count``, None of a sum.
+        progress: Called as ``progress(done, total)`` after each batch of each pass, total None where ``batches``
+            has no length; or a progress bar, whose ``update(1)`` is called.
+        check_deterministic: Compute the loss, its gradient and one product twice, and raise if they differ; this
+            takes two passes.
+        begin_pass: Called before each pass, to draw the same random numbers in all of them.
+        model: Where to look for layers that may be the reason then.
+
+    Returns:
+        The operator. Of sparse tables its coordinates are the rows that any batch looks up.
+
+    Raises:
+        ValueError: There are no batches, two passes differ (what moved is named, and why it may have), or
+            ``reduction`` is unknown.
+        TypeError: ``batches`` is an iterator, which is consumed by one pass.
+
+    Example:
+        :math:`\tfrac{1}{3} \sum_k x_k w^2` of two unequal batches; the Hessian is twice the mean of x:
+
+        >>> w, H = torch.ones(1, requires_grad=True), metagrad.curvature.hessian
+        >>> def loss_fn(params, x): return (x * params["w"] ** 2).mean()
+        >>> A = H(loss_fn, {"w": w}, [(torch.tensor([1.0, 2.0]),), (torch.tensor([6.0]),)])
+        >>> A @ torch.ones(1)
+        tensor([6.])
+    """
+    if isinstance(batches, Iterator):
+        raise TypeError(
+            f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product takes "
+            "one. Give a list of batches, a DataLoader, or another object whose __iter__ starts anew."
+        )
+    if not callable(reduction) and reduction not in ("mean", "sum", None):
+        raise ValueError(
+            f'{call}: reduction must be "mean", "sum", or a function that returns how many terms the mean of a batch '
+            f"has, got {reduction!r}."
+        )
+    found = Accumulated(operator_for, params, batches, call, reduction, progress, begin_pass)
+    if check_deterministic:
+        refuse_moving(call, found.probe(), found.probe(), model, batches)
+    return found
+
+
+class Accumulated(Operator):
+    """An operator that is a mean or a sum over batches; made by :func:`accumulated`."""
+
+    def __init__(
+        self,
+        operator_for: Callable[[Batch], BatchOperator],
+        params: Mapping[str, Tensor | SparseTensor],
+        batches: Iterable[Batch],
+        call: str,
+        reduction: Reduction | None,
+        progress: Progress | None,
+        begin_pass: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(ParameterSpace(params))
+        self.call = call
+        self.batches = batches
+        self.reduction = reduction
+        self.progress = progress
+        self._operator_for = operator_for
+        self._begin_pass = begin_pass
+        # The surroundings of the products may be others than those that the user meant the model to run in.
+        self._autocast = AutocastState()
+        self.space = self._joint_space(params)
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self._sum(lambda operator, places: [self._multiplied(operator, places, vectors)])[0]
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        self._refuse_closed()
+
+        def multiply(operator: BatchOperator, places: Tensor | None) -> list[Tensor]:
+            if places is None:
+                return [operator._block_products(block, vectors)]
+            wide = self.space.widen(block, vectors)
+            return [self.space.narrow(block, self._multiplied(operator, places, wide))]
+
+        return self._sum(multiply)[0]
+
+    def evaluate(self) -> tuple[Tensor, Tensor]:
+        """Return the loss of all data and its gradient, flat, from one pass."""
+        loss, gradient = self._sum(
+            lambda operator, places: [operator.loss, self._grown(operator.gradient, places)]
+        )
+        return loss, gradient
+
+    def probe(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, its gradient and the product with a vector that is always the same, from one pass."""
+        generator = torch.Generator().manual_seed(0)
+        vector = torch.randn(1, self.space.size, generator=generator, dtype=self.dtype).to(self.device)
+
+        def compute(operator: BatchOperator, places: Tensor | None) -> list[Tensor]:
+            gradient = self._grown(operator.gradient, places)
+            parts = [operator.loss, gradient, self._multiplied(operator, places, vector)]
+            return [part.detach() for part in parts]
+
+        loss, gradient, product = self._sum(compute)
+        return loss, gradient, product
+
+    def _operators(self) -> Iterator[tuple[Batch, BatchOperator]]:
+        num_batches = len(self.batches) if isinstance(self.batches, Sized) else None
+        done = 0
+        if self._begin_pass is not None:
+            self._begin_pass()
+        for batch in self.batches:
+            batch = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
+            with self._autocast.restored():
+                operator = self._operator_for(batch)
+                try:
+                    yield batch, operator
+                finally:
+                    operator.close()
+            done += 1
+            if isinstance(self.progress, Bar):
+                self.progress.update(1)
+            elif self.progress is not None:
+                self.progress(done, num_batches)
+        if not done:
+            raise ValueError(f"{self.call}: the data has no batches.")
+
+    def _sum(self, compute: Callable[[BatchOperator, Tensor | None], list[Tensor]]) -> list[Tensor]:
+        """Add up over batches, and divide by what a mean divides by."""
+        totals: list[Tensor] = []
+        divisor: float | Tensor | None = None
+        for batch, operator in self._operators():
+            count = self._count(batch, operator)
+            terms = compute(operator, _places(self.space, operator.space, self.call))
+            if count is not None:
+                terms = [term * count for term in terms]
+                divisor = count if divisor is None else divisor + count
+            totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
+        return totals if divisor is None else [total / divisor for total in totals]
+
+    def _count(self, batch: Batch, operator: BatchOperator) -> float | Tensor | None:
+        if callable(self.reduction):
+            return self.reduction(batch)
+        if self.reduction is None:
+            return operator.count  # type: ignore[attr-defined]
+        return None if self.reduction == "sum" else num_data(self.call, batch)
+
+    def _joint_space(self, params: Mapping[str, Tensor | SparseTensor]) -> ParameterSpace:
+        """Return the space of the rows that any batch looks up; without tables, the first batch tells."""
+        rows: dict[str, Tensor] = {}
+        operators = self._operators()
+        for _, operator in operators:
+            of_batch = {entry.name: entry.rows for entry in operator.space.entries if entry.rows is not None}
+            if not of_batch:
+                operators.close()  # type: ignore[attr-defined]
+                break
+            for name, found in of_batch.items():
+                rows[name] = torch.cat([rows.get(name, found), found]).unique()
+        return ParameterSpace(params, rows=rows)
+
+    def _multiplied(self, operator: BatchOperator, places: Tensor | None, vectors: Tensor) -> Tensor:
+        return self._grown(operator.products(vectors if places is None else vectors[:, places]), places)
+
+    def _grown(self, vector: Tensor, places: Tensor | None) -> Tensor:
+        if places is None:
+            return vector
+        return vector.new_zeros(*vector.shape[:-1], self.space.size).index_add(-1, places, vector)
+
+
+def num_data(call: str, batch: Batch) -> int:
+    """Count the data of a batch by the first dimension of its first tensor."""
+    tensors = tensors_in(batch)
+    if not tensors or not tensors[0].ndim:
+        raise ValueError(
+            f"{call}: a batch of type {type(batch).__name__} does not begin with a tensor whose first dimension "
+            'counts data. Pass reduction="sum", or a function that counts.'
+        )
+    return len(tensors[0])
+
+
+def _places(outer: ParameterSpace, inner: ParameterSpace, call: str) -> Tensor | None:
+    """Return where the coordinates of one batch are among those of all; None if they are the same."""
+    if inner.is_same(outer):
+        return None
+    places = []
+    for whole, part in zip(outer.entries, inner.entries, strict=True):
+        start, width = outer.slices[whole.name].start, math.prod(part.shape[1:])
+        index = torch.arange(part.shape[0] if part.shape else 1, device=outer.device)
+        if part.rows is not None and whole.rows is not None:
+            if not bool(torch.isin(part.rows, whole.rows).all()):
+                raise ValueError(
+                    f"{call}: a batch looks rows of {whole.name!r} up that no batch did before. The data must be the "
+                    "same in every pass."
+                )
+            index = torch.searchsorted(whole.rows, part.rows)
+        places.append(
+            (start + index.unsqueeze(1) * width + torch.arange(width, device=outer.device)).flatten()
+        )
+    return torch.cat(places)

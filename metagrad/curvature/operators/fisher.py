@@ -1,0 +1,150 @@
+"""The Fisher information matrix of a model, exact, sampled or empirical, as an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import torch
+
+from metagrad.autograd.together import Chunk
+from metagrad.curvature.operators.batches import Batch, Progress, Reduction
+from metagrad.curvature.operators.ggn import count_of, operator_of
+from metagrad.curvature.operators.jacobian import Mode
+from metagrad.curvature.operators.middles import Middle, fisher_of_outputs, observed_scores, sampled_scores
+from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
+
+Kind = Literal["exact", "sampled", "empirical"]
+
+
+def fisher(
+    model: Model,
+    loss_fn: LossFn,
+    params: Parameters,
+    data: Batch | Iterable[Batch],
+    *,
+    kind: Kind = "exact",
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    sparse: Sequence[str] = (),
+    mode: Mode = "auto",
+    chunk: Chunk = "64MiB",
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    reduction: Reduction | None = None,
+    progress: Progress | None = None,
+    check_deterministic: bool = True,
+) -> Operator:
+    r"""Make the operator of a Fisher information matrix.
+
+    The loss is :math:`L = \sum_n s_n \ell_n` with :math:`\ell_n = -\log p(y_n | x_n, \theta)`, where :math:`s_n` is
+    the weight of a datum (which counts as so many of them), divided by what a mean divides by. Then
+
+    .. math::
+        F &= \sum_n s_n\, \mathbb{E}_{y \sim p(y | x_n, \theta)} \big[\nabla\ell_n(y) \nabla\ell_n(y)^\top\big]
+           & \text{"exact"} \\
+        F &\approx \frac{1}{M} \sum_{m=1}^M \sum_n s_n \nabla\ell_n(y_{nm}) \nabla\ell_n(y_{nm})^\top, \quad
+           y_{nm} \sim p(y | x_n, \theta) & \text{"sampled"} \\
+        E &= \sum_n s_n \nabla\ell_n(y_n) \nabla\ell_n(y_n)^\top & \text{"empirical"}
+
+    ``"exact"`` takes the expectation in closed form, and is the Gauss-Newton matrix :func:`ggn` of every loss known
+    there but ``F.binary_cross_entropy``, at the same cost. ``"sampled"`` converges to it, with an error like
+    :math:`1 / \sqrt{M}`. ``"empirical"`` uses the labels of the data: it is no approximation of the Fisher matrix but
+    near an optimum of a model that is right, and off it may be far from the curvature.
+
+    A datum is what the first dimension of the loss's input counts; where that is ``[N, C, d...]``, the gradients of
+    all positions of a datum are added before the outer product. To take every position for a datum, flatten in
+    ``loss_fn``.
+
+    Args:
+        model: As for :func:`ggn`.
+        loss_fn: Called as ``loss_fn(output, y)``. Except for ``kind="empirical"`` it must be, or return what is
+            returned by, one of the losses that :func:`ggn` knows in closed form: they are the likelihoods.
+        params: As for :func:`ggn`.
+        data: As for :func:`ggn`: a batch ``(x, y)`` or an iterable of such. ``y`` is not looked at, unless
+            ``kind="empirical"``, but for its weights: classes that are ignored or weighted.
+        kind: Which.
+        samples: The number M of labels drawn for each datum. They are drawn once: the operator is a fixed matrix.
+        generator: Where they are drawn from; None is torch's default generator.
+        sparse: As for :func:`ggn`.
+        mode: As for :func:`ggn`.
+        chunk: As for :func:`ggn`.
+        create_graph: As for :func:`ggn`; drawn labels are constants.
+        allow_unused: As for :func:`ggn`.
+        reduction: As for :func:`ggn`; with ``kind="empirical"`` and a loss that is not known it is needed, to tell
+            :math:`s_n` from :math:`\ell_n`: ``"mean"`` is over the first dimension of ``x``.
+        progress: As for :func:`ggn`.
+        check_deterministic: As for :func:`ggn`.
+
+    Returns:
+        An operator, which is a context manager.
+
+    Raises:
+        ValueError: As for :func:`ggn`; the loss is no known likelihood; ``kind`` is unknown; ``samples`` < 1.
+        TypeError: As for :func:`ggn`.
+
+    Example:
+        Logistic regression at 0, where every probability is 1/2: :math:`F = \tfrac{1}{4N} X^\top X`, and the
+        empirical one is the same, for every residual is 1/2:
+
+        >>> x, y = torch.tensor([[2.0], [4.0]]), torch.tensor([[0.0], [1.0]])
+        >>> def model(params, x): return x @ params["w"]
+        >>> loss_fn, params = torch.nn.functional.binary_cross_entropy_with_logits, {"w": torch.zeros(1, 1)}
+        >>> for kind in ("exact", "sampled", "empirical"):
+        ...     with metagrad.curvature.fisher(model, loss_fn, params, (x, y), kind=kind) as K:
+        ...         print(K.to_dense())
+        tensor([[2.5000]])
+        tensor([[2.5000]])
+        tensor([[2.5000]])
+
+    References:
+        Martens, "New insights and perspectives on the natural gradient method", JMLR 21, 2020, sections 5 and 11;
+        Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural gradient descent",
+        NeurIPS 2019, section 3.
+    """
+    call = "fisher(model, loss_fn, params, data)"
+    if kind not in get_args(Kind):
+        raise ValueError(f"{call}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}.")
+    if samples < 1:
+        raise ValueError(f"{call}: samples must be 1 or more, got {samples}.")
+    problem = Problem(call, model, loss_fn, params, sparse, allow_unused, create_graph, any_split=True)
+    labels = _Labels(generator if kind == "sampled" else torch.Generator())
+
+    def middle_of(evaluation: Evaluation) -> Middle:
+        if kind == "exact":
+            return fisher_of_outputs(evaluation)
+        if kind == "empirical":
+            return observed_scores(evaluation, count_of(evaluation, reduction))
+        return sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
+
+    return operator_of(
+        problem,
+        middle_of,
+        data,
+        mode=mode,
+        chunk=chunk,
+        reduction=reduction,
+        progress=progress,
+        check_deterministic=check_deterministic,
+        begin_pass=labels.restart,
+    )
+
+
+class _Labels:
+    """The random numbers that labels are drawn by: the same in every pass over the data."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        device = "cpu" if generator is None else generator.device
+        self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        self._generator: torch.Generator | None = None
+
+    def restart(self) -> None:
+        """Begin with the first batch."""
+        self._generator = None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator on the device of the outputs, as the batches before have left it."""
+        if self._generator is None:
+            self._generator = torch.Generator(device).manual_seed(self.seed)
+        return self._generator

@@ -1,0 +1,229 @@
+"""The generalised Gauss-Newton matrix of a model and a loss, as an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.together import Chunk, Together, checked_chunk
+from metagrad.curvature.operators.batches import (
+    Batch,
+    Progress,
+    Reduction,
+    accumulated,
+    is_one_batch,
+    num_data,
+)
+from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
+from metagrad.curvature.operators.middles import Middle, loss_hessian
+from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
+from metagrad.curvature.operators.space import ParameterSpace
+
+
+def ggn(
+    model: Model,
+    loss_fn: LossFn,
+    params: Parameters,
+    data: Batch | Iterable[Batch],
+    *,
+    sparse: Sequence[str] = (),
+    mode: Mode = "auto",
+    chunk: Chunk = "64MiB",
+    create_graph: bool = False,
+    allow_unused: bool = False,
+    reduction: Reduction | None = None,
+    progress: Progress | None = None,
+    check_deterministic: bool = True,
+) -> Operator:
+    r"""Make the operator of the generalised Gauss-Newton matrix.
+
+    .. math:: G = J^\top H_L J, \qquad J = \frac{\partial f(\theta)}{\partial \theta}, \qquad
+              H_L = \nabla_f^2 L(f)
+
+    It is the Hessian of :math:`L(f(\theta))` but for the curvature of the model; with a convex loss it has no
+    negative eigenvalue, and of a model that is linear in its parameters it is the Hessian. The arguments are those of
+    :func:`hessian`, ``(loss_fn, params, data)``, but that the loss is split into model and loss: it is this split
+    that the matrix depends on.
+
+    :math:`H_L` is known in closed form for ``F.cross_entropy``, ``F.nll_loss`` of log-probabilities (taken for
+    cross-entropy), ``F.mse_loss``, ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy`` and
+    ``F.gaussian_nll_loss`` with a given variance, with all of their arguments; ``loss_fn`` may be one of these, or
+    the module, a partial or a function that returns the result of one, on the output itself or reshaped, transposed,
+    sliced, or cast. Every other loss is differentiated twice.
+
+    Args:
+        model: An ``nn.Module``, called as ``model(x)`` in the mode it is in, with ``params`` in the places of its
+            own; its buffers are left as they are. Or a function, called as ``model(params, x)``. It may return a
+            tensor, or any tree of them.
+        loss_fn: Called as ``loss_fn(output, y)``; returns one element.
+        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; a function's may be
+            :class:`~metagrad.sparse.SparseTensor`. They need not require grad.
+        data: A batch ``(x, y)``, whose graph is kept and serves all products; or an iterable of such, that can be
+            iterated over again, through which every product goes.
+        sparse: Embedding tables to be taken by the rows that are looked up; those with sparse gradients are anyway.
+        mode: How products with :math:`J` are computed. ``"reverse"``: from a graph of the backward pass, which is
+            kept; ``"forward"``: by ``torch.func.jvp``, which runs the model for each, and needs forward derivatives;
+            ``"auto"``: the first, and with a warning the second where a derivative is missing; the second where
+            BatchNorm in training makes it the faster one.
+        chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
+        create_graph: Put products on the tape, to be differentiated in ``params``, which must require grad then, and
+            in vectors.
+        allow_unused: Take parameters that the loss does not depend on for constants, instead of raising.
+        reduction: For several batches, how their losses are made of their terms: ``"mean"``, ``"sum"``, or a function
+            of the batch that counts; see :func:`~metagrad.curvature.accumulated`. Losses in closed form say it
+            themselves.
+        progress: For several batches; called as ``progress(done, total)``, or a progress bar.
+        check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
+            differ.
+
+    Returns:
+        An operator, which is a context manager.
+
+    Raises:
+        ValueError: The batch is no pair, the loss is not one number or not connected to a parameter (which is named),
+            a derivative is missing, or two passes over the data differ.
+        TypeError: ``data`` is an iterator, or ``params`` has something that is no floating point tensor.
+
+    Example:
+        Linear regression, :math:`G = \tfrac{2}{N} X^\top X`:
+
+        >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> params, batch = dict(model.named_parameters()), (x, torch.zeros(2, 1))
+        >>> with metagrad.curvature.ggn(model, torch.nn.functional.mse_loss, params, batch) as G:
+        ...     torch.allclose(G.to_dense(), x.T @ x)
+        True
+
+    References:
+        Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", Neural Computation
+        14(7), 2002, section 3; Martens, "New insights and perspectives on the natural gradient method", JMLR 21,
+        2020, section 8.
+    """
+    call = "ggn(model, loss_fn, params, data)"
+    problem = Problem(call, model, loss_fn, params, sparse, allow_unused, create_graph)
+    return operator_of(
+        problem,
+        loss_hessian,
+        data,
+        mode=mode,
+        chunk=chunk,
+        reduction=reduction,
+        progress=progress,
+        check_deterministic=check_deterministic,
+    )
+
+
+class GaussNewton(Operator):
+    r""":math:`J^\top M J` of one batch, with a matrix :math:`M` of the outputs; made by :func:`ggn` and ``fisher``.
+
+    Attributes:
+        loss: The loss of the batch.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        middle: Middle,
+        *,
+        mode: JacobianMode,
+        chunk: int,
+        reduction: Reduction | None = None,
+    ) -> None:
+        super().__init__(evaluation.space())
+        self.loss = evaluation.loss if evaluation.problem.create_graph else evaluation.loss.detach()
+        self._evaluation = evaluation
+        self._middle = middle
+        self._jacobian = Jacobian(evaluation, mode)
+        self._chunk = chunk
+        self._reduction: Reduction | None = reduction
+        self._together = Together()
+
+    @property
+    def count(self) -> float | Tensor | None:
+        """What the mean of a batch divides by; None if the loss is a sum."""
+        return count_of(self._evaluation, self._reduction)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the loss, flat."""
+        loss = self._evaluation.loss
+        parts = self._jacobian.transposed_products([torch.ones_like(loss)[None]], False, of=[loss])
+        return self.space.join(parts)[0]
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self._block_products(self.space, vectors)
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        self._refuse_closed()
+        jacobian = self._jacobian.block([self.space.names.index(name) for name in block.names])
+
+        def multiply(part: list[Tensor], together: bool) -> list[Tensor]:
+            return jacobian.transposed_products(
+                self._middle(jacobian.products(part, together), together), together
+            )
+
+        pieces = self._together.pieces(multiply, block.split(vectors), self._chunk)
+        return torch.cat([block.join(products) for _, products in pieces])
+
+    def _free(self) -> None:
+        self.loss = self.loss.detach()
+        del self._evaluation, self._middle, self._jacobian
+
+
+def operator_of(
+    problem: Problem,
+    middle_of: Callable[[Evaluation], Middle],
+    data: Batch | Iterable[Batch],
+    *,
+    mode: Mode,
+    chunk: Chunk,
+    reduction: Reduction | None,
+    progress: Progress | None,
+    check_deterministic: bool,
+    begin_pass: Callable[[], None] | None = None,
+) -> Operator:
+    r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = middle_of(evaluation)``."""
+    how = JacobianMode(problem.call, mode)
+    size = checked_chunk(problem.call, chunk)
+
+    def operator_for(batch: Batch) -> GaussNewton:
+        evaluation = problem.evaluate(batch)
+        return GaussNewton(evaluation, middle_of(evaluation), mode=how, chunk=size, reduction=reduction)
+
+    if is_one_batch(data):
+        return operator_for(data)
+    return accumulated(
+        operator_for,
+        problem.params,
+        data,
+        call=problem.call,
+        reduction=None,
+        progress=progress,
+        check_deterministic=check_deterministic,
+        begin_pass=begin_pass,
+        model=problem.model if isinstance(problem.model, nn.Module) else None,
+    )
+
+
+def count_of(evaluation: Evaluation, reduction: Reduction | None) -> float | Tensor | None:
+    """Return what the mean of a batch divides by; None if the loss is a sum."""
+    call, known = evaluation.problem.call, evaluation.known
+    if callable(reduction):
+        return reduction(evaluation.batch)
+    if reduction not in (None, "mean", "sum"):
+        raise ValueError(
+            f'{call}: reduction must be "mean", "sum" or a function of the batch, got {reduction!r}.'
+        )
+    if known is not None:
+        says = "sum" if known.count is None else "mean"
+        if reduction not in (None, says):
+            raise ValueError(f"{call}: reduction={reduction!r}, but the loss is a {says}.")
+        return known.count
+    if reduction is None:
+        raise ValueError(
+            f"{call}: the loss is not one of those with a closed form, so it must be said whether it is the mean or "
+            'the sum over the data of a batch: pass reduction="mean" or "sum".'
+        )
+    return None if reduction == "sum" else num_data(call, evaluation.batch)

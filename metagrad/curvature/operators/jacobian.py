@@ -1,0 +1,253 @@
+"""Products with the Jacobian of a model's outputs and with its transpose, on one graph."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from metagrad.autograd.ambient import AutocastState
+from metagrad.autograd.graph import graph_nodes
+from metagrad.autograd.missing import MissingDerivative, named_if_missing, refuse_missing
+from metagrad.autograd.variables import end_nodes, stacked
+from metagrad.curvature.operators.problem import Evaluation
+
+Mode = Literal["auto", "reverse", "forward"]
+
+
+# Its second derivative is some seventy products of activations, which cost more than to run the model again.
+_BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+
+
+class JacobianMode:
+    """How products with a Jacobian are computed; shared by the batches of an operator, so that it falls back once.
+
+    Args:
+        call: How errors name the caller.
+        mode: ``"auto"`` is ``"reverse"`` if that exists, but of a model with BatchNorm in training ``"forward"``.
+    """
+
+    def __init__(self, call: str, mode: Mode) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"{call}: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}.")
+        self.call = call
+        self._left = [] if mode == "auto" else [mode]
+        self._reason: MissingDerivative | None = None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether products are in forward mode now."""
+        return self._left[0] == "forward"
+
+    def choose(self, outputs: Sequence[Tensor]) -> None:
+        """Decide, if it is not decided, what to begin with."""
+        if self._left:
+            return
+        training = any(
+            node.name() in _BATCH_NORMS and getattr(node, "_saved_training", True)
+            for node in graph_nodes(outputs)
+        )
+        self._left = ["forward", "reverse"] if training else ["reverse", "forward"]
+
+    def reject(self, error: MissingDerivative) -> None:
+        """Go on in the other mode, and say so if that is the slower one; raise if there is none."""
+        if len(self._left) == 1:
+            raise error if self._reason is None else MissingDerivative(f"{self._reason}\n{error}")
+        if not self.is_forward:
+            warnings.warn(
+                f'{error}\nGoing on with mode="forward", which runs the model for every product.',
+                stacklevel=2,
+            )
+        del self._left[0]
+        self._reason = error
+
+
+class _Pulled(NamedTuple):
+    """The product of the transposed Jacobian with cotangents, as a function of these."""
+
+    cotangents: list[Tensor]
+    parts: list[list[Tensor | None]]  # for each variable what came to its inputs
+
+
+class Jacobian:
+    r"""The Jacobian :math:`J` of outputs :math:`z(\theta)`, whose graph serves any number of products.
+
+    .. math:: J^\top u = \nabla_\theta \langle z, u \rangle, \qquad J v = \nabla_w \langle J^\top w, v \rangle
+
+    :math:`J^\top w` is linear in :math:`w`, so its gradient is the same at every :math:`w`. The second graph is that
+    of a backward pass; forward mode keeps none, and runs the model again.
+
+    Args:
+        evaluation: The model on a batch, with its graph.
+        mode: How; it changes when a derivative is missing.
+
+    References:
+        Townsend, "A new trick for calculating Jacobian vector products", 2017.
+    """
+
+    def __init__(self, evaluation: Evaluation, mode: JacobianMode) -> None:
+        self.outputs = evaluation.outputs
+        self.variables = evaluation.variables
+        self.mode = mode
+        self.create_graph = evaluation.problem.create_graph
+        self.chosen: Sequence[int] = range(len(self.variables))
+        self._evaluation = evaluation
+        self._autocast = AutocastState()
+        self._pulled: _Pulled | None = None
+        mode.choose(self.outputs)
+        if self.create_graph:
+            # In forward mode as well: the derivative of layer_norm's product with a tangent is wrong (torch 2.13).
+            self._refuse_missing(order=3)
+
+    def block(self, chosen: Sequence[int]) -> Jacobian:
+        """Return the columns of some variables, by number; they share the graphs."""
+        if not self.mode.is_forward:
+            try:
+                self._record()
+            except MissingDerivative as error:
+                self.mode.reject(error)
+        part = copy.copy(self)
+        part.chosen = chosen
+        return part
+
+    def products(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
+        """Multiply stacks of coordinates ``[m, *shape]``, giving ``[m, *output.shape]`` for each output."""
+        try:
+            return self._forward(vectors) if self.mode.is_forward else self._reverse(vectors, together)
+        except MissingDerivative as error:
+            self.mode.reject(error)
+        return self.products(vectors, together)
+
+    def transposed_products(
+        self, cotangents: Sequence[Tensor], together: bool, *, of: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Multiply stacks ``[m, *output.shape]``, giving ``[m, *shape]`` for each variable.
+
+        Args:
+            cotangents: For each output.
+            together: Whether in one sweep; else m is 1.
+            of: Take the Jacobian of these tensors instead, which were computed from the outputs.
+        """
+        variables = [self.variables[i] for i in self.chosen]
+        found = batched_grad(
+            self.outputs if of is None else of,
+            [at for v in variables for at in v.inputs],
+            cotangents,
+            together=together,
+            create_graph=self.create_graph,
+        )
+        rest, count = iter(found), len(cotangents[0])
+        with torch.set_grad_enabled(self.create_graph):
+            return [v.scatter([next(rest) for _ in v.inputs], count) for v in variables]
+
+    def _reverse(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
+        pulled = self._record()
+        with torch.set_grad_enabled(self.create_graph), named_if_missing(self.mode.call):
+            used = [
+                (gradient, part)
+                for i, vector in zip(self.chosen, vectors, strict=True)
+                for gradient, part in zip(pulled.parts[i], self.variables[i].gather(vector), strict=True)
+                if gradient is not None
+            ]
+            found = batched_grad(
+                [gradient for gradient, _ in used],
+                pulled.cotangents,
+                [part for _, part in used],
+                together=together,
+                create_graph=self.create_graph,
+            )
+        return filled(found, pulled.cotangents, len(vectors[0]))
+
+    def _record(self) -> _Pulled:
+        """Record the backward pass for cotangents that are variables, once."""
+        if self._pulled is None:
+            self._refuse_missing(order=2)
+            with torch.enable_grad():
+                cotangents = [torch.zeros_like(z, requires_grad=True) for z in self.outputs]
+                found = batched_grad(
+                    self.outputs,
+                    [at for v in self.variables for at in v.inputs],
+                    [c.unsqueeze(0) for c in cotangents],
+                    together=False,
+                    create_graph=True,
+                )
+            rest = iter(found)
+            parts = [
+                [g if (g := next(rest)) is None else g.squeeze(0) for _ in v.inputs] for v in self.variables
+            ]
+            self._pulled = _Pulled(cotangents, parts)
+        return self._pulled
+
+    def _refuse_missing(self, order: int) -> None:
+        behind = end_nodes(self.variables)
+        for output in self.outputs:
+            refuse_missing(self.mode.call, output, order=order, behind=behind)
+
+    def _forward(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        tables = [v.name for v in self.variables if v.lookups is not None]
+        if tables:
+            raise MissingDerivative(
+                f"{self.mode.call}: forward mode would need tangents as large as the tables {', '.join(tables)}. "
+                'Take mode="reverse", or leave them out of params.'
+            )
+        rows = [self._tangents([vector[i] for vector in vectors]) for i in range(len(vectors[0]))]
+        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+    def _tangents(self, tangents: list[Tensor]) -> list[Tensor]:
+        leaves = [v.leaf if self.create_graph else v.leaf.detach() for v in self.variables]
+
+        def outputs(*chosen: Tensor) -> list[Tensor]:
+            moved = dict(zip(self.chosen, chosen, strict=True))
+            return self._evaluation.rerun([moved.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+        try:
+            with torch.set_grad_enabled(self.create_graph), self._surroundings():
+                return torch.func.jvp(outputs, tuple(leaves[i] for i in self.chosen), tuple(tangents))[1]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise MissingDerivative(
+                f'{self.mode.call}: mode="forward" does not run this model: {str(error).splitlines()[0]}'
+            ) from error
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Draw the random numbers and cast as the graph did."""
+        with self._evaluation.random.restored(), self._autocast.restored(), warnings.catch_warnings():
+            # torch builds decompositions of forward mode with torch.jit, on their first use.
+            warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)
+            yield
+
+
+def batched_grad(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    cotangents: Sequence[Tensor],
+    *,
+    together: bool,
+    create_graph: bool,
+) -> list[Tensor | None]:
+    """Pull stacks of cotangents ``[m, ...]`` back in one sweep, or, where m is 1, in a plain one; keep the graph."""
+    if not outputs:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(
+        outputs,
+        inputs,  # type: ignore[reportArgumentType, reportCallIssue]
+        [c if together else c[0] for c in cotangents],
+        is_grads_batched=together,
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return list(found) if together else stacked(found)
+
+
+def filled(found: Iterable[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Put stacks of zeros where there is no derivative."""
+    return [z.new_zeros(count, *z.shape) if f is None else f for f, z in zip(found, like, strict=True)]

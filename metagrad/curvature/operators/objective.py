@@ -1,0 +1,102 @@
+"""A loss as a function of parameters, evaluated again as it was the first time."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad._tree import Tree, tree_leaves
+from metagrad.autograd.ambient import AutocastState, RandomState
+from metagrad.autograd.lookups import TableRows
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.rows.embedding import embedding
+from metagrad.sparse.rows.stand_in import LocalRows
+
+LossFn: TypeAlias = Callable[..., Tensor]
+"""``loss_fn(params, *batch)``, or a function without arguments that reads the parameters where they are."""
+
+Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
+
+
+class Objective:
+    """A loss function, its parameters, and one batch.
+
+    Random numbers are drawn again as they were, and autocast is as it was when the objective was made, so every
+    evaluation is of one and the same function.
+
+    Attributes:
+        params: The parameters, those that do not require grad replaced by leaves that do.
+        is_closure: Whether ``loss_fn`` takes no arguments.
+        padding: Of tables that are taken by rows: which others are looked up, as padding.
+    """
+
+    def __init__(self, loss_fn: LossFn, params: Parameters, args: Sequence[Tree]) -> None:
+        self.loss_fn = loss_fn
+        self.args = tuple(args)
+        self.params = {name: _variable(param) for name, param in params.items()}
+        self.is_closure = takes_nothing(loss_fn)
+        self.padding: dict[str, Tensor] = {}
+        self._random = RandomState()
+        self._autocast = AutocastState()
+        self._is_first = True
+
+    def here(self) -> Tensor:
+        """Evaluate the loss at the parameters themselves, on the tape."""
+        with torch.enable_grad(), contextlib.nullcontext() if self._is_first else self.surroundings():
+            loss = self.loss_fn() if self.is_closure else self.loss_fn(self.params, *self.args)
+        if self._is_first:
+            self._random.close()
+            self._is_first = False
+        return loss
+
+    def at(self, space: ParameterSpace, coordinates: Sequence[Tensor]) -> Tensor:
+        """Evaluate the loss at other coordinates."""
+        params: dict[str, Tensor | SparseTensor] = {}
+        for entry, values in zip(space.entries, coordinates, strict=True):
+            if entry.table is None:
+                params[entry.name] = entry.wrap(values)
+            else:
+                params[entry.name] = self._stand_in(entry.name, entry.table, values)
+        with self.surroundings():
+            return self.loss_fn(params, *self.args)
+
+    def point(self, space: ParameterSpace) -> list[Tensor]:
+        """Return the coordinates of the parameters, on the tape."""
+        leaves: list[Tensor] = tree_leaves(self.params)
+        return [
+            leaf if entry.rows is None else embedding(entry.rows, leaf)
+            for entry, leaf in zip(space.entries, leaves, strict=True)
+        ]
+
+    def _stand_in(self, name: str, table: TableRows, values: Tensor) -> Tensor:
+        """Return what takes the place of a table: its rows, and those of padding, which are constant."""
+        padding, whole = self.padding[name], self.params[name]
+        assert isinstance(whole, Tensor)
+        rows, order = torch.cat([table.rows, padding]).sort()
+        values = torch.cat([values, whole.detach().index_select(0, padding)]).index_select(0, order)
+        return LocalRows(name, table.shape, rows, values).stand_in()
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Draw the same random numbers, and cast alike."""
+        with self._random.restored(), self._autocast.restored():
+            yield
+
+
+def _variable(param: Tensor | SparseTensor) -> Tensor | SparseTensor:
+    return param if param.requires_grad else param.detach().requires_grad_()
+
+
+def takes_nothing(loss_fn: LossFn) -> bool:
+    """Say whether a function is called without arguments: it has none, or none without a default."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # of some functions in C nothing is known
+        return False
+    return all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,0 +1,284 @@
+"""Symmetric linear operators on the parameters of a model: what Hessian, Gauss-Newton and Fisher have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.diagonal import Method as DiagonalMethod
+from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
+from metagrad.curvature.estimators.estimate import Estimate
+from metagrad.curvature.estimators.layers import layer_traces as estimate_layer_traces
+from metagrad.curvature.estimators.norms import frobenius_norm as estimate_frobenius_norm
+from metagrad.curvature.estimators.probes import Distribution
+from metagrad.curvature.estimators.trace import trace as estimate_trace
+from metagrad.curvature.operators.named import NamedEstimate
+from metagrad.curvature.operators.space import ParameterSpace, Vectors
+from metagrad.curvature.solvers.solution import Solution
+from metagrad.curvature.solvers.solve import solve as solve_flat
+from metagrad.curvature.spectrum.density import density as estimate_density
+from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigenvalues
+from metagrad.curvature.spectrum.log_determinant import log_determinant as estimate_log_determinant
+from metagrad.sparse.matrix.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator
+
+O = TypeVar("O", bound="Operator")  # noqa: E741
+
+
+class Operator:
+    r"""A symmetric linear operator on named parameters, known by its products.
+
+    ``H @ v`` takes and returns a dict of the parameters (or of stacks of them, with one more dimension in front), a
+    flat vector ``[n]``, or columns ``[n, k]``. Operators add, ``A + B``; scale, ``2 * A``; are damped,
+    ``A.damped(delta)``; and have diagonal blocks by the names of parameters, ``H["head.weight"]``, or of what
+    contains them, ``H["head"]``. They are context managers: on leaving, their graphs are freed.
+
+    A subclass writes ``_products`` and, where it holds something, ``_free``.
+
+    Args:
+        space: The parameters.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
+        ...     H.shape, H @ torch.ones(2), (2 * H).damped(1.0) @ {"w": torch.ones(2)}
+        ((2, 2), tensor([ 6., 12.]), {'w': tensor([13., 25.])})
+    """
+
+    def __init__(self, space: ParameterSpace) -> None:
+        self.space = space
+        self.is_closed = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, n), with n coordinates of all parameters together."""
+        return self.space.size, self.space.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, of vectors and of products."""
+        return self.space.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters, vectors and products are."""
+        return self.space.device
+
+    # Products
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply each row of ``vectors``, ``[k, n]``, giving rows of the same shape.
+
+        Raises:
+            ValueError: The operator is closed, the shape or the dtype is another, or a product is not finite; the
+                parameter is named.
+        """
+        self._refuse_closed()
+        if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
+            raise ValueError(
+                f"H.products(vectors): expected rows [k, {self.space.size}] of {self.dtype}, got "
+                f"{tuple(vectors.shape)} of {vectors.dtype}."
+            )
+        if not len(vectors):
+            return vectors
+        products = self._products(vectors)
+        self._refuse_nonfinite(vectors, products)
+        return products
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows ``[k, n]`` of the right shape and dtype."""
+        raise NotImplementedError
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        """Multiply rows of a diagonal block: as vectors that are zero elsewhere, where no shorter way is known."""
+        return self.space.narrow(block, self.products(self.space.widen(block, vectors)))
+
+    @overload
+    def __matmul__(self, vectors: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, vectors: SparseTensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, vectors: Vectors) -> dict[str, Tensor | SparseTensor]: ...
+
+    def __matmul__(
+        self, vectors: Tensor | SparseTensor | Vectors
+    ) -> Tensor | dict[str, Tensor | SparseTensor]:
+        """Multiply a dict, a flat vector ``[n]``, or columns ``[n, k]``, which may be a SparseTensor."""
+        if isinstance(vectors, Mapping):
+            flat = self.space.flatten(vectors, call="H @ v")
+            return self.space.unflatten(
+                self.products(flat) if flat.ndim == 2 else self.products(flat[None])[0]
+            )
+        if isinstance(vectors, SparseTensor):
+            vectors = vectors.to_dense()  # as large as the result
+        if not isinstance(vectors, Tensor):
+            raise TypeError(
+                "H @ v: v must be a dict of parameters, a vector [n] or a matrix [n, k], got "
+                f"{type(vectors).__name__}."
+            )
+        if vectors.ndim not in (1, 2) or vectors.shape[0] != self.space.size:
+            raise ValueError(
+                f"H @ v: H is {self.shape}, so v must have shape [{self.space.size}] or [{self.space.size}, k], got "
+                f"{list(vectors.shape)}."
+            )
+        return self.products(vectors[None])[0] if vectors.ndim == 1 else self.products(vectors.t()).t()
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix ``[n, n]``, from n products: for few parameters."""
+        return self.products(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
+
+    def to_scipy(self) -> LinearOperator:
+        """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays; detached.
+
+        Raises:
+            ValueError: NumPy does not have the dtype, as bfloat16.
+        """
+        from metagrad.curvature.operators.interchange import to_scipy
+
+        return to_scipy(self)
+
+    # Estimates and solutions: what functions of a linear map find of this one
+
+    trace = estimate_trace
+    frobenius_norm = estimate_frobenius_norm
+    eigenvalues = compute_eigenvalues  # its vectors are rows; H.space.unflatten(vectors) names them
+    density = estimate_density
+    log_determinant = estimate_log_determinant
+
+    def diagonal(
+        self,
+        *,
+        method: DiagonalMethod = "hutchinson",
+        probes: int | None = None,
+        rtol: float | None = None,
+        distribution: Distribution = "rademacher",
+        generator: torch.Generator | None = None,
+        chunk: str | int | float = "64MiB",
+    ) -> NamedEstimate:
+        """Estimate the diagonal, by the names of the parameters: :func:`metagrad.curvature.diagonal`."""
+        flat = estimate_diagonal(
+            self, method=method, probes=probes, rtol=rtol, distribution=distribution, generator=generator, chunk=chunk
+        )  # fmt: skip
+        return NamedEstimate(flat, self.space)
+
+    def layer_traces(
+        self,
+        blocks: Mapping[str, slice] | None = None,
+        *,
+        probes: int | None = None,
+        distribution: Distribution = "rademacher",
+        generator: torch.Generator | None = None,
+        chunk: str | int | float = "64MiB",
+    ) -> dict[str, Estimate]:
+        """Estimate the trace of each layer, from one pass: :func:`metagrad.curvature.layer_traces`.
+
+        Without ``blocks``, parameters whose names agree up to the last dot are a layer.
+        """
+        blocks = self.space.layers() if blocks is None else blocks
+        return estimate_layer_traces(
+            self, blocks, probes=probes, distribution=distribution, generator=generator, chunk=chunk
+        )
+
+    def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
+        """Solve ``H x = b``: :func:`metagrad.curvature.solve`, with all of its options.
+
+        ``b``, and with it ``x0`` and a diagonal ``preconditioner``, may be dicts of the parameters; the solution is
+        then one, too.
+        """
+        flat = {
+            key: self.space.flatten(value, call=f"H.solve({key})") if isinstance(value, Mapping) else value
+            for key, value in {"b": b, **options}.items()
+        }
+        solution = solve_flat(self, **flat)  # type: ignore[reportArgumentType]
+        if not isinstance(b, Mapping):
+            return solution
+        return dataclasses.replace(solution, value=self.space.unflatten(solution.value))
+
+    # Algebra
+
+    def __add__(self, other: Operator) -> Operator:
+        from metagrad.curvature.operators.algebra import add
+
+        return add(self, other) if isinstance(other, Operator) else NotImplemented
+
+    def __sub__(self, other: Operator) -> Operator:
+        return self + -1.0 * other if isinstance(other, Operator) else NotImplemented
+
+    def __neg__(self) -> Operator:
+        return -1.0 * self
+
+    def __mul__(self, factor: float | Tensor) -> Operator:
+        from metagrad.curvature.operators.algebra import scale
+
+        return scale(self, factor) if isinstance(factor, (int, float, Tensor)) else NotImplemented
+
+    def __rmul__(self, factor: float | Tensor) -> Operator:
+        return self * factor
+
+    def __truediv__(self, divisor: float | Tensor) -> Operator:
+        return self * (1 / divisor)
+
+    def identity(self) -> Operator:
+        """Return the identity on the same parameters."""
+        from metagrad.curvature.operators.algebra import Identity
+
+        return Identity(self.space)
+
+    def damped(self, delta: float | Tensor) -> Operator:
+        """Return ``H + delta I``; ``delta`` may be a tensor with one element that requires grad."""
+        return self + self.identity() * delta
+
+    def __getitem__(self, name: str) -> Operator:
+        """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
+        from metagrad.curvature.operators.algebra import Block
+
+        return Block(self, self.space.block(name))
+
+    # Life
+
+    def close(self) -> None:
+        """Free what the operator holds; products raise from now on. Sums, scalings and blocks close their parts."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._free()
+
+    def _free(self) -> None:
+        """Free what this kind of operator holds."""
+
+    def __enter__(self: O) -> O:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+    def _refuse_closed(self) -> None:
+        if self.is_closed:
+            raise ValueError(
+                "H @ v: H is closed, and its graph is freed. Make the products inside the with block."
+            )
+
+    def _refuse_nonfinite(self, vectors: Tensor, products: Tensor) -> None:
+        # Inside a transform numbers cannot be looked at.
+        if torch._C._are_functorch_transforms_active() or bool(products.isfinite().all()):
+            return
+        if not bool(vectors.isfinite().all()):
+            raise ValueError(f"H @ v: v has nan or inf in the entry of {self._first_nonfinite(vectors)}.")
+        raise ValueError(
+            f"H @ v: the product has nan or inf in the entry of {self._first_nonfinite(products)}."
+        )
+
+    def _first_nonfinite(self, rows: Tensor) -> str:
+        bad = (~rows.isfinite()).any(0).nonzero()
+        return repr(self.space.name_at(int(bad[0])))

@@ -1,0 +1,246 @@
+r"""Curvature of a loss in the output of a model, in closed form: products, square roots, and random scores.
+
+Every loss here is a negative log-likelihood, :math:`L = \sum_n s_n \ell_n`. Its :math:`s_n` is the weight of a datum,
+which counts as so many of them, divided by what the mean divides by. Vectors have the shape of the output, and
+dimensions in front for several.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class OutputLoss(ABC):
+    r"""A loss of one output :math:`z` that is the negative log-likelihood of a predictive distribution.
+
+    Attributes:
+        output: :math:`z`, what the model returns.
+        scale: The weights :math:`s`, in a shape that broadcasts to that of ``output``; zero for what is ignored.
+        count: What the mean divides by, which is in ``scale`` already; None of a sum.
+    """
+
+    output: Tensor
+    scale: Tensor
+    count: Tensor | float | None
+
+    @property
+    def num_data(self) -> int:
+        """How many data the output is of: the size of its first dimension."""
+        return len(self.output) if self.output.ndim else 1
+
+    @abstractmethod
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        r"""Multiply by :math:`H_L = \nabla^2_z L`."""
+
+    @abstractmethod
+    def fisher_product(self, vectors: Tensor) -> Tensor:
+        r"""Multiply by :math:`F_L = \sum_n s_n\, \mathbb{E}_{y \sim p(y | z_n)} \nabla\ell_n \nabla\ell_n^\top`."""
+
+    @abstractmethod
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
+        r"""Multiply by a square root :math:`S`, or its transpose: :math:`S S^\top = F_L`."""
+
+    @abstractmethod
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        r"""Draw labels from the predictive distribution, and return :math:`\sqrt{s_n} \nabla\ell_n` for them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical(OutputLoss):
+    r"""Cross-entropy of logits: :math:`\ell = -\log p_y` with :math:`p = \mathrm{softmax}(z)`.
+
+    .. math:: H_L = F_L = s\, (\mathrm{diag}(p) - p p^\top), \qquad
+              S = \sqrt{s}\, (\mathrm{diag}(\sqrt p) - p \sqrt p^\top)
+
+    The label does not enter, so targets that are probabilities or smoothed have the same curvature.
+
+    Args:
+        output: Logits :math:`z`, ``[N, C, d...]``, or ``[C]``.
+        scale: ``[N, 1, d...]``, or ``[1]``.
+
+    Example:
+        >>> loss = Categorical(torch.zeros(1, 2), torch.ones(1, 1))
+        >>> loss.hessian_product(torch.tensor([[1.0, 0.0]]))
+        tensor([[ 0.2500, -0.2500]])
+
+    References:
+        Martens, "New insights and perspectives on the natural gradient method", JMLR 21, 2020, section 8; Kunstner,
+        Balles, Hennig, "Limitations of the empirical Fisher approximation", NeurIPS 2019, section 2.
+    """
+
+    output: Tensor
+    scale: Tensor
+    count: Tensor | float | None = None
+
+    @property
+    def num_data(self) -> int:
+        """How many data the output is of: 1, or the size of the first dimension."""
+        return len(self.output) if self.output.ndim > 1 else 1
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """The predicted probabilities, of the shape of the logits."""
+        return self.output.softmax(self._dim)
+
+    @property
+    def _dim(self) -> int:
+        """The dimension of classes, counted from behind: vectors have others in front."""
+        return -1 if self.output.ndim == 1 else 1 - self.output.ndim
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian."""
+        weighted = self.probabilities * vectors
+        return self.scale * (weighted - self.probabilities * weighted.sum(self._dim, keepdim=True))
+
+    def fisher_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Fisher matrix, which is the Hessian."""
+        return self.hessian_product(vectors)
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
+        """Multiply by the square root."""
+        p, root = self.probabilities, self.probabilities.sqrt()
+        left, right = (root, p) if transpose else (p, root)
+        inner = (right * vectors).sum(self._dim, keepdim=True)
+        return self.scale.sqrt() * (root * vectors - left * inner)
+
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        """Draw classes."""
+        p = self.probabilities.detach().movedim(self._dim, -1)
+        drawn = torch.multinomial(p.reshape(-1, p.shape[-1]), 1, generator=generator)
+        label = torch.zeros_like(p).scatter_(-1, drawn.view(*p.shape[:-1], 1), 1).movedim(-1, self._dim)
+        return self.scale.sqrt() * (self.probabilities - label)
+
+
+class _Elementwise(OutputLoss):
+    """A loss whose outputs are independent of each other."""
+
+    @abstractmethod
+    def _information(self) -> Tensor:
+        """Return the Fisher information of each output, without its weight."""
+
+    def _curvature(self) -> Tensor:
+        return self._information()
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian, a diagonal matrix."""
+        return self.scale * self._curvature() * vectors
+
+    def fisher_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Fisher matrix, a diagonal one."""
+        return self.scale * self._information() * vectors
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
+        """Multiply by the square root, which is its own transpose."""
+        return (self.scale * self._information()).sqrt() * vectors
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian(_Elementwise):
+    r"""Squares: :math:`\ell = \tfrac{\lambda}{2} (z - y)^2`, of a Gaussian of precision :math:`\lambda`.
+
+    .. math:: H_L = F_L = s \lambda, \qquad S = \sqrt{s \lambda}
+
+    ``F.mse_loss`` has :math:`\lambda = 2`.
+
+    Args:
+        output: Means :math:`z`, of any shape.
+        scale: Weights, in a shape that broadcasts to it.
+        precision: :math:`\lambda`, likewise.
+
+    Example:
+        >>> loss = Gaussian(torch.zeros(2), scale=torch.tensor(0.5), precision=torch.tensor(2.0))
+        >>> loss.hessian_product(torch.tensor([1.0, 3.0]))
+        tensor([1., 3.])
+    """
+
+    output: Tensor
+    scale: Tensor
+    precision: Tensor
+    count: Tensor | float | None = None
+
+    def _information(self) -> Tensor:
+        return self.precision
+
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        """Draw targets."""
+        return (self.scale * self.precision).sqrt() * _drawn(torch.randn, self.output, generator)
+
+
+@dataclass(frozen=True, eq=False)
+class Bernoulli(_Elementwise):
+    r"""Binary cross-entropy of logits: :math:`p = \sigma(z)`.
+
+    .. math:: H_L = F_L = s\, p (1 - p), \qquad S = \sqrt{s\, p (1 - p)}
+
+    Args:
+        output: Logits :math:`z`, of any shape.
+        scale: Weights, in a shape that broadcasts to it, those of positive labels (``pos_weight``) included.
+
+    Example:
+        >>> Bernoulli(torch.zeros(1), scale=torch.tensor(1.0)).hessian_product(torch.ones(1))
+        tensor([0.2500])
+    """
+
+    output: Tensor
+    scale: Tensor
+    count: Tensor | float | None = None
+
+    def _information(self) -> Tensor:
+        p = self.output.sigmoid()
+        return p * (1 - p)
+
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        """Draw labels."""
+        p = self.output.sigmoid()
+        return self.scale.sqrt() * (p - (_drawn(torch.rand, p, generator) < p).to(p.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class BernoulliProbability(_Elementwise):
+    r"""Binary cross-entropy of probabilities :math:`z`, in which it is not the Fisher matrix that the Hessian is.
+
+    .. math:: H_L = s \left(\frac{y}{z^2} + \frac{1 - y}{(1 - z)^2}\right), \qquad F_L = \frac{s}{z (1 - z)}
+
+    Args:
+        output: Probabilities :math:`z`, of any shape.
+        scale: Weights, in a shape that broadcasts to it.
+        target: Labels :math:`y` between 0 and 1, likewise.
+
+    Example:
+        >>> loss = BernoulliProbability(torch.tensor([0.25]), torch.tensor(1.0), target=torch.ones(1))
+        >>> loss.hessian_product(torch.ones(1)), loss.fisher_product(torch.ones(1))
+        (tensor([16.]), tensor([5.3333]))
+    """
+
+    output: Tensor
+    scale: Tensor
+    target: Tensor
+    count: Tensor | float | None = None
+
+    def _curvature(self) -> Tensor:
+        p, q = self._clamped()
+        return self.target / p**2 + (1 - self.target) / q**2
+
+    def _information(self) -> Tensor:
+        p, q = self._clamped()
+        return 1 / (p * q)
+
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        """Draw labels."""
+        p, q = self._clamped()
+        label = _drawn(torch.rand, p, generator) < self.output
+        return self.scale.sqrt() * torch.where(label, -1 / p, 1 / q)
+
+    def _clamped(self) -> tuple[Tensor, Tensor]:
+        # As torch clamps the denominator of the gradient.
+        return self.output.clamp(min=1e-12), (1 - self.output).clamp(min=1e-12)
+
+
+def _drawn(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    return distribution(like.shape, generator=generator, dtype=like.dtype, device=like.device)

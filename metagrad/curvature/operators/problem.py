@@ -1,0 +1,221 @@
+"""A model and a loss on a batch: the outputs that their curvature goes through, and the parameters behind them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from metagrad._slots import replaced
+from metagrad._tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.autograd.ambient import RandomState
+from metagrad.autograd.graph import graph_nodes
+from metagrad.autograd.variables import Variable, find_variables
+from metagrad.curvature.operators.output_losses import OutputLoss
+from metagrad.curvature.operators.recognition import argument_of, evaluate, is_linear_in
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.sparse.matrix.tensor import SparseTensor
+
+Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
+Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
+"""A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""
+
+LossFn: TypeAlias = "Callable[[Tree, Tree], Tensor]"
+"""Called as ``loss_fn(output, y)``; returns a tensor with one element."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is differentiated, without its data.
+
+    Attributes:
+        call: How errors name the caller.
+        model: The model.
+        loss_fn: The loss.
+        params: The parameters by name.
+        sparse: Those of them that are taken by the rows that are looked up.
+        allow_unused: Whether the loss may not depend on some of them.
+        create_graph: Whether products will be differentiated.
+        any_split: Take the loss at whatever a known function was called with, also where that is not linear in
+            what the model returns: for the Fisher matrix, which does not depend on it.
+    """
+
+    call: str
+    model: Model
+    loss_fn: LossFn
+    params: Parameters
+    sparse: Sequence[str] = ()
+    allow_unused: bool = False
+    create_graph: bool = False
+    any_split: bool = False
+
+    def __post_init__(self) -> None:
+        ParameterSpace(self.params)  # checks them
+        if isinstance(self.model, nn.Module):
+            unknown = sorted(set(self.params) - set(_own(self.model)))
+            if unknown:
+                raise ValueError(
+                    f"{self.call}: the model has no parameters named {', '.join(map(repr, unknown))}."
+                )
+
+    def evaluate(self, batch: Tree) -> Evaluation:
+        """Run model and loss on a batch ``(x, y)``.
+
+        Raises:
+            ValueError: The batch is no pair; the loss has several elements, or does not depend on a parameter, which
+                is named, or not by way of the model's output.
+        """
+        x, y = self._pair(batch)
+        with torch.enable_grad():
+            leaves = self._leaves()
+            random = RandomState()
+            output = self.call_model(leaves, x)
+            loss, known = evaluate(self.loss_fn, output, y)
+            random.close()
+            variables = self._variables(leaves, loss)
+        if known is not None and not (self.any_split or is_linear_in(known.output, tensors_in(output))):
+            known = None
+        outputs = [known.output] if known is not None else self._differentiable(output)
+        return Evaluation(self, (x, y), loss, output, outputs, known, variables, random)
+
+    def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            raise ValueError(
+                f"{self.call}: a batch must be a pair (x, y), for model(x) and loss_fn(output, y), got a "
+                f"{type(batch).__name__}{size}. Put several inputs into a tuple or dict, and take a function for the "
+                "model that unpacks them."
+            )
+        return batch[0], batch[1]
+
+    def _leaves(self) -> dict[str, Tensor]:
+        """Return what is differentiated with respect to.
+
+        Parameters of the module itself stay, so that the module is called as it is.
+        """
+        own = _own(self.model) if isinstance(self.model, nn.Module) else {}
+        found = {}
+        for name, param in self.params.items():
+            values = param.values if isinstance(param, SparseTensor) else param
+            if param is own.get(name) and values.requires_grad:
+                found[name] = values
+            elif self.create_graph and values.requires_grad:
+                found[name] = values.view_as(values)
+            else:
+                found[name] = values.detach().requires_grad_()
+        return found
+
+    def call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
+        """Run the model with tensors in the places of its parameters."""
+        if not isinstance(self.model, nn.Module):
+            return self.model(_with_values(self.params, leaves), x)
+        own = _own(self.model)
+        values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
+        with replaced(self.model, values), _own_statistics(self.model):
+            return self.model(x)
+
+    def _variables(self, leaves: Mapping[str, Tensor], loss: Tensor) -> list[Variable]:
+        """Find the parameters in the graph, and of sparse tables the rows looked up."""
+        variables = find_variables(self.call, loss, dict(leaves), self.sparse)
+        seen = set(graph_nodes([loss]))
+        unused = [v.name for v in variables if get_gradient_edge(v.leaf).node not in seen]
+        if unused and not self.allow_unused:
+            raise ValueError(
+                f"{self.call}: the loss does not depend on {', '.join(unused)}. Leave it out of params, or pass "
+                "allow_unused=True to get zeros."
+            )
+        return variables
+
+    def _differentiable(self, output: Tree) -> list[Tensor]:
+        found = _on_tape(output)
+        if not found:
+            raise ValueError(
+                f"{self.call}: what the model returns, {type(output).__name__}, has no tensor that depends on "
+                "params. The loss must depend on them by way of the model's output."
+            )
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """A problem on one batch, with its graph.
+
+    Attributes:
+        problem: The problem.
+        batch: ``(x, y)``.
+        loss: On its tape.
+        output: What the model returned.
+        outputs: The tensors whose Jacobian is taken: the argument of the known loss, or the tensors in ``output``.
+        known: The loss as a function of the one output, if it is recognised.
+        variables: The parameters.
+        random: The state of the random generators that the model began with.
+    """
+
+    problem: Problem
+    batch: tuple[Tree, Tree]
+    loss: Tensor
+    output: Tree
+    outputs: list[Tensor]
+    known: OutputLoss | None
+    variables: list[Variable]
+    random: RandomState
+
+    def space(self) -> ParameterSpace:
+        """Return the space of the parameters, of tables the rows that are looked up."""
+        params = self.problem.params
+        tables = [variable.lookups for variable in self.variables]
+        rows = {n: found.table.rows for n, found in zip(params, tables, strict=True) if found is not None}
+        return ParameterSpace(params, rows=rows)
+
+    def output_of(self, outputs: Sequence[Tensor]) -> Tree:
+        """Put other tensors into the places of those that depend on the parameters in what the model returned."""
+        leaves, spec = tree_flatten(self.output)
+        rest = iter(outputs)
+        return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)
+
+    def rerun(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Compute the outputs from other tensors for the parameters."""
+        x, y = self.batch
+        output = self.problem.call_model(dict(zip(self.problem.params, tensors, strict=True)), x)
+        if self.known is not None:
+            return [argument_of(self.problem.loss_fn, output, y)]
+        places = zip(tree_leaves(output), tree_leaves(self.output), strict=True)
+        return [leaf for leaf, recorded in places if _is_on_tape(recorded)]
+
+
+def _own(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _on_tape(output: Tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if _is_on_tape(leaf)]
+
+
+def _is_on_tape(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _with_values(params: Parameters, leaves: Mapping[str, Tensor]) -> Parameters:
+    return {
+        name: p.with_values(leaves[name]) if isinstance(p, SparseTensor) else leaves[name]
+        for name, p in params.items()
+    }
+
+
+@contextlib.contextmanager
+def _own_statistics(model: nn.Module) -> Iterator[None]:
+    """Let modules in training mode write to copies of their buffers: to look at curvature changes no model."""
+    held = [(m._buffers, dict(m._buffers)) for m in model.modules() if m.training and m._buffers]
+    try:
+        for buffers, before in held:
+            buffers.update({name: None if b is None else b.clone() for name, b in before.items()})
+        yield
+    finally:
+        for buffers, before in held:
+            buffers.clear()
+            buffers.update(before)

@@ -1,0 +1,1 @@
+"""Linear systems with an operator: solvers, preconditioners, and derivatives of solutions."""

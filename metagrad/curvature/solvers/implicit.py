@@ -1,0 +1,260 @@
+r"""Derivatives of a solution by the implicit function theorem, to the order that is asked for.
+
+The solution of :math:`A(\theta) x = b` has :math:`dx = A^{-1} (db - dA \, x)`. For the tape it is written as Newton
+steps from the known solution, a constant,
+
+.. math:: y_0 = x, \qquad y_j = y_{j-1} + A^{-1} \left( b - A(\theta) \, y_{j-1} \right),
+
+whose values are all x. One derivative is taken through the last step alone: a cotangent g gives
+:math:`u = A^{-1} g` to b, and :math:`-u^T dA \, x` to all that the operator's products depend on, as the graph of
+the product :math:`A(\theta) y_{j-1}` knows it. That gradient depends on :math:`\theta` through u, which is a solution
+like this one, and through :math:`y_{j-1}`, whose derivative the step before knows. So as many steps as derivatives
+are needed, each with the graph of one product, and each first derivative costs one solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+)
+from torch.autograd import Function, forward_ad
+
+from metagrad.curvature.solvers.iteration import Rows
+
+_NOT_NESTED = (
+    "solve(...): forward mode gives the first derivative of a solution alone. Take reverse mode for all, as in "
+    "torch.func.jacrev(torch.func.jacrev(f)) or torch.autograd.grad(..., create_graph=True), or pass "
+    'differentiate="unroll".'
+)
+
+
+class Inverse(NamedTuple):
+    """The inverse of a symmetric map of rows."""
+
+    products: Rows  # of the map, on the tape
+    solve: Callable[[Tensor], Tensor]  # rows [k, n], off the tape
+    order: int  # of the derivatives that were asked for
+
+
+def attach(inverse: Inverse, b: Tensor, x: Tensor, product: Tensor, order: int) -> Tensor:
+    """Give a solution its derivatives up to ``order``, in b and in all that products depend on.
+
+    Args:
+        inverse: The inverse of the map.
+        b: The right-hand sides, [k, n].
+        x: The solutions, constants, [k, n].
+        product: Of the map with ``x``, on the tape, [k, n].
+        order: The highest derivative, 1 or more.
+    """
+    if not _varies(product):
+        return _Step.apply(x, None, b, inverse, None)
+    y = _Step.apply(x, None, b - product, inverse, 1)
+    for level in range(2, order + 1):
+        before, switch = _Gate.apply(y)
+        y = _Step.apply(before, switch, b - inverse.products(before), inverse, level)
+    return y
+
+
+def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
+    """Return ``x`` such that a derivative of it raises, where there would be one."""
+    return _Refusal.apply(x, sentence, *depends_on)
+
+
+def check_transforms() -> None:
+    """Refuse forward mode inside, or outside of, another derivative of ``torch.func``."""
+    levels = [interpreter.key() for interpreter in get_interpreter_stack() or ()]
+    derivatives = [key for key in levels if key in (TransformType.Jvp, TransformType.Grad)]
+    if TransformType.Jvp in derivatives and len(derivatives) > 1:
+        raise ValueError(_NOT_NESTED)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Say whether ``torch.func.vmap`` has added a dimension to a tensor."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def _varies(x: Tensor) -> bool:
+    """Say whether a tensor may have a derivative; inside a transform its outer levels are not to be seen."""
+    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return x.requires_grad or is_transformed
+
+
+def _adjoint(inverse: Inverse, g: Tensor) -> Tensor:
+    """Return the solution for ``g``, a constant."""
+    if is_legacy_batchedtensor(g):
+        raise ValueError(
+            "solve(...): its derivative does not work under is_grads_batched=True, which uses torch's old vmap. Take "
+            "torch.func.vmap over torch.func.vjp, or torch.func.jacrev."
+        )
+    return _Constant.apply(g, inverse) if is_batched(g) else inverse.solve(g)
+
+
+class _Constant(Function):
+    """The solution for a right-hand side, without derivatives; vmap makes more right-hand sides of it."""
+
+    @staticmethod
+    def forward(g: Tensor, inverse: Inverse) -> Tensor:
+        return inverse.solve(g)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return None, None
+
+    @staticmethod
+    def vmap(info, in_dims, g, inverse):
+        g = g.movedim(in_dims[0], 0)
+        return _Constant.apply(g.flatten(0, 1), inverse).view(g.shape), 0
+
+
+class _Step(Function):
+    """``before + A^-1 residual``, with a residual that is zero in value."""
+
+    @staticmethod
+    def forward(
+        before: Tensor, switch: Tensor | None, residual: Tensor, inverse: Inverse, level: int | None
+    ) -> Tensor:
+        return before.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, switch, residual, ctx.inverse, ctx.level = inputs
+        ctx.set_materialize_grads(False)
+        # The anchor: what is differentiated again leads through it to all that the residual depends on.
+        anchor = residual if switch is None else switch
+        ctx.save_for_backward(anchor)
+        ctx.save_for_forward(anchor)
+
+    @staticmethod
+    def backward(ctx, g):
+        if g is None:  # a closed gate
+            return None, None, None, None, None
+        (anchor,) = ctx.saved_tensors
+        u = _adjoint(ctx.inverse, g)
+        if torch.is_grad_enabled():
+            u = _differentiable(ctx.inverse, ctx.level, g, u, anchor)
+        return g, None, u, None, None
+
+    @staticmethod
+    def jvp(ctx, before, switch, residual, *_):
+        if ctx.level is not None and ctx.level < ctx.inverse.order:
+            return torch.zeros_like(residual)  # the last step alone has the whole first derivative
+        moved = _Refusal.apply(_adjoint(ctx.inverse, residual), _NOT_NESTED, residual, *ctx.saved_tensors)
+        return moved if before is None else before + moved
+
+    @staticmethod
+    def vmap(info, in_dims, before, switch, residual, inverse, level):
+        before, residual = (
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in ((before, in_dims[0]), (residual, in_dims[2]))
+        )
+        y = _Step.apply(before.flatten(0, 1), switch, residual.flatten(0, 1), inverse, level)
+        return y.view(before.shape), 0
+
+
+def _differentiable(inverse: Inverse, level: int | None, g: Tensor, u: Tensor, anchor: Tensor) -> Tensor:
+    """Put ``u``, the solution for ``g``, on the tape."""
+    if level is None:
+        return _Step.apply(u, None, g, inverse, None)
+    if level == 1:
+        sentence = (
+            f"solve(..., order={inverse.order}): the solution is differentiated more often than that. "
+            f"Pass order={inverse.order + 1} or more; each order keeps the graph of one product."
+        )
+        return refuse_derivatives(u, sentence, anchor)
+    return _Switch.apply(attach(inverse, g, u, inverse.products(u), level - 1), anchor)
+
+
+class _Gate(Function):
+    """Lets cotangents through to the step before only where a gradient is being differentiated.
+
+    Its second output is the switch. A first gradient gives no cotangent to it, and what arrives for the first output
+    then is A u = g, which the step itself has accounted for. Where :class:`_Switch` has run in the same backward pass
+    there is a gradient being differentiated, and the rest is what it owes to ``before``.
+    """
+
+    @staticmethod
+    def forward(y: Tensor) -> tuple[Tensor, Tensor]:
+        return y.clone(), y.new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, cotangent, switched):
+        return None if switched is None else cotangent
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return tangent.clone(), tangent.new_zeros(())
+
+    @staticmethod
+    def vmap(info, in_dims, y):
+        return _Gate.apply(y), (in_dims[0], None)
+
+
+class _Switch(Function):
+    """The identity; its backward turns on the gate, which cannot run before it."""
+
+    @staticmethod
+    def forward(u: Tensor, switch: Tensor) -> Tensor:
+        return u.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (switch,) = ctx.saved_tensors
+        return cotangent, torch.zeros_like(switch)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise RuntimeError(_NOT_NESTED)
+
+    @staticmethod
+    def vmap(info, in_dims, u, switch):
+        return _Switch.apply(u, switch), in_dims[0]
+
+
+class _Refusal(Function):
+    """The identity, whose derivative is an error."""
+
+    @staticmethod
+    def forward(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.sentence = inputs[1]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        raise RuntimeError(ctx.sentence)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise RuntimeError(ctx.sentence)
+
+    @staticmethod
+    def vmap(info, in_dims, x, sentence, *depends_on):
+        return _Refusal.apply(x, sentence, *depends_on), in_dims[0]

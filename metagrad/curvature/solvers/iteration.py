@@ -1,0 +1,105 @@
+"""What iterative solvers share: rows that stop one by one, and what they hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers.solution import Result
+
+Rows: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear map of rows, [k, n] to [k, n], which treats each row alike."""
+
+RESULTS = tuple(Result)
+RUNNING = -1
+
+
+class Limits(NamedTuple):
+    """When the solve of a row ends."""
+
+    tolerance: Tensor  # norm of the residual at which a row has converged, [k]
+    max_steps: int
+
+
+class Run(NamedTuple):
+    """What a solver hands back, row by row."""
+
+    x: Tensor  # [k, n]
+    steps: Tensor  # int64 [k]
+    status: Tensor  # index into RESULTS, int64 [k]
+    direction: Tensor  # of negative curvature, zero in rows where it was not met, [k, n]
+
+
+class LinearSystem(NamedTuple):
+    """A linear map, damping included, and what is known to set up a solver for it."""
+
+    operator: LinearMap  # with the damping
+    undamped: LinearMap
+    damping: float
+    generator: torch.Generator | None
+
+
+class Solver(Protocol):
+    """A method of solution: a frozen dataclass of its hyper-parameters."""
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
+        """Choose what depends on the operator alone; return solver and preconditioner to run."""
+        ...
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        """Solve for every row of ``b``; on the tape if products are."""
+        ...
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply row with row, [k, n] and [k, n] to [k]."""
+    return (a * b).sum(-1)
+
+
+def norm(rows: Tensor) -> Tensor:
+    """Return the norm of each row, [k, n] to [k]; a constant for the tape."""
+    return torch.linalg.vector_norm(rows.detach(), dim=-1)
+
+
+def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:
+    """Divide where allowed, and give 0 elsewhere, there with a zero derivative too."""
+    return torch.where(where, numerator, 0.0) / torch.where(where, denominator, 1.0)
+
+
+def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
+    """Multiply the active rows only; the others give zeros."""
+    index = active.nonzero().squeeze(1)
+    if len(index) == len(rows):
+        return products(rows)
+    return torch.zeros_like(rows).index_copy(0, index, products(rows[index]))
+
+
+def is_finite(rows: Tensor) -> Tensor:
+    """Say which rows are finite, [k, n] to [k]."""
+    return rows.detach().isfinite().all(-1)
+
+
+def fill(status: Tensor, where: Tensor, result: Result) -> Tensor:
+    """Give rows that still run a result, where a condition holds."""
+    return torch.where((status == RUNNING) & where, RESULTS.index(result), status)
+
+
+def ended(status: Tensor) -> Tensor:
+    """Give the rows that still run ``MAX_STEPS``."""
+    return fill(status, status == RUNNING, Result.MAX_STEPS)
+
+
+def running(b: Tensor) -> Tensor:
+    """Return the status of rows that all run, [k]."""
+    return torch.full((len(b),), RUNNING, dtype=torch.int64, device=b.device)
+
+
+def initial(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the first iterate and its residual."""
+    return (torch.zeros_like(b), b) if x0 is None else (x0, b - products(x0))

@@ -1,0 +1,123 @@
+"""The Neumann series of an inverse, truncated where asked or where the residual is small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.solvers.iteration import (
+    RUNNING,
+    Limits,
+    LinearSystem,
+    Rows,
+    Run,
+    ended,
+    fill,
+    initial,
+    is_finite,
+    multiply,
+    norm,
+    running,
+)
+from metagrad.curvature.solvers.solution import Result
+
+POWER_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Neumann:
+    r"""The Neumann series: one product a step, the simplest method and the slowest.
+
+    .. math:: x_k = \alpha \sum_{i=0}^{k-1} (I - \alpha A)^i \, b, \qquad
+        b - A x_k = (I - \alpha A)^k \, b
+
+    It converges for positive definite operators with :math:`0 < \alpha < 2 / \lambda_{\max}`. The norm of the
+    residual is log-convex in k for a symmetric operator, so where it grows once it grows for ever: such a row ends
+    there, as ``Result.DIVERGED``. Truncated by ``max_steps`` it equals ``max_steps`` steps of gradient descent, which
+    is what the hypergradients that use it approximate; :class:`CG` needs about the square root of the steps.
+
+    Args:
+        scale: The factor :math:`\alpha`, above 0; the learning rate, where the operator is the Hessian of a trained
+            loss. None is 1 over the largest eigenvalue, as 10 steps of the power method estimate it.
+
+    Raises:
+        ValueError: ``scale`` is not above 0; in a solve, a preconditioner is given.
+
+    Example:
+        The series of 1 / (1 - 0.5) after 4 terms is 1 + 1/2 + 1/4 + 1/8:
+
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.neumann import Neumann
+        >>> from metagrad.curvature.solvers.solve import solve
+        >>> operator = SimpleNamespace(
+        ...     shape=(1, 1), dtype=torch.float32, device=torch.device("cpu"), products=lambda rows: 0.5 * rows
+        ... )
+        >>> solution = solve(operator, torch.ones(1), method=Neumann(scale=1.0), max_steps=4)
+        >>> solution.value, solution.result.name
+        (tensor([1.8750]), 'MAX_STEPS')
+
+    References:
+        Lorraine, Vicol, Duvenaud, "Optimizing millions of hyperparameters by implicit differentiation", AISTATS 2020,
+        section 2.3 and algorithm 3.
+    """
+
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"Neumann(scale): expected a number above 0, or None, got {self.scale}.")
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Neumann, Rows | None]:
+        """Estimate the scale, unless it is given."""
+        if precondition is not None:
+            raise ValueError(
+                'solve(..., method="neumann", preconditioner): the series has no preconditioner. '
+                'Use method="pcg", or scale the operator.'
+            )
+        if self.scale is not None:
+            return self, None
+        size = _largest_eigenvalue(system)
+        return Neumann(scale=1 / size if size > 0 else 1.0), None
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        """Solve for every row of ``b``; after :meth:`set_up`."""
+        assert self.scale is not None
+        x, r = initial(products, b, x0)
+        status = fill(running(b), ~is_finite(r), Result.NON_FINITE)
+        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+        steps = torch.zeros_like(status)
+        for _ in range(limits.max_steps):
+            active = status == RUNNING
+            if not bool(active.any()):
+                break
+            following = r - self.scale * multiply(products, r, active)
+            status = fill(status, ~is_finite(following), Result.NON_FINITE)
+            status = fill(status, _grows(r, following), Result.DIVERGED)
+            moves = (status == RUNNING)[:, None]
+            x = x + self.scale * torch.where(moves, r, 0.0)
+            r = torch.where(moves, following, r)
+            steps = steps + moves[:, 0]
+            status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+        return Run(x, steps, ended(status), torch.zeros_like(b, requires_grad=False))
+
+
+def _grows(before: Tensor, after: Tensor) -> Tensor:
+    """Say where the residual grows by more than rounding."""
+    return norm(after) > norm(before) * (1 + 100 * torch.finfo(before.dtype).eps)
+
+
+def _largest_eigenvalue(system: LinearSystem) -> float:
+    """Estimate the largest eigenvalue of a positive operator, from below: by half at worst, in all likelihood."""
+    operator = system.operator
+    v = draw(1, operator.shape[0], dtype=operator.dtype, device=operator.device, generator=system.generator)
+    size = v.new_zeros(())
+    for _ in range(POWER_STEPS):
+        with torch.no_grad():
+            v = operator.products(v / norm(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None]).detach()
+        size = norm(v)[0]
+    return float(size) if bool(size.isfinite()) else 0.0

@@ -1,0 +1,250 @@
+"""The randomized Nystrom approximation of a positive semi-definite operator: an inverse, and a preconditioner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probing import checked_size
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.iteration import Limits, LinearSystem, Rows, Run
+
+FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
+
+
+@dataclass(frozen=True, eq=False)
+class Nystrom:
+    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; itself a linear map.
+
+    Attributes:
+        basis: Orthonormal rows, the columns of U, [rank, n].
+        eigenvalues: :math:`\Lambda`, descending, [rank].
+        matvecs: Products spent on it.
+    """
+
+    basis: Tensor
+    eigenvalues: Tensor
+    matvecs: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, n)."""
+        return self.basis.shape[1], self.basis.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of vectors and products."""
+        return self.basis.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.basis.device
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n] with the approximation."""
+        return self._scaled(vectors, self.eigenvalues)
+
+    def inverse(self, damping: float | Tensor) -> Rows:
+        r"""Return the map :math:`v \mapsto (\hat A + \mu I)^{-1} v` of rows; it costs two products with U.
+
+        Its error against :math:`(A + \mu I)^{-1}` is at most :math:`|E| / (\mu (\mu + |E|))`, E the error of the
+        approximation (Frangella, Tropp, Udell, proposition 3.1).
+
+        Args:
+            damping: The number :math:`\mu`, above 0; it may require grad.
+
+        Raises:
+            ValueError: ``damping`` is not above 0, and the approximation has no inverse.
+        """
+        if not bool(torch.as_tensor(damping) > 0):
+            raise ValueError(
+                f"Nystrom.inverse(damping): what has low rank is singular, so damping must be above 0, "
+                f"got {damping}."
+            )
+        gain = 1 / (self.eigenvalues + damping) - 1 / damping
+        return lambda rows: rows / damping + self._scaled(rows, gain)
+
+    def preconditioner(self, damping: float | Tensor = 0.0) -> Rows:
+        r"""Return the preconditioner of :math:`A + \mu I`, a map of rows.
+
+        .. math:: P^{-1} = (\lambda_r + \mu) \, U (\Lambda + \mu I)^{-1} U^T + I - U U^T
+
+        The condition number of the preconditioned operator is below 28 in expectation once the rank is twice the
+        effective dimension :math:`\mathrm{tr} A (A + \mu I)^{-1}`, and then CG needs few steps.
+
+        Args:
+            damping: The number :math:`\mu`, 0 or more. With 0, directions of eigenvalue 0 are left alone.
+        """
+        damped = self.eigenvalues + damping
+        positive = damped > 0  # elsewhere nothing is known of the operator, and vectors pass
+        level = torch.where(positive, damped, torch.inf).min()
+        gain = torch.where(positive, level / torch.where(positive, damped, 1.0) - 1, 0.0)
+        return lambda rows: rows + self._scaled(rows, gain)
+
+    def _scaled(self, rows: Tensor, factors: Tensor) -> Tensor:
+        return (rows @ self.basis.t() * factors) @ self.basis
+
+
+def nystrom(
+    operator: LinearMap,
+    rank: int | None = None,
+    *,
+    damping: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Nystrom:
+    r"""Approximate a positive semi-definite operator by one of low rank, from its products with random vectors.
+
+    .. math:: \hat A = (A \Omega) (\Omega^T A \Omega)^{\dagger} (A \Omega)^T
+
+    With :math:`\Omega` normal and orthonormalised, n by rank, and for stability a shift at rounding errors. It is
+    exact for an operator of this rank or less, and close to the best approximation where eigenvalues decay.
+
+    Args:
+        operator: A positive semi-definite map of n-vectors.
+        rank: Products to spend, from 1 to n. None doubles it from 8 until the smallest eigenvalue found is at most
+            ten times ``damping``, or has fallen to rounding errors, or the rank is 256.
+        damping: The damping that it is meant for; it decides on the rank alone.
+        generator: Draws the vectors.
+
+    Returns:
+        The approximation, a constant for the tape. Eigenvalues at rounding errors of the largest are 0.
+
+    Raises:
+        ValueError: ``rank`` is not from 1 to n, ``damping`` is negative, a product is not finite, or the operator is
+            not positive semi-definite.
+
+    Note:
+        Every derivative treats it as a constant: as a preconditioner that is exact, as an inverse it is not.
+
+    Example:
+        An operator of rank 1 is found exactly:
+
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.nystrom import nystrom
+        >>> A = torch.ones(4, 4)
+        >>> operator = SimpleNamespace(
+        ...     shape=(4, 4), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ... )
+        >>> found = nystrom(operator, 2, generator=torch.Generator().manual_seed(0))
+        >>> found.eigenvalues.round(decimals=3)
+        tensor([4., 0.])
+
+    References:
+        Frangella, Tropp, Udell, "Randomized Nystrom preconditioning", SIAM J. Matrix Anal. Appl. 44(2), 2023,
+        algorithms 2.1 and 5.1, theorem 5.1; Tropp, Yurtsever, Udell, Cevher, "Fixed-rank approximation of a
+        positive-semidefinite matrix from streaming data", NeurIPS 2017, algorithm 3 (the shift).
+    """
+    n = checked_size("nystrom(operator)", operator)
+    if rank is not None and not 1 <= rank <= n:
+        raise ValueError(f"nystrom(operator, rank): expected 1 to n = {n}, or None, got {rank}.")
+    if not damping >= 0:
+        raise ValueError(f"nystrom(..., damping): expected 0 or more, got {damping}.")
+    most = min(LARGEST_RANK, n)
+    size = min(FIRST_RANK, most) if rank is None else rank
+    with torch.no_grad():
+        omega, y = _more(operator, None, None, size, generator)
+        while True:
+            found = _approximation(omega, y)
+            is_enough = float(found.eigenvalues[-1]) <= 10 * damping
+            if rank is not None or is_enough or len(omega) == most:
+                return found
+            omega, y = _more(operator, omega, y, min(len(omega), most - len(omega)), generator)
+
+
+def _more(
+    operator: LinearMap,
+    omega: Tensor | None,
+    y: Tensor | None,
+    count: int,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Add ``count`` orthonormal test vectors, and their products, to those there are; all are rows."""
+    fresh = draw(
+        count,
+        operator.shape[0],
+        distribution="normal",
+        dtype=operator.dtype,
+        device=operator.device,
+        generator=generator,
+    )
+    if omega is not None:
+        for _ in range(2):  # twice is enough (Kahan, Parlett)
+            fresh = fresh - (fresh @ omega.t()) @ omega
+    fresh = torch.linalg.qr(fresh.t())[0].t().contiguous()
+    products = operator.products(fresh).detach()
+    if not bool(products.isfinite().all()):
+        raise ValueError(
+            "nystrom(operator): a product of the operator has NaN or inf. Look for them in the parameters, in the "
+            "loss and in its first and second derivatives."
+        )
+    if omega is None or y is None:
+        return fresh, products
+    return torch.cat([omega, fresh]), torch.cat([y, products])
+
+
+def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
+    """Algorithm 2.1, in rows."""
+    eps = torch.finfo(y.dtype).eps
+    size = torch.linalg.matrix_norm(y)
+    shift = (eps * y.shape[1] ** 0.5 * size).clamp_min(torch.finfo(y.dtype).tiny)
+    core = omega @ y.t() + shift * torch.eye(len(omega), dtype=y.dtype, device=y.device)
+    factor, info = torch.linalg.cholesky_ex((core + core.t()) / 2)
+    if int(info):
+        raise ValueError(
+            "nystrom(operator): the operator is not positive semi-definite: a random vector v has v^T A v < 0. "
+            'Take the Gauss-Newton or Fisher operator, or method="minres".'
+        )
+    rows = torch.linalg.solve_triangular(factor, y + shift * omega, upper=False)
+    _, singular, basis = torch.linalg.svd(rows, full_matrices=False)
+    eigenvalues = singular.square() - shift
+    return Nystrom(basis, torch.where(eigenvalues > 10 * shift, eigenvalues, 0.0), len(omega))
+
+
+@dataclass(frozen=True)
+class NystromPCG:
+    r"""Conjugate gradients with a Nystrom preconditioner: for spectra that decay, a number of steps free of n.
+
+    Args:
+        rank: Products spent on the preconditioner; None is as :func:`nystrom` chooses for the damping.
+        cg: The iteration.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.nystrom import NystromPCG
+        >>> from metagrad.curvature.solvers.solve import solve
+        >>> spectrum = torch.tensor([1e6, 1e4, 1e2, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+        >>> operator = SimpleNamespace(
+        ...     shape=(8, 8), dtype=torch.float64, device=torch.device("cpu"), products=lambda rows: spectrum * rows
+        ... )
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> solve(
+        ...     operator, spectrum + 1, damping=1.0, method=NystromPCG(rank=4), generator=generator
+        ... ).value.round()
+        tensor([1., 1., 1., 1., 1., 1., 1., 1.], dtype=torch.float64)
+
+    References:
+        Frangella, Tropp, Udell, SIAM J. Matrix Anal. Appl. 44(2), 2023, algorithm 5.1.
+    """
+
+    rank: int | None = None
+    cg: CG = field(default_factory=CG)
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[CG, Rows | None]:
+        """Make the preconditioner."""
+        if precondition is not None:
+            raise ValueError(
+                'solve(..., method="nystrom_pcg", preconditioner): this method makes its own. Use method="pcg".'
+            )
+        found = nystrom(system.undamped, self.rank, damping=system.damping, generator=system.generator)
+        return self.cg, found.preconditioner(system.damping)
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        """Run the iteration that :meth:`set_up` returned."""
+        return self.cg.run(products, b, x0, precondition, limits)

@@ -1,0 +1,117 @@
+"""Preconditioners, and cheap checks that a map of rows is symmetric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers.iteration import Rows
+
+Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
+"""A symmetric positive definite map of rows [k, n] that is close to the inverse, or the operator's diagonal [n]."""
+
+
+def diagonal_preconditioner(diagonal: Tensor, *, damping: float | Tensor = 0.0, power: float = 1.0) -> Rows:
+    r"""Make a preconditioner of a diagonal.
+
+    .. math:: v \mapsto (d + \mu)^{-p} \, v
+
+    Args:
+        diagonal: The diagonal d of the operator or an estimate of it, [n].
+        damping: What is added to it.
+        power: The exponent p; 1 is Jacobi's, Martens takes 0.75.
+
+    Returns:
+        A map of rows [k, n].
+
+    Raises:
+        ValueError: ``diagonal`` is no vector, or not above 0 everywhere with the damping added.
+
+    Example:
+        >>> from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
+        >>> diagonal_preconditioner(torch.tensor([1.0, 3.0]), damping=1.0)(torch.ones(1, 2))
+        tensor([[0.5000, 0.2500]])
+
+    References:
+        Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4.7.
+    """
+    if diagonal.ndim != 1:
+        raise ValueError(
+            f"diagonal_preconditioner(diagonal): expected a vector [n], got shape {tuple(diagonal.shape)}."
+        )
+    damped = diagonal + damping
+    if not bool((damped > 0).all()):
+        raise ValueError(
+            "diagonal_preconditioner(diagonal): every element plus the damping must be above 0, the least is "
+            f"{float(damped.min()):.3g}. Take absolute values, a lower bound, or more damping."
+        )
+    scale = damped**-power
+    return lambda rows: rows * scale
+
+
+def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows) -> None:
+    """Compare x^T A y with y^T A x on one random pair, which a map that is not symmetric passes with probability 0.
+
+    The numbers are drawn from a generator of their own.
+    """
+    pair = draw(
+        2,
+        operator.shape[0],
+        distribution="normal",
+        dtype=operator.dtype,
+        device=operator.device,
+        generator=torch.Generator().manual_seed(0),
+    )
+    with torch.no_grad():
+        images = products(pair).detach()
+    if images.shape != pair.shape:
+        raise ValueError(
+            f"{call}: {name} must map rows {tuple(pair.shape)} to rows of the same shape, got {tuple(images.shape)}."
+        )
+    if not bool(images.isfinite().all()):
+        return  # the solve says so, with what it knows
+    forth, back = float(pair[0] @ images[1]), float(pair[1] @ images[0])
+    scale = float(
+        (torch.linalg.vector_norm(pair, dim=1) * torch.linalg.vector_norm(images.flip(0), dim=1)).sum()
+    )
+    # Products x^T A y of independent x, y are of the size |x| |A y| / sqrt(n).
+    tolerance = 10 * math.sqrt(torch.finfo(operator.dtype).eps) * scale / math.sqrt(operator.shape[0])
+    if abs(forth - back) > tolerance:
+        raise ValueError(
+            f"{call}: {name} must be symmetric, but for random x and y, x^T A y = {forth:.6g} and "
+            f"y^T A x = {back:.6g}. Symmetrise it, or solve the normal equations with x -> A^T A x. If the "
+            "difference is noise that you accept, pass check_symmetry=False."
+        )
+
+
+def checked_preconditioner(
+    call: str,
+    preconditioner: Preconditioner | None,
+    operator: LinearMap,
+    damping: float,
+    check_symmetry: bool,
+) -> Rows | None:
+    """Return the map of rows that a user's preconditioner is."""
+    if preconditioner is None:
+        return None
+    n = operator.shape[0]
+    if isinstance(preconditioner, Tensor):
+        if preconditioner.shape != (n,) or preconditioner.dtype != operator.dtype:
+            raise ValueError(
+                f"{call}: as a tensor, preconditioner must be the operator's diagonal, [{n}] of {operator.dtype}, "
+                f"got {list(preconditioner.shape)} of {preconditioner.dtype}."
+            )
+        return diagonal_preconditioner(preconditioner, damping=damping)
+    if not callable(preconditioner):
+        raise TypeError(
+            f"{call}: preconditioner must be a map of rows or a diagonal [{n}], got {type(preconditioner).__name__}."
+        )
+    if check_symmetry:
+        check_symmetric(call, "preconditioner", operator, preconditioner)
+    return preconditioner

@@ -1,0 +1,132 @@
+"""What a linear solve returns: a value, how it ended, and what it cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Result(Enum):
+    """How a solve ended; the value of each member is a sentence for the user.
+
+    Example:
+        >>> from metagrad.curvature.solvers.solution import Result
+        >>> Result.CONVERGED.value
+        'The residual is within its tolerance.'
+        >>> Result.MAX_STEPS.is_success
+        False
+    """
+
+    CONVERGED = "The residual is within its tolerance."
+    PROGRESS = "The last steps made the quadratic model smaller by less than was asked for."
+    BOUNDARY = "The iterate reached the trust radius; the value lies on it."
+    MAX_STEPS = (
+        "max_steps was reached before the residual was within its tolerance. Allow more steps or a larger rtol, "
+        "or improve the condition by damping or a preconditioner."
+    )
+    STAGNATED = (
+        "The recurrence reports a residual within its tolerance and the true residual is larger: rounding errors "
+        "of this dtype dominate. Use float64, a larger rtol, damping or a preconditioner."
+    )
+    NEGATIVE_CURVATURE = (
+        "A direction without positive curvature was met, so the operator is not positive definite. Add damping, use "
+        'method="minres", or take the direction, stats.direction.'
+    )
+    INCONSISTENT = (
+        "The operator is singular, or nearly so, and the right-hand side is outside its range; the value has the "
+        "least residual that there is. Add damping, or lower MINRES(singular=...) for an ill-conditioned operator."
+    )
+    DIVERGED = (
+        "The series diverges: scale times the largest eigenvalue is 2 or more, or an eigenvalue is negative. "
+        "The value is the last sum before the residual grew. Use a smaller scale, damping or another method."
+    )
+    BREAKDOWN = (
+        "The preconditioner is not positive definite: a residual has no positive product with its image."
+    )
+    NON_FINITE = (
+        "A product of the operator or of the preconditioner has NaN or inf. Look for them in the parameters, in the "
+        "loss and in its first and second derivatives; the value is the last iterate before."
+    )
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the solve ended as it was asked to: by its tolerance, its progress rule or its radius."""
+        return self in (Result.CONVERGED, Result.PROGRESS, Result.BOUNDARY)
+
+
+class SolveError(RuntimeError):
+    """A solve failed, and its caller asked for an exception."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stats:
+    """What a solve cost and met. For a flat right-hand side tensors are without their dimension k.
+
+    Attributes:
+        results: How each right-hand side ended, k of them.
+        steps: Steps taken for each right-hand side, int64 [k].
+        residual_norms: Norms of the true residuals ``b - (A + damping I) x``, [k].
+        matvecs: Vectors multiplied with the operator in all, those that set up a preconditioner and that checked
+            symmetry and residuals included.
+        direction: Where negative curvature was met, a direction d with ``d^T (A + damping I) d <= 0``, of norm 1,
+            [k, n], zero for the other right-hand sides; None if it was not met at all.
+    """
+
+    results: tuple[Result, ...]
+    steps: Tensor
+    residual_norms: Tensor
+    matvecs: int
+    direction: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What :func:`solve` returns.
+
+    Attributes:
+        value: The solution, in the shape of the right-hand side; where the solve failed, the best that is known.
+        result: How it ended; for many right-hand sides, the first failure among them if there is one.
+        stats: What it cost.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.solve import solve
+        >>> A = torch.diag(torch.tensor([2.0, 4.0]))
+        >>> operator = SimpleNamespace(
+        ...     shape=(2, 2), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ... )
+        >>> solution = solve(operator, torch.tensor([2.0, 2.0]))
+        >>> solution.value, solution.result.name, int(solution.stats.steps)
+        (tensor([1.0000, 0.5000]), 'CONVERGED', 2)
+    """
+
+    value: Tensor
+    result: Result
+    stats: Stats
+
+    def __repr__(self) -> str:
+        most = int(self.stats.steps.max()) if self.stats.steps.numel() else 0
+        return f"Solution({self.result.name}: {most} steps, {self.stats.matvecs} products)"
+
+
+def overall(results: tuple[Result, ...]) -> Result:
+    """Return the first failure, else the first result that is not plain convergence."""
+    for result in results:
+        if not result.is_success:
+            return result
+    return next((result for result in results if result is not Result.CONVERGED), Result.CONVERGED)
+
+
+def raise_failure(call: str, stats: Stats) -> None:
+    """Raise the first failure among the right-hand sides, if there is one."""
+    for index, result in enumerate(stats.results):
+        if not result.is_success:
+            steps = int(torch.atleast_1d(stats.steps)[index])
+            residual = float(torch.atleast_1d(stats.residual_norms)[index])
+            raise SolveError(
+                f"{call}: right-hand side {index} of {len(stats.results)}, after {steps} steps with a residual of "
+                f"norm {residual:.3g}: {result.value}"
+            )

@@ -1,0 +1,277 @@
+"""Solving linear systems with an operator that is known by its products."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probing import checked_size
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
+from metagrad.curvature.solvers.iteration import RESULTS, Limits, LinearSystem, Rows, Run, Solver, norm
+from metagrad.curvature.solvers.minres import MINRES
+from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.nystrom import NystromPCG
+from metagrad.curvature.solvers.preconditioner import (
+    Preconditioner,
+    check_symmetric,
+    checked_preconditioner,
+)
+from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats, overall, raise_failure
+from metagrad.curvature.solvers.system import (
+    CALL,
+    Counted,
+    Damped,
+    Differentiate,
+    check_numbers,
+    check_vector,
+    checked_damping,
+)
+
+Method = Literal["auto", "cg", "pcg", "minres", "neumann", "nystrom_pcg"]
+_APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
+"""Results of values that approximate a solution, so that the implicit function theorem holds as far as they do."""
+
+
+def solve(
+    operator: LinearMap,
+    b: Tensor,
+    *,
+    method: Method | Solver = "auto",
+    damping: float | Tensor = 0.0,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    max_steps: int | None = None,
+    preconditioner: Preconditioner | None = None,
+    x0: Tensor | None = None,
+    throw: bool = False,
+    generator: torch.Generator | None = None,
+    differentiate: Differentiate = "implicit",
+    order: int = 3,
+    check_symmetry: bool = True,
+) -> Solution:
+    r"""Solve :math:`(A + \mu I) x = b` from products with a symmetric operator.
+
+    A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
+
+    ============= =================================== ============================================================
+    method        operator                            what it is
+    ============= =================================== ============================================================
+    "cg"          positive definite                   conjugate gradients; meets negative curvature and says so
+    "pcg"         positive definite                   the same with ``preconditioner``
+    "nystrom_pcg" positive semi-definite, damped      the same with a Nystrom preconditioner
+    "minres"      symmetric                           the least residual; indefinite and singular operators
+    "neumann"     positive definite                   gradient descent; slow, for its truncation in hypergradients
+    "auto"        positive definite                   "pcg" where there is a preconditioner, else "cg"
+    ============= =================================== ============================================================
+
+    A :class:`CG`, :class:`MINRES`, :class:`Neumann` or :class:`NystromPCG` in place of the name has options of its
+    own: a trust radius, Martens' stopping rule, the scale of the series, the rank.
+
+    **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
+    tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
+    ``create_graph=True``, and without it count as constants, which a solve cannot see. ``"implicit"`` uses
+    :math:`dx = A^{-1} (db - dA \, x)`: each backward is one more solve of the same kind, as exact as the two
+    solves are, and no step is kept; neither ``x0`` nor ``preconditioner`` has a gradient. A solve that fails there
+    raises. ``"unroll"`` differentiates the steps that were taken, and keeps them all: what a truncated solve
+    computes, it differentiates exactly. Forward mode has the first derivative.
+
+    Args:
+        operator: A symmetric map of n-vectors.
+        b: The right-hand side [n], or k of them as rows [k, n], which are multiplied together and stop one by one.
+        method: A name or a solver.
+        damping: The number :math:`\mu`, 0 or more; may be a tensor with one element that requires grad.
+        rtol: Tolerance relative to the norm of ``b``.
+        atol: Absolute tolerance. Right-hand sides of derivatives have a scale of their own: they are solved to the
+            relative tolerance that it came to here.
+        max_steps: The most steps for one right-hand side, 1 or more; None is 10 n, and at most 10 000.
+        preconditioner: A symmetric positive definite map of rows, close to the inverse; or the diagonal of the
+            operator [n], to which ``damping`` is added.
+        x0: Where to start, in the shape of ``b``; None is 0.
+        throw: Raise unless the solve ends as it was asked to.
+        generator: Draws the vectors of the methods that need some.
+        differentiate: How.
+        order: How many derivatives ``"implicit"`` provides for; each keeps the graph of one product. One too many
+            raises. No limit where only ``b`` requires grad.
+        check_symmetry: Check the operator and the preconditioner on a random pair of vectors; two products.
+
+    Returns:
+        The solution in the shape of ``b``, with how it ended and what it cost. Residuals are recomputed at the end,
+        with one more product, so rounding errors do not pass for convergence.
+
+    Raises:
+        ValueError: An argument is out of its range, ``b`` or ``x0`` does not fit or is not finite, ``preconditioner``
+            does not go with ``method``, or a map is not symmetric.
+        TypeError: The operator is no linear map, or a dtype is another than the operator's.
+        SolveError: The solve failed and ``throw`` is set; or a solve of a derivative failed.
+
+    Note:
+        A non-finite product is ``Result.NON_FINITE`` here; the operators of :mod:`metagrad.curvature` raise by
+        themselves, with the name of the parameter. In a backward pass the preconditioner is taken to be constant,
+        which the solution allows; the truncated iterate of "unroll" does depend on it, and is differentiated so.
+
+    Example:
+        :math:`x = b / (a + \mu)` has :math:`dx / d\mu = -b / (a + \mu)^2`:
+
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.solve import solve
+        >>> operator = SimpleNamespace(
+        ...     shape=(2, 2), dtype=torch.float32, device=torch.device("cpu"), products=lambda rows: 3 * rows
+        ... )
+        >>> damping = torch.tensor(1.0, requires_grad=True)
+        >>> x = solve(operator, torch.tensor([4.0, 8.0]), damping=damping).value
+        >>> x.tolist(), torch.autograd.grad(x.sum(), damping)
+        ([1.0, 2.0], (tensor(-0.7500),))
+
+    References:
+        Rajeswaran, Finn, Kakade, Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3; Griewank,
+        Walther, "Evaluating derivatives", 2008, chapter 15 (implicit and iterative differentiation).
+    """
+    check_numbers(rtol, atol, max_steps, order, differentiate)
+    n = checked_size(CALL, operator)
+    check_vector("b", b, operator)
+    if x0 is not None:
+        check_vector("x0", x0, operator, like=b)
+    weight = checked_damping(damping)
+    precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
+    counted = Counted(operator)
+    if check_symmetry:
+        check_symmetric(CALL, "operator", counted, counted.products)
+    damped = Damped(counted, damping)
+    solver, precondition = _solver(method, preconditioner is not None).set_up(
+        LinearSystem(damped, counted, weight, generator), precondition
+    )
+    rows = b if b.ndim == 2 else b[None]
+    start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
+    limits = Limits((rtol * norm(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
+    if differentiate == "implicit":
+        check_transforms()
+        run = _off_the_tape(solver, damped, rows, start, precondition, limits)
+    else:
+        run = solver.run(damped.products, rows, start, precondition, limits)
+    x, product = run.x, damped.products(run.x.detach())
+    status, residuals = _true_residuals(run.status, product, rows, limits)
+    results = tuple(RESULTS[index] for index in status.tolist())
+    if differentiate == "implicit" and torch.is_grad_enabled():
+        x = _attached(x, product, rows, damped, solver, precondition, limits, rtol, order, results)
+    direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
+    stats = Stats(results, run.steps, residuals, counted.matvecs, direction)
+    if b.ndim == 1:
+        x, stats = x[0], _of_one(stats)
+    if throw:
+        raise_failure(CALL, stats)
+    return Solution(x, overall(results), stats)
+
+
+def _start(x0: Tensor, b: Tensor) -> Tensor:
+    """Start from 0 where the solution is 0: no residual is small relative to a right-hand side of 0."""
+    return torch.where((b.detach() != 0).any(-1, keepdim=True), x0, 0.0)
+
+
+def _off_the_tape(
+    solver: Solver, damped: Damped, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+) -> Run:
+    with torch.no_grad():
+        start = None if x0 is None else x0.detach()
+        return solver.run(damped.constant_products, b.detach(), start, precondition, limits)
+
+
+def _attached(
+    x: Tensor,
+    product: Tensor,
+    b: Tensor,
+    damped: Damped,
+    solver: Solver,
+    precondition: Rows | None,
+    limits: Limits,
+    rtol: float,
+    order: int,
+    results: tuple[Result, ...],
+) -> Tensor:
+    """Put the solution on the tape, by the implicit function theorem where it holds."""
+    for result in results:
+        if result not in _APPROXIMATE:
+            sentence = (
+                f"{CALL}: the value is no solution, so the implicit function theorem gives no derivative: "
+                f'{result.value} Pass differentiate="unroll" for that of the steps.'
+            )
+            return refuse_derivatives(x, sentence, b, product)
+    relative = (limits.tolerance / norm(b)).nan_to_num(0.0, posinf=0.0)
+    adjoint = partial(
+        _adjoint_solve,
+        solver=replace(solver, radius=None) if isinstance(solver, CG) else solver,
+        damped=damped,
+        precondition=precondition,
+        rtol=max(rtol, float(relative.max()) if len(b) else 0.0),
+        max_steps=limits.max_steps,
+        expects_convergence=all(result is Result.CONVERGED for result in results),
+    )
+    return attach(Inverse(damped.products, adjoint, order), b, x, product, order)
+
+
+def _adjoint_solve(
+    g: Tensor,
+    *,
+    solver: Solver,
+    damped: Damped,
+    precondition: Rows | None,
+    rtol: float,
+    max_steps: int,
+    expects_convergence: bool,
+) -> Tensor:
+    # Rows of size one: cotangents of a high order may be so small that their squares vanish.
+    scale = g.detach().abs().amax(-1, keepdim=True)
+    rows = g.detach() / torch.where(scale > 0, scale, 1.0)
+    run = _off_the_tape(solver, damped, rows, None, precondition, Limits(rtol * norm(rows), max_steps))
+    results = {RESULTS[index] for index in run.status.tolist()}
+    for result in results:
+        if result not in _APPROXIMATE:
+            raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
+    if expects_convergence and Result.MAX_STEPS in results:
+        warnings.warn(
+            f"{CALL}: the solution converged and the solve of its derivative did not within {max_steps} steps. "
+            "Raise max_steps, or rtol for both.",
+            stacklevel=2,
+        )
+    return run.x * scale
+
+
+def _true_residuals(status: Tensor, product: Tensor, b: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Take back a convergence that was only the recurrence's; return the status and the norms of true residuals."""
+    residuals = norm(b - product)
+    # The sum of many small steps differs from the recurrence by rounding also where all is well.
+    slack = 10 * limits.tolerance + 10 * torch.finfo(b.dtype).eps * norm(b)
+    is_false = (status == RESULTS.index(Result.CONVERGED)) & (residuals > slack)
+    return torch.where(is_false, RESULTS.index(Result.STAGNATED), status), residuals
+
+
+def _of_one(stats: Stats) -> Stats:
+    """Leave out the dimension of right-hand sides."""
+    direction = None if stats.direction is None else stats.direction[0]
+    return Stats(stats.results, stats.steps[0], stats.residual_norms[0], stats.matvecs, direction)
+
+
+def _solver(method: Method | Solver, has_preconditioner: bool) -> Solver:
+    if not isinstance(method, str):
+        return method
+    if method not in get_args(Method):
+        known = ", ".join(f'"{name}"' for name in get_args(Method))
+        raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
+    if method == "cg" and has_preconditioner:
+        raise ValueError('solve(..., method="cg", preconditioner): that is method="pcg".')
+    if method == "pcg" and not has_preconditioner:
+        raise ValueError(
+            'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, or use '
+            'method="nystrom_pcg", which makes its own.'
+        )
+    if method == "minres":
+        return MINRES()
+    if method == "neumann":
+        return Neumann()
+    return NystromPCG() if method == "nystrom_pcg" else CG()

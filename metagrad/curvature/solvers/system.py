@@ -1,0 +1,119 @@
+"""The system that a solve is given: the checks of its arguments, and its map, counted and damped."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers.implicit import is_batched
+
+CALL = "solve(operator, b)"
+
+Differentiate = Literal["implicit", "unroll"]
+
+
+class Counted:
+    """A linear map that counts its products and checks their shape."""
+
+    def __init__(self, operator: LinearMap) -> None:
+        self.operator = operator
+        self.shape = operator.shape
+        self.dtype = operator.dtype
+        self.device = operator.device
+        self.matvecs = 0
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n]."""
+        products = self.operator.products(vectors)
+        if products.shape != vectors.shape:
+            raise ValueError(
+                f"{CALL}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
+                f"{tuple(products.shape)}."
+            )
+        self.matvecs += len(vectors)
+        return products
+
+
+class Damped:
+    """``A + damping I``, as a linear map."""
+
+    def __init__(self, operator: LinearMap, damping: float | Tensor) -> None:
+        self.operator = operator
+        self.damping = damping
+        self.shape = operator.shape
+        self.dtype = operator.dtype
+        self.device = operator.device
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows [k, n]."""
+        products = self.operator.products(vectors)
+        if isinstance(self.damping, Tensor) or self.damping:
+            products = products + self.damping * vectors
+        return products
+
+    def constant_products(self, vectors: Tensor) -> Tensor:
+        """Multiply rows, off the tape."""
+        with torch.no_grad():
+            return self.products(vectors).detach()
+
+
+def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int, differentiate: str) -> None:
+    """Check the numbers and the mode of a solve."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"solve(..., {name}): expected 0 or more, got {value}.")
+    for name, count in (("max_steps", max_steps), ("order", order)):
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"solve(..., {name}): expected an integer of 1 or more, got {count!r}.")
+    if differentiate not in get_args(Differentiate):
+        raise ValueError(
+            f'solve(..., differentiate): expected "implicit" or "unroll", got {differentiate!r}.'
+        )
+
+
+def checked_damping(damping: float | Tensor) -> float:
+    """Return the value of the damping."""
+    if isinstance(damping, Tensor) and damping.numel() != 1:
+        raise ValueError(
+            f"solve(..., damping): expected a number or a tensor with one element, got shape {tuple(damping.shape)}."
+        )
+    value = float(damping.detach() if isinstance(damping, Tensor) else damping)
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"solve(..., damping): expected 0 or more, got {value}.")
+    return value
+
+
+def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | None = None) -> None:
+    """Check a right-hand side, or a start, which is like it."""
+    n = operator.shape[0]
+    if not isinstance(vector, Tensor):
+        raise TypeError(f"{CALL}: {name} must be a tensor, got {type(vector).__name__}.")
+    if vector.ndim not in (1, 2) or vector.shape[-1] != n:
+        raise ValueError(
+            f"{CALL}: operator is {tuple(operator.shape)}, so {name} must be [{n}] or rows [k, {n}], got "
+            f"{list(vector.shape)}."
+        )
+    if like is not None and vector.shape != like.shape:
+        raise ValueError(
+            f"{CALL}: {name} must have the shape {list(like.shape)} of b, got {list(vector.shape)}."
+        )
+    if vector.dtype != operator.dtype:
+        raise TypeError(
+            f"{CALL}: {name} must be of the operator's dtype {operator.dtype}, got {vector.dtype}. "
+            f"Use {name}.to({operator.dtype})."
+        )
+    if vector.device != operator.device:
+        raise ValueError(
+            f"{CALL}: {name} must be on the operator's device {operator.device}, got {vector.device}. "
+            f"Use {name}.to(operator.device)."
+        )
+    if is_batched(vector):
+        raise ValueError(
+            f"{CALL}: {name} has a dimension of vmap, under which rows cannot stop one by one. Pass rows [k, {n}]."
+        )
+    if not bool(vector.detach().isfinite().all()):
+        raise ValueError(f"{CALL}: {name} has NaN or inf.")

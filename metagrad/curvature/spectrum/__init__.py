@@ -1,0 +1,1 @@
+"""Eigenvalues, spectral densities and log-determinants, by Lanczos processes."""

@@ -1,0 +1,186 @@
+"""The density of an operator's eigenvalues, by stochastic Lanczos quadrature."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.estimate import Estimate, from_samples
+from metagrad.curvature.estimators.probes import Distribution
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.spectrum.quadrature import check_quadrature, gauss_rule, krylov_spaces
+
+_CALL = "density(operator)"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Density:
+    r"""A spectral density: each probe's point masses, smoothed by a Gaussian when they are looked at.
+
+    .. math:: \phi(t) = \frac1p \sum_k \sum_j w_{kj} \, g_\sigma(t - \theta_{kj}) \approx
+        \frac1n \sum_i g_\sigma(t - \lambda_i), \quad \int \phi = 1
+
+    It is a probability density. Times n, it counts eigenvalues.
+
+    Attributes:
+        nodes: Ritz values, float64 on the CPU, shape [probes, steps]; constants.
+        weights: Their masses, likewise; each row sums to 1. A process that ended early has zeros at its end.
+        sigma: The standard deviation of the Gaussian.
+        n: The size of the operator.
+        matvecs: How many products were spent.
+
+    Example:
+        >>> from metagrad.curvature.spectrum.density import Density
+        >>> one = Density(torch.tensor([[3.0]]), torch.tensor([[1.0]]), sigma=0.5, n=1, matvecs=1)
+        >>> one
+        density of 1 eigenvalue from 3 to 3 (1 probe, 1 product)
+        >>> one(torch.tensor([3.0])).value * 0.5 * (2 * torch.pi) ** 0.5
+        tensor([1.])
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    sigma: float
+    n: int
+    matvecs: int
+
+    def __call__(self, grid: Tensor) -> Estimate:
+        """Evaluate the density at some points.
+
+        Args:
+            grid: Points, of any shape.
+
+        Returns:
+            The density there, with its standard error over the probes.
+        """
+        points = grid.detach().cpu().double()
+        samples = torch.stack([self._of_probe(points, k) for k in range(len(self.nodes))]).to(grid)
+        return self._estimate(samples, "density")
+
+    def grid(self, num_points: int | None = None) -> Tensor:
+        """Return points that cover the density: four sigma beyond the Ritz values on both sides, evenly spaced.
+
+        Args:
+            num_points: How many; by default so many that they are half a sigma apart, and sums over them are
+                integrals to many digits.
+
+        Returns:
+            The points, float64 on the CPU, shape [num_points].
+        """
+        margin = 4 * self.sigma
+        low, high = float(self.nodes.min()) - margin, float(self.nodes.max()) + margin
+        if num_points is None:
+            num_points = math.ceil(2 * (high - low) / self.sigma) + 1
+        if num_points < 2:
+            raise ValueError(f"density.grid(num_points): expected at least 2, got {num_points}.")
+        return torch.linspace(low, high, num_points, dtype=torch.float64)
+
+    def moment(self, degree: int) -> Estimate:
+        r"""Estimate :math:`\frac1n \mathrm{tr} A^d`, without smoothing; no quadrature error up to d = 2 steps - 1."""
+        if degree < 0:
+            raise ValueError(f"density.moment(degree): degree must be at least 0, got {degree}.")
+        return self._estimate((self.weights * self.nodes**degree).sum(1), "moment")
+
+    def _of_probe(self, points: Tensor, k: int) -> Tensor:
+        total = torch.zeros_like(points)
+        for node, weight in zip(self.nodes[k].tolist(), self.weights[k].tolist(), strict=True):
+            total += weight * torch.exp(-0.5 * ((points - node) / self.sigma) ** 2)
+        return total / (self.sigma * math.sqrt(2 * math.pi))
+
+    def _estimate(self, samples: Tensor, quantity: str) -> Estimate:
+        rounding = torch.finfo(samples.dtype).eps * samples.abs().mean(0)
+        return from_samples(
+            samples, rounding, matvecs=self.matvecs, method="lanczos quadrature", quantity=quantity
+        )
+
+    def __repr__(self) -> str:
+        counts = [
+            f"{count} {name}{'s' * (count != 1)}"
+            for count, name in ((self.n, "eigenvalue"), (len(self.nodes), "probe"), (self.matvecs, "product"))
+        ]
+        ends = f"from {float(self.nodes.min()):.4g} to {float(self.nodes.max()):.4g}"
+        return f"density of {counts[0]} {ends} ({counts[1]}, {counts[2]})"
+
+
+def density(
+    operator: LinearMap,
+    *,
+    steps: int = 64,
+    probes: int = 8,
+    sigma: float | None = None,
+    distribution: Distribution = "rademacher",
+    generator: torch.Generator | None = None,
+    chunk: str | int | float = "64MiB",
+) -> Density:
+    r"""Estimate the density of the eigenvalues of a symmetric operator.
+
+    A Gauss rule for each probe, from ``steps`` products: its outer nodes are eigenvalues, to many digits where they
+    are well apart from the others; its inner ones stand for many. Moments up to the degree 2 steps - 1 are those of
+    the probe exactly. Detail finer than the range of the spectrum over ``steps`` is not resolved inside the bulk,
+    however small ``sigma`` is. The result is a report, made of constants for derivatives; for a differentiable
+    function of the spectrum see :func:`metagrad.curvature.trace_of`.
+
+    Args:
+        operator: A symmetric map of n-vectors.
+        steps: Products for each probe, at most n of them.
+        probes: How many probes.
+        sigma: The standard deviation of the Gaussian that is put for each node, in units of eigenvalues; by default
+            1 / 200 of the range of the nodes.
+        distribution: What probes are drawn from (see :func:`metagrad.curvature.draw`); they are normalised,
+            so "normal" and "sphere" are the same here.
+        generator: Draws them.
+        chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
+
+    Returns:
+        The density; call it on a grid.
+
+    Raises:
+        ValueError: An argument is out of its range, a product is not finite, or the operator is not symmetric.
+
+    Example:
+        Half of the eigenvalues of diag(1, 1, 3, 3) are 1, so their mean is 2 and their mean square 5:
+
+        >>> from metagrad.curvature.spectrum.density import density
+        >>> class Diagonal:
+        ...     shape, dtype, device = (4, 4), torch.float64, torch.device("cpu")
+        ...     def products(self, vectors):
+        ...         return vectors * torch.tensor([1.0, 1.0, 3.0, 3.0], dtype=torch.float64)
+        >>> phi = density(Diagonal(), probes=4)
+        >>> phi
+        density of 4 eigenvalues from 1 to 3 (4 probes, 8 products)
+        >>> print(f"{float(phi.moment(1)):.6f} {float(phi.moment(2)):.6f}")
+        2.000000 5.000000
+        >>> grid = phi.grid()
+        >>> print(f"{torch.trapezoid(phi(grid).value, grid):.3f}")
+        1.000
+
+    References:
+        Lin, Saad, Yang, "Approximating spectral densities of large matrices", SIAM Review 58, 2016; Ghorbani,
+        Krishnan, Xiao, "An investigation into neural net optimization via Hessian eigenvalue density", ICML 2019;
+        Ubaru, Chen, Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", 2017.
+    """
+    check_quadrature(_CALL, probes, steps, distribution, generator)
+    if sigma is not None and not sigma > 0:
+        raise ValueError(f"{_CALL}: sigma must be positive, got {sigma}.")
+    nodes, weights, matvecs = [], [], 0
+    for _, state in krylov_spaces(
+        operator, probes, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=_CALL
+    ):  # fmt: skip
+        rules = [gauss_rule(state, start) for start in range(len(state.sizes))]
+        nodes += [_padded(rule.nodes, state.diagonal.shape[1], float(rule.nodes[0])) for rule in rules]
+        weights += [_padded(rule.weights, state.diagonal.shape[1], 0.0) for rule in rules]
+        matvecs += state.matvecs
+    found = torch.stack(nodes)
+    return Density(found, torch.stack(weights), sigma or _default_sigma(found), operator.shape[0], matvecs)
+
+
+def _padded(row: Tensor, length: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(row, (0, length - len(row)), value=value)
+
+
+def _default_sigma(nodes: Tensor) -> float:
+    spread = float(nodes.max() - nodes.min())
+    return (spread or float(nodes.abs().max()) or 1.0) / 200

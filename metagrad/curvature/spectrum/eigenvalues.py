@@ -1,0 +1,241 @@
+"""A few eigenvalues of an operator, with their vectors and bounds on their errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.probes import check_drawing
+from metagrad.curvature.estimators.probing import checked_size
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.spectrum.first_order import first_order
+from metagrad.curvature.spectrum.lanczos import checked_products, row_norms
+from metagrad.curvature.spectrum.lobpcg import block_size, lobpcg
+from metagrad.curvature.spectrum.subspace import Subspace
+from metagrad.curvature.spectrum.thick_restart import Which, ranking, thick_restart_lanczos
+
+Method = Literal["lanczos", "lobpcg"]
+
+
+@dataclass(frozen=True, eq=False)
+class Eigenpairs:
+    r"""Approximate eigenvalues and eigenvectors of a symmetric operator.
+
+    Within ``residuals[i]`` of ``values[i]`` there is an eigenvalue. Where the next one is farther away, the value is
+    much nearer than that (within the square of the residual over the distance), and the vector's angle to the
+    eigenvector is about the residual over the distance.
+
+    Attributes:
+        values: Rayleigh quotients :math:`\lambda = v^T A v`, shape [k]; on the tape where products are.
+        vectors: Unit vectors, rows, shape [k, n]; constants. None where they were not asked for.
+        residuals: :math:`\|A v - \lambda v\|` from a last product, and what rounding may add to it; shape [k].
+        matvecs: How many products were spent.
+        method: "lanczos" or "lobpcg".
+        converged: Whether every residual is at most ``rtol`` times the operator's norm (and what rounding may add),
+            and the search for copies was finished.
+
+    Example:
+        >>> from metagrad.curvature.spectrum.eigenvalues import Eigenpairs
+        >>> Eigenpairs(torch.tensor([3.0, 1.0]), None, torch.tensor([1e-6, 1e-5]), 30, "lanczos", True)
+        2 eigenvalues from 1 to 3, +- at most 1e-05 (lanczos, 30 products)
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+    residuals: Tensor
+    matvecs: int
+    method: str
+    converged: bool
+
+    def __repr__(self) -> str:
+        values = self.values.detach()
+        status = "" if self.converged else ", not converged"
+        return (
+            f"{len(values)} eigenvalues from {values.min().item():.6g} to {values.max().item():.6g}, +- at most "
+            f"{self.residuals.max().item():.2g} ({self.method}, {self.matvecs} products{status})"
+        )
+
+
+def eigenvalues(
+    operator: LinearMap,
+    k: int,
+    *,
+    which: Which = "largest",
+    method: Method = "lanczos",
+    rtol: float = 1e-5,
+    max_products: int | None = None,
+    max_basis: int | None = None,
+    vectors: bool = True,
+    generator: torch.Generator | None = None,
+) -> Eigenpairs:
+    r"""Compute k eigenvalues at the ends of the spectrum, with vectors and bounds.
+
+    .. math:: A v_i = \lambda_i v_i + r_i, \quad \min_j |\lambda_i - \lambda_j(A)| \le \|r_i\|
+
+    =========== ==================================== ====================================================
+    which       which k eigenvalues                  order
+    =========== ==================================== ====================================================
+    "largest"   the algebraically largest            descending
+    "smallest"  the algebraically smallest           ascending: the most negative first
+    "both"      the :math:`\lceil k/2 \rceil`        descending
+                largest, and the other :math:`k/2`
+                smallest
+    "magnitude" the largest in absolute value        by absolute value, descending
+    =========== ==================================== ====================================================
+
+    ========= ======================================================= ==========================================
+    method    how                                                     memory, in vectors of n elements
+    ========= ======================================================= ==========================================
+    "lanczos" thick-restart Lanczos; a search for missed copies of    ``max_basis``, and 2 k at the end
+              repeated eigenvalues after it has converged
+    "lobpcg"  conjugate gradients in a block of about 1.5 k vectors;  about 18 k
+              several times the products, in batches
+    ========= ======================================================= ==========================================
+
+    Eigenvalues inside the spectrum cannot be had this way; see :func:`metagrad.curvature.density`. A tight
+    cluster (as the smallest eigenvalues of an overparameterised model, all about zero) converges slowly or not.
+
+    Where products are differentiable, so are the values, once: :math:`d\lambda = v^T \, dA \, v`, right for an
+    eigenvalue that is not repeated, and for the sum over all copies of one that is. The second derivative is
+    refused.
+
+    Args:
+        operator: A symmetric map of n-vectors.
+        k: How many, from 1 to n.
+        which: Which.
+        method: How. The two share no step, so that their agreement means something.
+        rtol: Stop when every residual is this times the operator's norm (the largest product with a unit vector
+            seen, for Lanczos and LOBPCG alike) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
+        max_products: The most products to spend, those for the residuals included; 2000 or 20 n, whichever is less,
+            but never less than a start takes, by default. What is reached then is returned, with
+            ``converged=False``.
+        max_basis: The most vectors that Lanczos keeps, from k + 2: more of them need fewer products. By default
+            2 k + 1 or 40, whichever is more, but at most n. From n on, nothing is approximate.
+        vectors: Return the vectors, too.
+        generator: Draws the starts.
+
+    Returns:
+        The eigenpairs.
+
+    Raises:
+        ValueError: An argument is out of its range, a product is not finite, or the operator is not symmetric.
+
+    Example:
+        diag(1, 2, ..., 50):
+
+        >>> from metagrad.curvature.spectrum.eigenvalues import eigenvalues
+        >>> class Diagonal:
+        ...     shape, dtype, device = (50, 50), torch.float64, torch.device("cpu")
+        ...     def products(self, vectors):
+        ...         return vectors * torch.arange(1.0, 51.0, dtype=torch.float64)
+        >>> pairs = eigenvalues(Diagonal(), 3, which="both")
+        >>> pairs.values.round(decimals=6)
+        tensor([50., 49.,  1.], dtype=torch.float64)
+
+    References:
+        Parlett, "The symmetric eigenvalue problem", 1998, chapter 4 (residual bounds) and 13; Wu, Simon,
+        "Thick-restart Lanczos method for large symmetric eigenvalue problems", 2000; Knyazev, "Toward the optimal
+        preconditioned eigensolver", 2001; Magnus, "On differentiating eigenvalues and eigenvectors", 1985.
+    """
+    _check(operator, k, which, method, rtol, generator)
+    if method == "lanczos":
+        found = _by_lanczos(operator, k, which, rtol, max_products, max_basis, generator)
+    elif max_basis is not None:
+        raise ValueError(f'{_CALL}: max_basis is for method="lanczos"; "lobpcg" holds about 18 k vectors.')
+    else:
+        found = _by_lobpcg(operator, k, which, rtol, max_products, generator)
+    pairs = _with_residuals(operator, found, which, method, rtol)
+    return pairs if vectors else replace(pairs, vectors=None)
+
+
+_CALL = "eigenvalues(operator, k)"
+
+
+def _check(operator: LinearMap, k: int, which: str, method: str, rtol: float, generator: object) -> None:
+    n = checked_size(_CALL, operator)
+    check_drawing(_CALL, "normal", generator)
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"{_CALL}: k must be an int, got {type(k).__name__}.")
+    if not 1 <= k <= n:
+        raise ValueError(f"{_CALL}: the operator is {n} x {n}, so k must be from 1 to {n}, got {k}.")
+    for name, value, known in (("which", which, get_args(Which)), ("method", method, get_args(Method))):
+        if value not in known:
+            raise ValueError(f"{_CALL}: {name} must be one of {', '.join(known)}, got {value!r}.")
+    if not 0 <= rtol < 1:
+        raise ValueError(f"{_CALL}: rtol must be at least 0 and less than 1, got {rtol}.")
+
+
+def _by_lanczos(
+    operator: LinearMap, k: int, which: Which, rtol: float, max_products: int | None, max_basis: int | None,
+    generator: torch.Generator | None,
+) -> Subspace:  # fmt: skip
+    n = operator.shape[0]
+    max_basis = min(n, max(2 * k + 1, 40) if max_basis is None else max_basis)
+    if max_basis < min(n, k + 2):
+        raise ValueError(f"{_CALL}: max_basis must be at least k + 2 = {k + 2}, got {max_basis}.")
+    return thick_restart_lanczos(
+        operator, k, which=which, rtol=rtol, max_products=_budget(max_products, n, k, k), max_basis=max_basis,
+        generator=generator, call=_CALL,
+    )  # fmt: skip
+
+
+def _by_lobpcg(
+    operator: LinearMap, k: int, which: Which, rtol: float, max_products: int | None,
+    generator: torch.Generator | None,
+) -> Subspace:  # fmt: skip
+    if which == "magnitude":
+        raise ValueError(
+            f'{_CALL}: method="lobpcg" goes to one end of the spectrum, so which="magnitude" needs '
+            'method="lanczos", or which="both".'
+        )
+    n = operator.shape[0]
+    counts = {"largest": (k, 0), "smallest": (0, k), "both": ((k + 1) // 2, k // 2)}[which]
+    starts = [block_size(count, n) for count in counts]
+    budget = _budget(max_products, n, k, sum(starts))
+    found = Subspace(torch.empty(0, n, dtype=operator.dtype, device=operator.device), 0.0, 0, True)
+    for sign, count, reserve in ((1, counts[0], starts[1]), (-1, counts[1], 0)):
+        if count:
+            end = lobpcg(
+                operator, count, sign=sign, against=found.vectors, scale=found.scale, rtol=rtol,
+                max_products=budget - found.matvecs - reserve, generator=generator, call=_CALL,
+            )  # fmt: skip
+            found = Subspace(
+                torch.cat([found.vectors, end.vectors]), end.scale, found.matvecs + end.matvecs,
+                found.settled and end.settled,
+            )  # fmt: skip
+    return found
+
+
+def _budget(max_products: int | None, n: int, k: int, start: int) -> int:
+    """Return how many products the iteration may take: the last k are for the residuals."""
+    needed = start + k
+    if max_products is None:
+        return max(min(2000, 20 * n), needed) - k
+    if max_products < needed:
+        raise ValueError(f"{_CALL}: max_products must be at least {needed} for k = {k}, got {max_products}.")
+    return max_products - k
+
+
+def _with_residuals(
+    operator: LinearMap, found: Subspace, which: Which, method: Method, rtol: float
+) -> Eigenpairs:
+    """Multiply once more: the only product that is kept on the tape."""
+    vectors = found.vectors / row_norms(found.vectors).unsqueeze(1)
+    images = checked_products(operator, vectors, _CALL)
+    quotients = (vectors * images).sum(1, dtype=torch.float64).to(vectors.dtype)
+    constants = quotients.detach()
+    rest = images.detach() - constants.unsqueeze(1) * vectors
+    rounding = 4 * torch.finfo(vectors.dtype).eps * max(found.scale, float(constants.abs().max()))
+    residuals = row_norms(rest) + rounding
+    order = ranking(constants, "largest" if which == "both" else which)
+    return Eigenpairs(
+        first_order(quotients, _CALL)[order],
+        vectors[order],
+        residuals[order],
+        found.matvecs + len(order),
+        method,
+        found.settled and bool((residuals <= rtol * found.scale + rounding).all()),
+    )

@@ -1,0 +1,67 @@
+"""Values whose first derivative is on the tape, and whose second is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def first_order(value: Tensor, call: str) -> Tensor:
+    """Return ``value``; differentiating its gradient once more raises, because that derivative would be wrong.
+
+    Args:
+        value: A tensor whose graph gives the right first derivative, and no more.
+        call: What the error names.
+
+    Example:
+        >>> from metagrad.curvature.spectrum.first_order import first_order
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> y = first_order(x**2, "square(x)")
+        >>> torch.autograd.grad(y, x)
+        (tensor(6.),)
+    """
+    return _FirstOrder.apply(value, call) if value.requires_grad else value
+
+
+class _FirstOrder(torch.autograd.Function):
+    """The identity; what its backward returns cannot be differentiated."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, call: str) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        value, ctx.call = inputs
+        ctx.save_for_backward(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Refused.apply(gradient, ctx.saved_tensors[0], ctx.call), None
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, _: None) -> Tensor:
+        return tangent.clone()
+
+
+class _Refused(torch.autograd.Function):
+    """The identity on a gradient that hangs on ``value``, without a derivative."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient: Tensor, value: Tensor, call: str) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+        ctx.call = inputs[2]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> None:
+        raise NotImplementedError(
+            f"{ctx.call}: the result has first derivatives only; its gradient was differentiated again. Take the "
+            "gradient with create_graph=False, or build the quantity from products, which have every order."
+        )

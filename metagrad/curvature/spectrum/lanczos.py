@@ -1,0 +1,177 @@
+"""The Lanczos process with full reorthogonalisation, from several starts at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import LinearMap
+
+
+class LanczosState(NamedTuple):
+    """Orthonormal bases of Krylov spaces, and the operator's tridiagonal projections on them.
+
+    Attributes:
+        basis: Orthonormal rows, in the operator's dtype, shape [num_starts, steps, n]; zero after a breakdown.
+        diagonal: The diagonals of the projections, float64 on the CPU, shape [num_starts, steps].
+        off_diagonal: The off-diagonals, likewise; the last column is the norm of what the last product adds.
+        sizes: The dimensions of the Krylov spaces: ``steps``, or fewer after a breakdown.
+        scales: The largest norm of a product, for each start: a lower bound of the operator's norm.
+        first: The operator times the first row of each basis, shape [num_starts, n]; differentiable where
+            products are.
+        matvecs: The number of products.
+    """
+
+    basis: Tensor
+    diagonal: Tensor
+    off_diagonal: Tensor
+    sizes: list[int]
+    scales: Tensor
+    first: Tensor
+    matvecs: int
+
+
+def lanczos(
+    operator: LinearMap, starts: Tensor, *, steps: int, call: str = "lanczos(operator, ...)"
+) -> LanczosState:
+    r"""Project a symmetric operator on the Krylov spaces of some vectors.
+
+    .. math:: A Q^T = Q^T T + \beta_m q_{m+1} e_m^T, \quad q_1 = z / \|z\|, \quad Q Q^T = I,
+        \quad T = \mathrm{tridiag}(\beta, \alpha, \beta)
+
+    Each start has its own space; the products of all are taken together. Every new vector is orthogonalised
+    against all before it, twice. When a space is invariant before ``steps`` are taken (a breakdown), its process
+    ends there and its ``size`` says so. The bases and projections are constants for derivatives.
+
+    Args:
+        operator: A symmetric map of n-vectors. It is not declared to be symmetric but seen: full
+            orthogonalisation computes every coefficient of the projection twice, and compares.
+        starts: Rows, not zero, shape [num_starts, n].
+        steps: How many products for each start; more than n are not taken.
+        call: What errors name.
+
+    Returns:
+        Bases and projections. The bases hold ``num_starts * steps * n`` elements.
+
+    Raises:
+        ValueError: ``steps`` is less than 1, ``starts`` do not fit the operator or are zero, a product is not
+            finite, or the operator is not symmetric.
+
+    Example:
+        Two steps from (1, 1) see both eigenvalues of diag(1, 3), around their mean:
+
+        >>> from metagrad.curvature.spectrum.lanczos import lanczos
+        >>> class Diagonal:
+        ...     shape, dtype, device = (2, 2), torch.float64, torch.device("cpu")
+        ...     def products(self, vectors):
+        ...         return vectors * torch.tensor([1.0, 3.0], dtype=torch.float64)
+        >>> state = lanczos(Diagonal(), torch.ones(1, 2).double(), steps=2)
+        >>> state.diagonal, state.off_diagonal[:, :1]
+        (tensor([[2., 2.]], dtype=torch.float64), tensor([[1.]], dtype=torch.float64))
+
+    References:
+        Golub, Van Loan, "Matrix Computations", 4th ed., section 10.1 and 10.3; Giraud, Langou, Rozloznik,
+        "The loss of orthogonality in the Gram-Schmidt orthogonalization process", Comput. Math. Appl. 50, 2005
+        (twice is enough).
+    """
+    if steps < 1:
+        raise ValueError(f"{call}: steps must be at least 1, got {steps}.")
+    n = operator.shape[0]
+    if starts.dim() != 2 or starts.shape[1] != n or starts.shape[0] == 0:
+        raise ValueError(f"{call}: starts must be rows, shape [num_starts, {n}], got {list(starts.shape)}.")
+    lengths = row_norms(starts)
+    if not bool((lengths > 0).all()):
+        raise ValueError(f"{call}: a start is zero or not finite; start from a vector that is neither.")
+    return _run(operator, starts / lengths.unsqueeze(1), min(steps, n), call)
+
+
+def _run(operator: LinearMap, starts: Tensor, steps: int, call: str) -> LanczosState:
+    num_starts, n = starts.shape
+    basis = starts.new_zeros(num_starts, steps, n)
+    basis[:, 0] = starts
+    diagonal, off_diagonal = (torch.zeros(num_starts, steps, dtype=torch.float64) for _ in range(2))
+    scales = torch.zeros(num_starts, dtype=torch.float64)
+    state = LanczosState(basis, diagonal, off_diagonal, [steps] * num_starts, scales, starts, 0)
+    for j in range(steps):
+        active = [i for i, size in enumerate(state.sizes) if size > j]
+        if not active:
+            break
+        state = _step(operator, state, j, active, call)
+    return state
+
+
+def _step(operator: LinearMap, state: LanczosState, j: int, active: list[int], call: str) -> LanczosState:
+    """Multiply the j-th rows; fill in column j of the projections and the rows after, in place."""
+    basis, steps = state.basis, state.basis.shape[1]
+    products = checked_products(operator, basis[active, j], call)
+    images = torch.zeros_like(basis[:, 0])
+    images[active] = products.detach()
+    rest, coefficients = orthogonalise(images, basis[:, : j + 1])
+    norms, above = row_norms(rest), coefficients[:, :j].clone()
+    if j > 0:
+        above[:, -1] -= state.off_diagonal[:, j - 1].to(above)  # what is left is zero if A is symmetric
+    report = torch.stack([row_norms(images), norms, row_norms(above), coefficients[:, j]]).cpu().double()
+    scales = torch.maximum(state.scales, report[0])
+    check_symmetric(report[2], scales, operator.dtype, call)
+    state.diagonal[:, j] = report[3]
+    state.off_diagonal[:, j] = torch.where(report[1] > negligible(operator.dtype) * scales, report[1], 0.0)
+    ends = (state.off_diagonal[:, j] == 0).tolist()
+    if j + 1 < steps:
+        alive = torch.tensor([not end for end in ends], device=rest.device).unsqueeze(1)
+        basis[:, j + 1] = torch.where(alive, rest / norms.unsqueeze(1), 0.0)
+    sizes = [min(size, j + 1) if end else size for size, end in zip(state.sizes, ends, strict=True)]
+    first = products if j == 0 else state.first
+    return state._replace(sizes=sizes, scales=scales, first=first, matvecs=state.matvecs + len(active))
+
+
+def orthogonalise(vectors: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Take from ``vectors`` [..., n] their parts in orthonormal rows [..., m, n]; return the rest, and the parts."""
+    coefficients = vectors.new_zeros(basis.shape[:-1])
+    for _ in range(2):
+        parts = (basis @ vectors.unsqueeze(-1)).squeeze(-1)
+        vectors = vectors - (parts.unsqueeze(-2) @ basis).squeeze(-2)
+        coefficients += parts
+    return vectors, coefficients
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the norms of rows, of any magnitude: the largest element is taken out before the squares."""
+    if rows.shape[-1] == 0:
+        return rows.new_zeros(rows.shape[:-1])
+    largest = rows.abs().amax(-1, keepdim=True)
+    safe = torch.where(largest == 0, 1.0, largest)
+    return largest.squeeze(-1) * torch.linalg.vector_norm(rows / safe, dim=-1)
+
+
+def checked_products(operator: LinearMap, vectors: Tensor, call: str) -> Tensor:
+    """Multiply, and see that the products are finite and of the right shape."""
+    products = operator.products(vectors)
+    if products.shape != vectors.shape:
+        raise ValueError(
+            f"{call}: operator.products(vectors) must have the shape of vectors, {list(vectors.shape)}, got "
+            f"{list(products.shape)}."
+        )
+    if not bool(torch.isfinite(products.detach().sum(-1)).all()) and not bool(products.isfinite().all()):
+        raise ValueError(
+            f"{call}: a product of the operator with a finite vector is not finite. Look for NaN or inf in the "
+            "loss and its derivatives at these parameters."
+        )
+    return products
+
+
+def negligible(dtype: torch.dtype) -> float:
+    """How large, relative to a product, what orthogonalisation leaves of it may be and still be rounding alone."""
+    return 10 * torch.finfo(dtype).eps
+
+
+def check_symmetric(mismatch: Tensor, scale: Tensor, dtype: torch.dtype, call: str) -> None:
+    """Compare the coefficients above the diagonal with those below; finite differences may be off by some."""
+    worst = float((mismatch - torch.finfo(dtype).eps ** 0.25 * scale).max())
+    if worst > 0:
+        relative = float((mismatch / torch.where(scale == 0, 1.0, scale)).max())
+        raise ValueError(
+            f"{call}: the operator is not symmetric: <u, A v> and <v, A u> differ by {relative:.1g} of its norm. "
+            "Pass a symmetric operator whose products do not change from call to call (no dropout, no shuffling)."
+        )

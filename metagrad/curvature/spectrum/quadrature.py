@@ -1,0 +1,275 @@
+"""Stochastic Lanczos quadrature: Gauss rules for the spectra that random vectors see, and traces of functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
+from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
+from metagrad.curvature.estimators.probing import check_probes, checked_size
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.spectrum.first_order import first_order
+from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
+
+LEVEL = 0.95
+"""The level of the interval that ``rtol`` is about."""
+
+
+class GaussRule(NamedTuple):
+    """A quadrature rule for the spectral measure of one unit vector; float64 on the CPU.
+
+    Attributes:
+        nodes: The eigenvalues of the tridiagonal matrix, ascending, shape [m].
+        vectors: Its eigenvectors, columns, shape [m, m]; the weights are the squares of the first row.
+    """
+
+    nodes: Tensor
+    vectors: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """Positive, with the sum 1."""
+        return self.vectors[0].square()
+
+
+def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> GaussRule:
+    r"""Make the Gauss rule of one start from its Lanczos process.
+
+    .. math:: q^T f(A) q = \sum_j w_j f(\theta_j), \quad T = S \Theta S^T, \quad w_j = S_{1j}^2,
+
+    exactly for polynomials f of degree up to 2 m - 1, and for every f after a breakdown.
+
+    Args:
+        state: What :func:`metagrad.curvature.lanczos` returned.
+        start: Which start.
+        size: Use fewer steps than were taken.
+
+    Returns:
+        The rule.
+
+    Example:
+        The vector (1, 1) / sqrt(2) has half of its weight on each eigenvalue of diag(1, 3):
+
+        >>> from metagrad.curvature.spectrum.lanczos import lanczos
+        >>> from metagrad.curvature.spectrum.quadrature import gauss_rule
+        >>> class Diagonal:
+        ...     shape, dtype, device = (2, 2), torch.float64, torch.device("cpu")
+        ...     def products(self, vectors):
+        ...         return vectors * torch.tensor([1.0, 3.0], dtype=torch.float64)
+        >>> state = lanczos(Diagonal(), torch.ones(1, 2).double(), steps=2)
+        >>> rule = gauss_rule(state, 0)
+        >>> [round(x, 6) for x in rule.nodes.tolist()], [round(w, 6) for w in rule.weights.tolist()]
+        ([1.0, 3.0], [0.5, 0.5])
+
+    References:
+        Golub, Welsch, "Calculation of Gauss quadrature rules", Math. Comp. 23, 1969; Golub, Meurant, "Matrices,
+        moments and quadrature", 1994.
+    """
+    size = state.sizes[start] if size is None else min(size, state.sizes[start])
+    matrix = torch.diag(state.diagonal[start, :size])
+    beta = state.off_diagonal[start, : size - 1]
+    return GaussRule(*torch.linalg.eigh(matrix + torch.diag(beta, 1) + torch.diag(beta, -1)))
+
+
+def krylov_spaces(
+    operator: LinearMap,
+    count: int,
+    *,
+    steps: int,
+    distribution: Distribution,
+    generator: torch.Generator | None,
+    chunk: str | int | float,
+    call: str,
+) -> Iterator[tuple[Tensor, LanczosState]]:
+    """Draw probes, and run Lanczos from as many at once as a chunk holds the bases of."""
+    n = checked_size(call, operator)
+    rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
+    for size in piece_sizes(count, rows):
+        probes = draw(
+            size, n, distribution=distribution, dtype=operator.dtype, device=operator.device, generator=generator
+        )  # fmt: skip
+        yield probes, lanczos(operator, probes, steps=steps, call=call)
+
+
+def check_quadrature(call: str, probes: int, steps: int, distribution: str, generator: object) -> None:
+    """Check the numbers that every quadrature takes."""
+    check_probes(call, probes)
+    check_drawing(call, distribution, generator)
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"{call}: steps must be an integer, got {steps!r}.")
+    if steps < 1:
+        raise ValueError(f"{call}: steps must be at least 1, got {steps}.")
+
+
+def trace_of(
+    operator: LinearMap,
+    function: Callable[[Tensor], Tensor],
+    *,
+    steps: int = 50,
+    probes: int | None = None,
+    rtol: float | None = None,
+    distribution: Distribution = "rademacher",
+    generator: torch.Generator | None = None,
+    chunk: str | int | float = "64MiB",
+    call: str = "trace_of(operator, function)",
+) -> Estimate:
+    r"""Estimate the trace of a function of a symmetric operator by stochastic Lanczos quadrature.
+
+    .. math:: \mathrm{tr} f(A) = E[z^T f(A) z] \approx \frac1p \sum_{k=1}^p \|z_k\|^2 \sum_j w_{kj} f(\theta_{kj})
+
+    The error has two parts. The one from few probes is in ``stderr`` in the usual way. The one from few steps is
+    extrapolated from the results with half and with a quarter of them, and joined to ``stderr``; where it outweighs
+    the probes, ``converged`` is False. It falls as :math:`\rho^{-2 m}`, with :math:`\rho` from the largest ellipse
+    around the spectrum in which f is analytic: for the logarithm and the condition number :math:`\kappa`, as
+    :math:`e^{-4 m / \sqrt\kappa}`. As long as the steps are so few that the part of the spectrum that matters is not
+    seen at all (a reciprocal's small eigenvalues), it is underestimated. Functions with jumps are for
+    :func:`metagrad.curvature.density`.
+
+    Where products are differentiable, so is the value, once: :math:`d \, \mathrm{tr} f(A) = \mathrm{tr}(f'(A) \, dA)`
+    is estimated without bias from the same probes by :math:`z^T f'(A) \, dA \, z`. The second derivative is refused.
+
+    Args:
+        operator: A symmetric map of n-vectors.
+        function: Takes eigenvalues, a float64 tensor on the CPU, elementwise.
+        steps: Products for each probe, at most n of them.
+        probes: How many probes, 16 by default; where ``rtol`` is given, the most, 256 by default.
+        rtol: Stop when half the 95 % interval is at most this times the value; looked at after 4 probes, 8, 16, ...
+        distribution: What probes are drawn from; see :func:`metagrad.curvature.draw`.
+        generator: Draws them.
+        chunk: Bytes for the bases of probes that are treated at once; one basis, steps * n elements, at the least.
+        call: What errors name.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        ValueError: An argument is out of its range, ``function`` is not finite at a Ritz value, a product is not
+            finite, or the operator is not symmetric.
+
+    Example:
+        The trace of the square root of diag(1, 4, 9) is 6:
+
+        >>> from metagrad.curvature.spectrum.quadrature import trace_of
+        >>> class Diagonal:
+        ...     shape, dtype, device = (3, 3), torch.float64, torch.device("cpu")
+        ...     def products(self, vectors):
+        ...         return vectors * torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64)
+        >>> print(f"{float(trace_of(Diagonal(), torch.sqrt)):.6f}")
+        6.000000
+
+    References:
+        Ubaru, Chen, Saad, "Fast estimation of tr(f(A)) via stochastic Lanczos quadrature", SIAM J. Matrix Anal.
+        Appl. 38, 2017; Gardner, Pleiss, Bindel, Weinberger, Wilson, "GPyTorch", NeurIPS 2018 (the derivative).
+    """
+    probes = (16 if rtol is None else 256) if probes is None else probes
+    check_quadrature(call, probes, steps, distribution, generator)
+    if rtol is not None and not rtol > 0:
+        raise ValueError(f"{call}: rtol must be positive, got {rtol}.")
+    samples: list[Tensor] = []
+    estimate, matvecs = None, 0
+    for count in _rounds(probes, rtol):
+        for starts, state in krylov_spaces(
+            operator, count, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=call
+        ):  # fmt: skip
+            samples.append(_samples(starts, state, function, call))
+            matvecs += state.matvecs
+        estimate = _estimate(torch.cat(samples), matvecs, rtol, call)
+        if rtol is not None and estimate.converged:
+            break
+    assert estimate is not None
+    return estimate
+
+
+def _rounds(probes: int, rtol: float | None) -> Iterator[int]:
+    """Yield how many probes to add before each look: the number doubles."""
+    done = 0
+    while done < probes:
+        size = probes - done if rtol is None else min(max(done, 4), probes - done)
+        done += size
+        yield size
+
+
+def _samples(starts: Tensor, state: LanczosState, function: Callable[[Tensor], Tensor], call: str) -> Tensor:
+    """Return for each probe z^T f(A) z from all, half and a quarter of its steps, and its size; [count, 4]."""
+    return torch.stack([_sample(start, state, i, function, call) for i, start in enumerate(starts)])
+
+
+def _sample(
+    start: Tensor, state: LanczosState, i: int, function: Callable[[Tensor], Tensor], call: str
+) -> Tensor:
+    rule = gauss_rule(state, i)
+    values, slopes = _with_slope(function, rule.nodes, call)
+    forms = [rule.weights @ values, *_from_fewer_steps(state, i, function, call), rule.weights @ values.abs()]
+    square = start.double().square().sum().cpu()
+    sample = (square * torch.stack(forms)).to(start)
+    if state.first.requires_grad:
+        direction = (rule.vectors @ (slopes * rule.vectors[0])).to(start) @ state.basis[i, : len(rule.nodes)]
+        form = square.to(start) * (direction @ state.first[i])
+        sample = torch.cat([(sample[0] + form - form.detach())[None], sample[1:]])
+    return sample
+
+
+def _from_fewer_steps(
+    state: LanczosState, i: int, function: Callable[[Tensor], Tensor], call: str
+) -> list[Tensor]:
+    """Return the quadrature from half and from a quarter of the steps; from all where the space is invariant."""
+    steps, n = state.basis.shape[1:]
+    if state.sizes[i] < steps or steps == n:
+        fewer = [state.sizes[i]] * 2
+    elif steps == 1:
+        return [torch.tensor(math.inf, dtype=torch.float64)] * 2
+    else:
+        half = steps // 2
+        fewer = [half, (half + 1) // 2]
+    rules = [gauss_rule(state, i, size) for size in fewer]
+    return [rule.weights @ _with_slope(function, rule.nodes, call)[0] for rule in rules]
+
+
+def _with_slope(function: Callable[[Tensor], Tensor], nodes: Tensor, call: str) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        nodes = nodes.clone().requires_grad_()
+        values = function(nodes)
+    if not isinstance(values, Tensor) or values.shape != nodes.shape:
+        raise ValueError(
+            f"{call}: function must return a tensor of the shape of its argument, {list(nodes.shape)}."
+        )
+    if not bool(values.isfinite().all()):
+        worst = float(nodes.detach()[~values.isfinite()][0])
+        raise ValueError(
+            f"{call}: function is not finite at {worst:.4g}, which is about an eigenvalue of the operator. Damp the "
+            "operator, H.damped(1e-3), or pass a function that is finite on the whole spectrum."
+        )
+    if not values.requires_grad:
+        return values, torch.zeros_like(values)
+    return values.detach(), torch.autograd.grad(values.sum(), nodes, materialize_grads=True)[0]
+
+
+def _estimate(samples: Tensor, matvecs: int, rtol: float | None, call: str) -> Estimate:
+    values, halves, quarters, sizes = samples.unbind(1)
+    unfinished = _error_of_quadrature(*(column.detach().mean() for column in (values, halves, quarters)))
+    rounding = torch.finfo(values.dtype).eps * sizes.detach().mean()
+    found = from_samples(
+        first_order(values, call), torch.hypot(rounding, unfinished),
+        matvecs=matvecs,
+        method="lanczos quadrature",
+        quantity="trace",
+    )  # fmt: skip
+    if rtol is None:
+        converged = bool(unfinished <= standard_error(values.detach(), rounding))
+    else:
+        low, high = (end.detach() for end in found.interval(LEVEL))
+        converged = bool((high - low) / 2 <= rtol * found.value.detach().abs())
+    return dataclasses.replace(found, converged=converged)
+
+
+def _error_of_quadrature(full: Tensor, half: Tensor, quarter: Tensor) -> Tensor:
+    """Extrapolate, as if the error fell as a power of the steps; where it falls geometrically, this is too much."""
+    last, before = (full - half).abs(), (half - quarter).abs()
+    ratio = torch.where(last < 0.9 * before, last / before, 0.9)
+    return last * ratio / (1 - ratio)

@@ -1,0 +1,263 @@
+"""Thick-restart Lanczos: a few eigenvectors in bounded memory, and a search for the copies that it cannot see."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.spectrum.lanczos import (
+    check_symmetric,
+    checked_products,
+    negligible,
+    orthogonalise,
+    row_norms,
+)
+from metagrad.curvature.spectrum.subspace import Subspace
+
+Which = Literal["largest", "smallest", "both", "magnitude"]
+
+MISS = 0.01
+"""The probability, about, with which a copy of a repeated eigenvalue may be missed: that of an unlucky start."""
+
+
+class KrylovSpace(NamedTuple):
+    """A space that grows by one product at a time, and the operator in it.
+
+    Attributes:
+        basis: Orthonormal rows, shape [capacity + 1, n]: ``size`` rows, and the vector to multiply next.
+        projected: The operator in the first ``size`` rows, float64 on the CPU, shape [capacity + 1, capacity + 1];
+            its row ``size`` couples the next vector with the space.
+        size: How many rows were multiplied.
+        locked: How many of them, the first, are eigenvectors that the others are kept orthogonal to.
+        scale: The largest norm of a product so far: a lower bound of the operator's norm.
+        steps: Products since the last start from a random vector.
+        matvecs: Products in all.
+    """
+
+    basis: Tensor
+    projected: Tensor
+    size: int
+    locked: int
+    scale: float
+    steps: int
+    matvecs: int
+
+
+class RitzPairs(NamedTuple):
+    r"""Approximate eigenpairs in a :class:`KrylovSpace`; the locked ones first.
+
+    Attributes:
+        values: Shape [size].
+        coordinates: The vectors, columns in the coordinates of the basis, shape [size, size].
+        residuals: :math:`|A y - \theta y|` for each, shape [size].
+    """
+
+    values: Tensor
+    coordinates: Tensor
+    residuals: Tensor
+
+
+def thick_restart_lanczos(
+    operator: LinearMap,
+    k: int,
+    *,
+    which: Which,
+    rtol: float,
+    max_products: int,
+    max_basis: int,
+    generator: torch.Generator | None,
+    call: str,
+) -> Subspace:
+    r"""Find k eigenvectors.
+
+    The Krylov space of one random vector has one direction only in each eigenspace, so a repeated eigenvalue shows
+    once. When the wanted pairs have converged they are locked, and the search goes on from a new random vector
+    orthogonal to them. It ends when that vector would have shown a missed eigenvector: with the component
+    :math:`\delta / \sqrt{n}` along one whose eigenvalue :math:`\lambda` is wanted, the largest Ritz value
+    :math:`\theta` would after j steps be as near as
+
+    .. math:: \lambda - \theta \le (\lambda - \lambda_{\min})
+        \Big( \frac{\sqrt{n} / \delta}{T_{j-1}(1 + 2 \gamma)} \Big)^2,
+        \quad \gamma = \frac{\lambda - \theta}{\theta - \lambda_{\min}}
+
+    (T: Chebyshev polynomials), and it is not.
+
+    References:
+        Wu, Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM J. Matrix Anal.
+        Appl. 22, 2000; Saad, "Numerical methods for large eigenvalue problems", 2011, section 6.6 (the bound).
+    """
+    space = _start(operator, max_basis, generator)
+    every = max(1, max_basis // 16)  # a small dense problem is solved each time
+    while True:
+        space = _extend(operator, space, generator, call)
+        exhausted, full = space.matvecs >= max_products, space.size == max_basis
+        if not exhausted and not full and (space.size < k or space.steps % every):
+            continue
+        pairs, tolerance = ritz_pairs(space), rtol * space.scale
+        ranks = ranking(pairs.values, which, tolerance * (torch.arange(space.size) < space.locked))
+        wanted = ranks[:k]
+        # Half: two converged copies that were locked apart may disturb each other by as much again.
+        converged = len(wanted) == k and bool((pairs.residuals[wanted] <= tolerance / 2).all())
+        locked = converged and bool((wanted < space.locked).all())
+        settled = locked and nothing_missed(space, pairs, which, tolerance)
+        settled = settled or space.size == operator.shape[0]
+        if settled or exhausted:
+            break
+        if converged and not locked:
+            space = _lock(space, pairs, wanted, generator)
+        elif full:
+            space = _restart(space, pairs, ranks, k)
+    vectors = _combine(space.basis[: space.size], pairs.coordinates[:, wanted])
+    return Subspace(vectors, space.scale, space.matvecs, settled)
+
+
+def ranking(values: Tensor, which: Which, bonus: Tensor | float = 0.0) -> Tensor:
+    """Order from the most wanted to the least; ``bonus`` breaks near ties. Both ends: by turns, the largest first."""
+    if which == "magnitude":
+        return torch.argsort(values.abs() + bonus, descending=True, stable=True)
+    down = torch.argsort(values + bonus, descending=True, stable=True)
+    up = torch.argsort(values - bonus, stable=True)
+    if which == "both":
+        turns = torch.stack([down, up], 1).flatten()  # the ends meet in the middle: each index comes twice
+        return torch.tensor(list(dict.fromkeys(turns.tolist())), dtype=torch.long)
+    return down if which == "largest" else up
+
+
+def ritz_pairs(space: KrylovSpace) -> RitzPairs:
+    """Solve the projected problem."""
+    locked, size = space.locked, space.size
+    values = space.projected.diagonal()[:size].clone()
+    coordinates = torch.eye(size, dtype=torch.float64)
+    values[locked:], coordinates[locked:, locked:] = torch.linalg.eigh(
+        space.projected[locked:size, locked:size]
+    )
+    # Only the newest row, which is never a locked one, is coupled with what lies outside.
+    residuals = (space.projected[size, size - 1] * coordinates[-1]).abs()
+    return RitzPairs(values, coordinates, residuals)
+
+
+def nothing_missed(space: KrylovSpace, pairs: RitzPairs, which: Which, tolerance: float) -> bool:
+    """Whether the search beside the locked pairs would have shown another eigenvalue that is wanted."""
+    locked, others = pairs.values[: space.locked], pairs.values[space.locked :]
+    residuals = pairs.residuals[space.locked :]
+    return others.numel() > 0 and all(
+        _end_is_seen(space, sign * others, residuals, threshold, tolerance)
+        for sign, threshold in _wanted_ends(locked, which)
+    )
+
+
+def _wanted_ends(wanted: Tensor, which: Which) -> list[tuple[int, float]]:
+    """Return (1, t) where eigenvalues above t are wanted, (-1, t) where those below -t are."""
+    if which == "magnitude":
+        return [(sign, float(wanted.abs().min())) for sign in (1, -1)]
+    ordered = wanted[ranking(wanted, which)]
+    top, bottom = {
+        "largest": (ordered, ordered[:0]),
+        "smallest": (ordered[:0], ordered),
+        "both": (ordered[0::2], ordered[1::2]),
+    }[which]
+    return [(sign, float((sign * end).min())) for sign, end in ((1, top), (-1, bottom)) if len(end)]
+
+
+def _end_is_seen(
+    space: KrylovSpace, values: Tensor, residuals: Tensor, threshold: float, tolerance: float
+) -> bool:
+    largest, smallest = int(values.argmax()), int(values.argmin())
+    rest = float(residuals[largest])
+    # One product of a large operator may be small without a missed vector being absent; two more would show it.
+    if rest == 0 or (rest <= tolerance and space.steps > 2):
+        return float(values[largest]) <= threshold + tolerance
+    edge = float(values[largest]) + rest
+    floor = float(values[smallest] - residuals[smallest])
+    gap = threshold - edge
+    if gap <= 0:
+        return False
+    amplification = (space.steps - 1) * math.acosh(1 + 2 * gap / (edge - floor)) - math.log(2)
+    component = 0.5 * math.log(space.basis.shape[1]) - math.log(MISS)
+    return math.log(threshold - floor) + 2 * (component - amplification) < math.log(gap)
+
+
+def _start(operator: LinearMap, max_basis: int, generator: torch.Generator | None) -> KrylovSpace:
+    basis = torch.zeros(max_basis + 1, operator.shape[0], dtype=operator.dtype, device=operator.device)
+    basis[0] = random_unit(basis[:0], generator)
+    projected = torch.zeros(max_basis + 1, max_basis + 1, dtype=torch.float64)
+    return KrylovSpace(basis, projected, size=0, locked=0, scale=0.0, steps=0, matvecs=0)
+
+
+def random_unit(basis: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw a direction orthogonal to orthonormal rows, uniformly."""
+    device = basis.device if generator is None else generator.device
+    vector = torch.randn(basis.shape[1], dtype=basis.dtype, device=device, generator=generator)
+    vector = orthogonalise(vector.to(basis.device), basis)[0]
+    return vector / row_norms(vector)
+
+
+def _extend(
+    operator: LinearMap, space: KrylovSpace, generator: torch.Generator | None, call: str
+) -> KrylovSpace:
+    """Multiply the next vector; what the product adds to the space is the one after."""
+    basis, projected, j = space.basis, space.projected, space.size
+    image = checked_products(operator, basis[j : j + 1], call)[0].detach()
+    rest, coefficients = orthogonalise(image, basis[: j + 1])
+    norm = row_norms(rest)
+    report = torch.cat([coefficients, norm[None], row_norms(image)[None]]).cpu().double()
+    scale, beta = max(space.scale, float(report[-1])), float(report[-2])
+    mismatch = (report[space.locked : j] - projected[j, space.locked : j]).abs()
+    if mismatch.numel():
+        check_symmetric(mismatch, torch.tensor(scale, dtype=torch.float64), operator.dtype, call)
+    projected[j, j] = report[j]
+    if j + 1 == basis.shape[1]:
+        beta = 0.0  # the whole space
+    elif beta <= negligible(operator.dtype) * scale:
+        beta, basis[j + 1] = 0.0, random_unit(basis[: j + 1], generator)
+    else:
+        basis[j + 1] = rest / norm
+    projected[j, j + 1] = projected[j + 1, j] = beta
+    return space._replace(size=j + 1, scale=scale, steps=space.steps + 1, matvecs=space.matvecs + 1)
+
+
+def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> KrylovSpace:
+    """Keep the locked pairs, and of the others the wanted ones and a quarter of the rest."""
+    locked, size = space.locked, space.size
+    candidates = ranks[ranks >= locked]
+    needed = max(k - locked, 1)
+    keep = candidates[: min(needed + (len(candidates) - needed) // 4, len(candidates) - 1)]
+    kept = torch.cat([torch.arange(locked), keep])
+    coupling = space.projected[size, size - 1] * pairs.coordinates[-1, kept]
+    _rotate(space.basis, pairs.coordinates[:, kept])
+    space.basis[len(kept)] = space.basis[size]
+    _project(space, pairs.values[kept])
+    space.projected[len(kept), locked : len(kept)] = coupling[locked:]
+    space.projected[locked : len(kept), len(kept)] = coupling[locked:]
+    return space._replace(size=len(kept))
+
+
+def _lock(
+    space: KrylovSpace, pairs: RitzPairs, wanted: Tensor, generator: torch.Generator | None
+) -> KrylovSpace:
+    """Keep the wanted pairs alone, and go on from a new random vector."""
+    _rotate(space.basis, pairs.coordinates[:, wanted])
+    _project(space, pairs.values[wanted])
+    k = len(wanted)
+    space.basis[k] = random_unit(space.basis[:k], generator)
+    return space._replace(size=k, locked=k, steps=0)
+
+
+def _project(space: KrylovSpace, values: Tensor) -> None:
+    space.projected.zero_()
+    space.projected.diagonal()[: len(values)] = values
+
+
+def _rotate(basis: Tensor, coordinates: Tensor) -> None:
+    """Replace the first rows by combinations of rows, a piece of columns at a time: in place, in little memory."""
+    size, kept = coordinates.shape
+    for piece in basis.split(2**16, dim=1):
+        piece[:kept] = _combine(piece[:size], coordinates)
+
+
+def _combine(rows: Tensor, coordinates: Tensor) -> Tensor:
+    return coordinates.t().to(rows) @ rows

@@ -1,0 +1,235 @@
+"""Normalisations written out in elementary operations, whose derivatives of every order torch gets right.
+
+torch 2.13 computes third derivatives of its fused layer, batch and instance norm wrongly, and the Hessian of a MAML
+objective is a third derivative of the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Normalise over the last dimensions, as :func:`torch.nn.functional.layer_norm`.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \, \gamma + \beta
+
+    Args:
+        input: ``[..., *normalized_shape]``.
+        normalized_shape: The sizes of the dimensions to normalise over.
+        weight: :math:`\gamma`, in the shape ``normalized_shape``, or None.
+        bias: :math:`\beta`, likewise.
+        eps: What is added to the variance.
+
+    Returns:
+        A tensor as ``input``.
+
+    Raises:
+        ValueError: The last sizes of ``input`` are not ``normalized_shape``.
+
+    Example:
+        >>> metagrad.models.layer_norm(torch.tensor([[1.0, 3.0]]), [2], eps=0.0)
+        tensor([[-1.,  1.]])
+
+    References:
+        Ba, Kiros, Hinton, "Layer normalization", arXiv:1607.06450, equation 4.
+    """
+    shape = tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
+        )
+    return _affine(_normalised(input, tuple(range(-len(shape), 0)), eps), weight, bias)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Normalise each channel over the batch, as :func:`torch.nn.functional.batch_norm`.
+
+    In training the statistics are those of the batch, and the running ones, if there are any, move towards them;
+    else the running ones are used.
+
+    Args:
+        input: ``[N, C, ...]``.
+        running_mean: ``[C]``, written in place in training, or None.
+        running_var: ``[C]``, likewise; it averages unbiased variances.
+        weight: ``[C]`` or None.
+        bias: ``[C]`` or None.
+        training: Whether to use the statistics of the batch.
+        momentum: The share of the batch in the running statistics.
+        eps: What is added to the variance.
+
+    Returns:
+        A tensor as ``input``.
+
+    Raises:
+        ValueError: There are no running statistics and ``training`` is False, or in training a channel has one
+            value alone.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> metagrad.models.batch_norm(x, None, None, training=True, eps=0.0)
+        tensor([[-1.],
+                [ 1.]])
+
+    References:
+        Ioffe, Szegedy, "Batch normalization", ICML 2015, algorithm 1.
+    """
+    if not training:
+        if running_mean is None or running_var is None:
+            raise ValueError(
+                "batch_norm(..., training=False): expected running_mean and running_var, got None."
+            )
+        shift, scale = (_by_channel(t, input.ndim) for t in (running_mean, running_var))
+        return _affine((input - shift) * (scale + eps).rsqrt(), weight, bias, channels=True)
+    count = input.numel() // max(input.shape[1], 1)
+    if count < 2:
+        raise ValueError(
+            f"batch_norm(input, ..., training=True): expected more than one value for each channel, got input of "
+            f"shape {tuple(input.shape)}."
+        )
+    axes = (0, *range(2, input.ndim))
+    _move(running_mean, running_var, input, axes, momentum)
+    return _affine(_normalised(input, axes, eps), weight, bias, channels=True)
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Normalise each channel of each example, as :func:`torch.nn.functional.instance_norm`.
+
+    Args:
+        input: ``[N, C, ...]``, with at least one further dimension.
+        running_mean: ``[C]``, written in place where the statistics are those of the input, or None.
+        running_var: ``[C]``, likewise.
+        weight: ``[C]`` or None.
+        bias: ``[C]`` or None.
+        use_input_stats: Whether to use the statistics of the input and not the running ones.
+        momentum: The share of the batch in the running statistics.
+        eps: What is added to the variance.
+
+    Returns:
+        A tensor as ``input``.
+
+    Raises:
+        ValueError: An example has one value alone for each channel.
+
+    Example:
+        >>> metagrad.models.instance_norm(torch.tensor([[[1.0, 3.0]]]), eps=0.0)
+        tensor([[[-1.,  1.]]])
+
+    References:
+        Ulyanov, Vedaldi, Lempitsky, "Instance normalization", arXiv:1607.08022.
+    """
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    axes = tuple(range(2, input.ndim))
+    if input.shape[2:].numel() < 2 or not axes:
+        raise ValueError(
+            "instance_norm(input, ...): expected more than one value for each channel of an example, got input of "
+            f"shape {tuple(input.shape)}."
+        )
+    _move(running_mean, running_var, input, axes, momentum)
+    return _affine(_normalised(input, axes, eps), weight, bias, channels=True)
+
+
+class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
+    """Replace the fused norms of unmodified models, within a ``with`` block, by those written out.
+
+    Note:
+        What is recomputed after the block (``memory="step"``, ``checkpoint``) is computed by torch's norms again, so
+        the derivatives are to be taken within it.
+
+    Example:
+        The third derivative of a layer norm, against finite differences of the second:
+
+        >>> x = torch.tensor([[0.3, 1.0, -0.5]], dtype=torch.float64, requires_grad=True)
+        >>> f = lambda x: torch.nn.LayerNorm(3).double()(x)[0, 0]
+        >>> with metagrad.models.composite_norms():
+        ...     metagrad.gradcheck(f, x, order=3)
+        True
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        composite = _COMPOSITES.get(func, func)
+        if composite is not func:
+            bound = _SIGNATURES[func].bind(*args, **(kwargs or {}))
+            return composite(
+                **{name: value for name, value in bound.arguments.items() if name in _NAMES[func]}
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.layer_norm: layer_norm,
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+}
+_SIGNATURES = {fused: inspect.signature(fused) for fused in _COMPOSITES}
+_NAMES = {fused: inspect.signature(composite).parameters.keys() for fused, composite in _COMPOSITES.items()}
+
+
+def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
+    centred = input - input.mean(axes, keepdim=True)
+    return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
+
+
+def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
+    if weight is not None:
+        normalised = normalised * (_by_channel(weight, normalised.ndim) if channels else weight)
+    if bias is not None:
+        normalised = normalised + (_by_channel(bias, normalised.ndim) if channels else bias)
+    return normalised
+
+
+def _by_channel(values: Tensor, ndim: int) -> Tensor:
+    return values.view(-1, *[1] * (ndim - 2))
+
+
+@torch.no_grad()
+def _move(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    input: Tensor,
+    axes: tuple[int, ...],
+    momentum: float,
+) -> None:
+    """Move running statistics towards those of the input; examples are averaged where each has its own."""
+    var, mean = torch.var_mean(input.detach(), axes, keepdim=False)
+    for running, value in ((running_mean, mean), (running_var, var)):
+        if running is not None:
+            running.lerp_(value if value.ndim == 1 else value.mean(0), momentum)

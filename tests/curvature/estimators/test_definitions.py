@@ -1,0 +1,78 @@
+"""The formulas on small matrices are the definitions with a basis for every probe that is left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.estimators import leave_one_out
+from metagrad.curvature.estimators.hutchpp import HutchPlusPlus
+from metagrad.curvature.estimators.xdiag import XDiag
+from metagrad.curvature.estimators.xnystrace import XNysTrace
+from metagrad.curvature.estimators.xtrace import XTrace
+from tests.curvature.estimators import naive
+from tests.curvature.maps import matrix
+
+METHODS = {XTrace: (naive.xtrace, 2), XNysTrace: (naive.xnystrace, 1), XDiag: (naive.xdiag, 2)}
+DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+K, N = 6, 25
+
+
+@pytest.fixture(params=METHODS, ids=lambda cls: cls.name)
+def method(request):
+    return request.param, *METHODS[request.param]
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("spectrum", ["polynomial", "flat"])
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_the_value_is_the_mean_of_leave_one_out_estimates(method, distribution, spectrum, batches):
+    cls, definition, cost = method
+    A = matrix(spectrum, N)
+    fitted = naive.fitted(cls, A, cost * K, distribution, batches=batches)
+    expected = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
+    found = fitted.estimate()
+    torch.testing.assert_close(found.value, expected.mean(0), rtol=1e-10, atol=1e-12)
+    assert (found.samples, found.matvecs) == (K, cost * K)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("spectrum", ["polynomial", "flat"])
+def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution, spectrum, monkeypatch):
+    cls, definition, cost = method
+    monkeypatch.setattr(leave_one_out, "LEAST", -float("inf"))
+    monkeypatch.setattr(leave_one_out, "MARGIN", 1.0)
+    monkeypatch.setattr(f"{cls.__module__}.MOST", float("inf"))
+    A = matrix(spectrum, N)
+    for seed in range(20):  # the first seed whose variance is positive: an unbiased one need not be
+        fitted = naive.fitted(cls, A, cost * K, distribution, seed)
+        found = fitted.estimate()
+        if not found.stderr.isnan().any():
+            break
+    else:
+        raise AssertionError("no seed has a positive variance")
+    pairs = [(i, j) for i in range(K) for j in range(K) if i != j]
+    one = torch.stack([definition(A, fitted.probes, i, (), distribution) for i in range(K)])
+    two = {pair: definition(A, fitted.probes, pair[0], pair[1:], distribution) for pair in pairs}
+    covariance = sum(((two[i, j] - one[i]) * (two[j, i] - one[j])).sum() for i, j in pairs) / len(pairs)
+    variance = one.var(0)
+    expected = variance / K * (1 + K * covariance / variance.sum())
+    torch.testing.assert_close(found.stderr.square(), expected, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_hutchpp_in_batches_is_hutchpp_on_all_its_probes(distribution, batches):
+    A = matrix("polynomial", N)
+    fitted = naive.fitted(HutchPlusPlus, A, 24, distribution, batches=batches)
+    basis, rest = fitted.basis.rows, naive.off(fitted.basis.rows)
+    torch.testing.assert_close(basis @ basis.t(), torch.eye(8, dtype=A.dtype))
+    torch.testing.assert_close(fitted.products, fitted.probes @ A)
+    torch.testing.assert_close(fitted.probes @ rest, fitted.probes)
+    samples = ((fitted.probes @ A) * fitted.probes).sum(1)
+    if distribution == "sphere":
+        samples = samples * (N - 8) / fitted.probes.square().sum(1)
+    found = fitted.estimate()
+    torch.testing.assert_close(found.value, (basis @ A @ basis.t()).trace() + samples.mean())
+    torch.testing.assert_close(found.stderr, samples.std() / 8**0.5)
+    assert (found.samples, found.matvecs) == (8, 24)

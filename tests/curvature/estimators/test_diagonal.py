@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.curvature.estimators.diagonal import diagonal
+from tests.curvature.coverage import coverage
+from tests.curvature.maps import SPECTRA, MatrixMap, matrix
+
+METHODS = ["hutchinson", "xdiag"]
+DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def relative_error(A, **options):
+    found = diagonal(MatrixMap(A), **options)
+    return ((found.value - A.diagonal()).norm() / A.diagonal().norm()).item()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("chunk", ["64MiB", 3 * 8 * 12, 1])
+def test_hutchinson_is_the_ratio_of_sums_with_the_error_of_a_ratio(distribution, chunk):
+    A = matrix("flat", 12)
+    seen = []
+
+    class Watched(MatrixMap):
+        def products(self, vectors):
+            seen.append(vectors)
+            return super().products(vectors)
+
+    found = diagonal(Watched(A), probes=10, distribution=distribution, generator=seeded(), chunk=chunk)
+    z = torch.cat(seen)
+    x, w = z * (z @ A), z.square()
+    value = x.sum(0) / w.sum(0)
+    variance = (x - value * w).square().sum(0) / w.sum(0).square() * 10 / 9
+    torch.testing.assert_close(found.value, value)
+    torch.testing.assert_close(found.stderr, variance.sqrt(), rtol=1e-8, atol=1e-14)
+    assert (found.samples, found.matvecs, found.method) == (10, 10, "hutchinson")
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_diagonal_matrices_are_exact_and_known_to_be(distribution, dtype):
+    """With any probes: the weights are what makes it so for normal ones."""
+    values = torch.randn(30, dtype=dtype, generator=seeded()) * 10 ** torch.linspace(-3, 3, 30)
+    found = diagonal(MatrixMap(torch.diag(values)), probes=6, distribution=distribution, generator=seeded())
+    torch.testing.assert_close(found.value, values, rtol=1e-5, atol=0)
+    eps = torch.finfo(dtype).eps
+    assert (found.stderr <= 100 * eps * values.norm()).all()
+    assert ((found.value - values).abs() <= 4 * found.stderr).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_unbiased(method, distribution):
+    A = matrix("polynomial", 15)
+    options = {"method": method, "probes": 8, "distribution": distribution}
+    values = torch.stack(
+        [diagonal(MatrixMap(A), **options, generator=seeded(seed)).value for seed in range(400)]
+    )
+    errors = (values.mean(0) - A.diagonal()).abs() / (values.std(0) / 400**0.5)
+    assert errors.max() < 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_intervals_cover(method, spectrum):
+    A = matrix(spectrum)
+
+    def estimate(generator):
+        return diagonal(MatrixMap(A), method=method, probes=60, generator=generator)
+
+    assert 0.85 <= coverage(estimate, A.diagonal(), repeats=8) <= 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_intervals_cover_with_all_probes(method, distribution, spectrum):
+    A = matrix(spectrum)
+
+    def estimate(generator):
+        return diagonal(
+            MatrixMap(A), method=method, probes=120, distribution=distribution, generator=generator
+        )
+
+    assert 0.85 <= coverage(estimate, A.diagonal(), repeats=60) <= 0.99
+
+
+def test_xdiag_gains_where_the_spectrum_decays():
+    A = matrix("exponential")
+    ours, plain = (
+        relative_error(A, method=method, probes=120, generator=seeded()) for method in ("xdiag", "hutchinson")
+    )
+    assert ours < 2e-8 < 0.5 < plain
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_xdiag_is_exact_for_low_rank(distribution):
+    rows = torch.randn(4, 40, dtype=torch.float64, generator=seeded())
+    A = rows.t() @ rows
+    found = diagonal(MatrixMap(A), method="xdiag", probes=16, distribution=distribution, generator=seeded())
+    torch.testing.assert_close(found.value, A.diagonal(), rtol=1e-11, atol=1e-11)
+    assert found.stderr.max() < 1e-11
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_has_a_zero_diagonal(method):
+    found = diagonal(MatrixMap(torch.zeros(9, 9)), method=method, probes=6)
+    assert torch.equal(found.value, torch.zeros(9))
+    assert torch.equal(found.stderr, torch.zeros(9))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_sample_knows_nothing_of_its_error(method):
+    found = diagonal(MatrixMap(matrix("flat", 6)), method=method, probes=2 if method == "xdiag" else 1)
+    assert found.samples == 1
+    assert torch.equal(found.stderr, torch.full((6,), math.inf, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rtol_stops_when_the_intervals_are_tight(method):
+    A = matrix("polynomial", 100) + 0.02 * torch.eye(100)
+    found = diagonal(MatrixMap(A), method=method, rtol=0.3, generator=seeded())
+    low, high = found.interval(0.95)
+    assert found.converged
+    assert ((high - low) / 2).norm() <= 0.3 * found.value.norm()
+    assert found.matvecs < 1024
+    assert (found.value - A.diagonal()).norm() < 0.3 * A.diagonal().norm()
+    assert not diagonal(MatrixMap(A), method=method, rtol=1e-3, probes=20).converged
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_generator_gives_the_same_bits(method, dtype):
+    operator = MatrixMap(matrix("polynomial", 60).to(dtype))
+    first, second = (diagonal(operator, method=method, probes=20, generator=seeded()) for _ in range(2))
+    assert first.value.dtype == first.stderr.dtype == dtype
+    assert torch.equal(first.value, second.value)
+    assert torch.equal(first.stderr, second.stderr)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_differentiable_as_the_products_are(method, distribution):
+    root = torch.randn(7, 7, dtype=torch.float64, generator=seeded(1)).requires_grad_()
+
+    def value(root):
+        operator = MatrixMap(root @ root.t())
+        return diagonal(
+            operator, method=method, probes=6, distribution=distribution, generator=seeded()
+        ).value
+
+    assert mg.gradcheck(value, (root,), order=2, directions=2)
+
+
+def test_bad_arguments():
+    operator = MatrixMap(torch.eye(5))
+    with pytest.raises(ValueError, match='method must be "hutchinson" or "xdiag", got \'hutch'):
+        diagonal(operator, method="hutch++")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'method="hutchinson"\): probes must be at least 1, got 0'):
+        diagonal(operator, probes=0)
+    with pytest.raises(ValueError, match=r'method="xdiag"\): probes must be at least 2, got 1'):
+        diagonal(operator, method="xdiag", probes=1)
+    with pytest.raises(ValueError, match="rtol must be positive"):
+        diagonal(operator, rtol=-1.0)
+    with pytest.raises(ValueError, match="distribution must be one of"):
+        diagonal(operator, distribution="cauchy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk must be bytes"):
+        diagonal(operator, chunk="all")
+    with pytest.raises(TypeError, match='method="xdiag" needs an orthonormal basis'):
+        diagonal(MatrixMap(torch.eye(5, dtype=torch.bfloat16)), method="xdiag")
+    with pytest.raises(
+        ValueError, match=r"diagonal\(operator, \.\.\.\): product 0 of the operator has NaN or inf"
+    ):
+        diagonal(MatrixMap(torch.full((5, 5), torch.nan)))

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from metagrad.curvature.estimators.estimate import Estimate, from_samples
+
+
+def estimate(value, stderr, samples=64, **fields):
+    return Estimate(torch.tensor(value), torch.tensor(stderr), samples, 64, "hutchinson", **fields)
+
+
+def test_the_interval_is_students():
+    low, high = estimate(3.0, 0.5, samples=8).interval(0.9)
+    expected = stats.t.interval(0.9, df=7, loc=3.0, scale=0.5)
+    torch.testing.assert_close(torch.stack([low, high]), torch.tensor(expected, dtype=torch.float32))
+
+
+def test_one_sample_knows_nothing_of_its_error():
+    found = from_samples(
+        torch.tensor([2.0]), torch.tensor(0.0), matvecs=1, method="hutchinson", quantity="trace"
+    )
+    assert found.stderr == math.inf
+    assert found.interval(0.5) == (-math.inf, math.inf)
+
+
+def test_a_bound_holds_at_every_level():
+    found = estimate(3.0, 0.5, samples=0)
+    assert found.interval(0.1) == found.interval(0.99) == (2.5, 3.5)
+
+
+def test_the_standard_error_is_that_of_a_mean():
+    samples = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    zero = torch.tensor(0.0, dtype=torch.float64)
+    found = from_samples(samples, zero, matvecs=3, method="m", quantity="q", shift=zero + 10)
+    assert found.value == 13.0
+    assert found.stderr.item() == pytest.approx(stats.sem(samples.numpy()))
+    floored = from_samples(samples, 4 * found.stderr / 3, matvecs=3, method="m", quantity="q")
+    assert floored.stderr.item() == pytest.approx(5 * found.stderr.item() / 3)  # 3, 4, 5
+    inflated = from_samples(samples, zero, matvecs=3, method="m", quantity="q", inflation=zero + 4)
+    assert inflated.stderr.item() == pytest.approx(2 * found.stderr.item())
+
+
+def test_elements_have_intervals_of_their_own():
+    found = Estimate(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]), 10, 10, "hutchinson")
+    low, high = found.interval(0.95)
+    assert low[0] == high[0] == 1.0
+    assert low[1].item() < 0 < 4 < high[1].item()
+    assert (low + high)[1].item() == pytest.approx(4)
+
+
+def test_levels_must_be_probabilities():
+    with pytest.raises(ValueError, match=r"level must be between 0 and 1, such as 0\.95, got 95"):
+        estimate(1.0, 1.0).interval(95)
+
+
+def test_it_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        estimate(1.0, 1.0).value = torch.tensor(2.0)  # type: ignore[misc]
+
+
+def test_float_is_the_value_also_on_the_tape():
+    value = torch.tensor(2.5, requires_grad=True)
+    assert float(Estimate(value, torch.tensor(0.1), 4, 4, "hutchinson")) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("value", "stderr", "expected"),
+    [
+        (12.3456, 0.4, "trace = 12.35 +- 0.40 (hutchinson, 64 products)"),
+        (12.3456, 4.2, "trace = 12.3 +- 4.2 (hutchinson, 64 products)"),
+        (-0.5, 0.012, "trace = -0.500 +- 0.012 (hutchinson, 64 products)"),
+        (123456.0, 4200.0, "trace = 1.235e+05 +- 4.2e+03 (hutchinson, 64 products)"),
+        (1.25e-9, 3.4e-11, "trace = 1.250e-09 +- 3.4e-11 (hutchinson, 64 products)"),
+        (0.0, 1e-12, "trace = 0 +- 1e-12 (hutchinson, 64 products)"),
+        (3.0, 0.0, "trace = 3 +- 0 (hutchinson, 64 products)"),
+        (3.0, math.inf, "trace = 3 +- inf (hutchinson, 64 products)"),
+    ],
+)
+def test_repr_has_the_digits_that_the_error_lets_it_have(value, stderr, expected):
+    value, stderr = torch.tensor(value, dtype=torch.float64), torch.tensor(stderr, dtype=torch.float64)
+    assert repr(Estimate(value, stderr, 64, 64, "hutchinson", quantity="trace")) == expected
+
+
+def test_repr_of_vectors_and_of_what_did_not_converge():
+    found = Estimate(
+        torch.tensor([-1.0, 2.0]), torch.tensor([0.1, 0.25]), 8, 8, "xdiag", False, quantity="diagonal"
+    )
+    assert (
+        repr(found)
+        == "diagonal = from -1 to 2, +- at most 0.25, of shape (2,) (xdiag, 8 products, not converged)"
+    )
+    empty = Estimate(torch.empty(0), torch.empty(0), 8, 8, "xdiag")
+    assert repr(empty) == "estimate = empty, of shape (0,) (xdiag, 8 products)"

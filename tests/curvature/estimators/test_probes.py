@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.estimators.probes import draw, piece_sizes, rows_in_chunk
+
+DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_shape_dtype_and_the_same_bits_again(distribution, dtype):
+    first, second = (draw(5, 7, distribution=distribution, dtype=dtype, generator=seeded()) for _ in range(2))
+    assert first.shape == (5, 7)
+    assert first.dtype == dtype
+    assert torch.equal(first, second)
+    assert not torch.equal(first, draw(5, 7, distribution=distribution, dtype=dtype, generator=seeded(1)))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [1, 15, 16, 33])  # torch fills long and short tensors by different code
+def test_pieces_have_the_bits_of_the_whole(distribution, n):
+    whole = draw(10, n, distribution=distribution, generator=seeded())
+    for rows in (1, 3, 10, 64):
+        generator = seeded()
+        pieces = [
+            draw(size, n, distribution=distribution, generator=generator) for size in piece_sizes(10, rows)
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_the_second_moment_is_the_identity(distribution):
+    z = draw(20_000, 4, distribution=distribution, dtype=torch.float64, generator=seeded())
+    torch.testing.assert_close(z.t() @ z / len(z), torch.eye(4, dtype=z.dtype), rtol=0, atol=0.05)
+    torch.testing.assert_close(z.mean(0), torch.zeros(4, dtype=z.dtype), rtol=0, atol=0.05)
+
+
+def test_what_each_distribution_is():
+    signs = draw(50, 9, distribution="rademacher", generator=seeded())
+    assert set(signs.unique().tolist()) == {-1.0, 1.0}
+    on_sphere = draw(50, 9, distribution="sphere", dtype=torch.float64, generator=seeded())
+    torch.testing.assert_close(on_sphere.norm(dim=1), torch.full((50,), 3.0, dtype=torch.float64))
+    normal = draw(5000, 9, distribution="normal", dtype=torch.float64, generator=seeded())
+    assert (normal**4).mean() == pytest.approx(3, rel=0.1)  # 1 for signs, 27 / 11 on this sphere
+
+
+def test_torchs_default_generator_is_used_when_none_is_given():
+    torch.manual_seed(3)
+    first = draw(2, 5)
+    torch.manual_seed(3)
+    assert torch.equal(first, draw(2, 5))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_generator_on_the_cpu_draws_for_other_devices():
+    found = draw(3, 20, distribution="normal", device="cuda", generator=seeded())
+    assert found.device.type == "cuda"
+    assert torch.equal(found.cpu(), draw(3, 20, distribution="normal", generator=seeded()))
+    own = draw(3, 20, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    assert own.device.type == "cuda"
+
+
+def test_rows_in_a_chunk():
+    assert rows_in_chunk("f()", "64KiB", 1024, torch.float32) == 16
+    assert rows_in_chunk("f()", 80, 10, torch.float64) == 1
+    assert rows_in_chunk("f()", 1, 10, torch.float64) == 1
+    assert list(piece_sizes(10, 4)) == [4, 4, 2]
+
+
+@pytest.mark.parametrize("chunk", ["step", "auto", "64 chunks", 0, -5, None, True, float("nan")])
+def test_chunks_are_bytes(chunk):
+    with pytest.raises(ValueError, match=r'f\(\): chunk must be bytes, such as 2e9 or "64MiB", got'):
+        rows_in_chunk("f()", chunk, 10, torch.float32)
+
+
+def test_bad_arguments():
+    with pytest.raises(
+        ValueError, match=r'draw.*distribution must be one of "rademacher", "normal", "sphere", got \'cauchy'
+    ):
+        draw(3, 5, distribution="cauchy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"draw\(count, n\): count must be at least 1, got 0"):
+        draw(0, 5)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got int"):
+        draw(3, 5, generator=7)  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.trace import trace
+from tests.curvature.maps import MatrixMap
+
+
+def probing(operator, chunk="64MiB"):
+    return Probing("f(operator)", operator, "rademacher", torch.Generator().manual_seed(0), chunk)
+
+
+def operator_like(**changes):
+    fields = {"shape": (3, 3), "dtype": torch.float32, "device": torch.device("cpu"), "products": lambda v: v}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_pieces_respect_the_chunk_and_count_products():
+    asked = []
+    met = probing(operator_like(products=lambda v: asked.append(len(v)) or v), chunk=2 * 3 * 4)
+    sums = met.reduced(5, lambda z, products: (z * products).sum(1))
+    assert asked == [2, 2, 1]
+    assert met.matvecs == 5
+    assert torch.equal(sums, torch.full((5,), 3.0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_product_that_is_not_finite_is_named(bad):
+    matrix = torch.eye(3)
+    matrix[1, 2] = bad
+    met = probing(MatrixMap(torch.eye(3)))
+    met.products(torch.ones(4, 3))
+    met.operator = MatrixMap(matrix)
+    with pytest.raises(ValueError, match=r"f\(operator\): product 4 of the operator has NaN or inf"):
+        met.products(torch.ones(2, 3))
+
+
+def test_a_product_keeps_its_shape():
+    with pytest.raises(ValueError, match=r"operator.products must keep the shape \(2, 3\) .* got \(3, 2\)"):
+        probing(operator_like(products=lambda v: v.t())).products(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("missing", ["shape", "dtype", "device", "products"])
+def test_what_is_no_linear_map_is_refused(missing):
+    operator = operator_like()
+    delattr(operator, missing)
+    with pytest.raises(TypeError, match=f"operator must be a linear map .* SimpleNamespace has no {missing}"):
+        trace(operator)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (0, 0), (3,)])
+def test_maps_are_square(shape):
+    with pytest.raises(ValueError, match="operator must be square and not empty, got shape"):
+        trace(operator_like(shape=shape))
+
+
+def test_maps_are_of_floating_point_numbers():
+    with pytest.raises(TypeError, match=r"operator must be of a floating point dtype, got torch.int64"):
+        trace(operator_like(dtype=torch.int64))

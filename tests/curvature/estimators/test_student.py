@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from scipy import stats
+
+from metagrad.curvature.estimators.student import student_t
+
+LEVELS = [0.01, 0.5, 0.68, 0.9, 0.95, 0.99, 0.9999]
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 31, 60, 199, 200, 201, 500, 10_000])
+@pytest.mark.parametrize("level", LEVELS)
+def test_quantiles_are_scipys(degrees, level):
+    assert student_t(level, degrees) == pytest.approx(stats.t.ppf((1 + level) / 2, degrees), rel=1e-9)
+
+
+def test_the_series_and_the_expansion_meet():
+    widths = [student_t(0.99, degrees) for degrees in range(195, 207)]
+    steps = [a - b for a, b in pairwise(widths)]
+    assert all(0 < later < earlier for earlier, later in pairwise(steps))
+
+
+def test_without_degrees_of_freedom_nothing_is_known():
+    assert student_t(0.9, 0) == math.inf
+
+
+@pytest.mark.parametrize("level", [0, 1, 95, -0.5, math.nan])
+def test_levels_are_probabilities(level):
+    with pytest.raises(
+        ValueError, match=r"interval\(level\): level must be between 0 and 1, such as 0.95, got"
+    ):
+        student_t(level, 5)

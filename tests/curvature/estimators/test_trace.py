@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.curvature.estimators import xnystrace
+from metagrad.curvature.estimators.trace import trace
+from tests.curvature.coverage import coverage, median_error
+from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
+
+METHODS = ["exact", "hutchinson", "hutch++", "xtrace", "xnystrace"]
+SKETCHING = ["hutch++", "xtrace", "xnystrace"]
+DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+MEDIANS = {"hutchinson": 3e-2, "hutch++": 7e-8, "xtrace": 8e-11, "xnystrace": 1e-13}  # 0.7^i, 120 products
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def low_rank(n=60, rank=5, dtype=torch.float64):
+    rows = torch.randn(rank, n, dtype=torch.float64, generator=seeded())
+    return (rows.t() @ rows).to(dtype)
+
+
+# Exact answers
+
+
+@pytest.mark.parametrize("method", ["exact", *SKETCHING])
+@pytest.mark.parametrize("spectrum", ["polynomial", "flat", "step"])
+def test_a_budget_of_everything_is_exact(method, spectrum):
+    A = matrix(spectrum, 20)
+    products = {"exact": 1, "hutch++": 66, "xtrace": 40, "xnystrace": 20}[method]
+    found = trace(MatrixMap(A), method=method, probes=products, generator=seeded())
+    torch.testing.assert_close(found.value, A.trace(), rtol=1e-10, atol=0)
+    assert found.method == method
+
+
+@pytest.mark.parametrize("method", SKETCHING)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_low_rank_is_exact_and_known_to_be(method, distribution, dtype):
+    A, eps = low_rank(dtype=dtype), torch.finfo(dtype).eps
+    for seed in range(5):
+        found = trace(
+            MatrixMap(A), method=method, probes=24, distribution=distribution, generator=seeded(seed)
+        )
+        error = (found.value - A.double().trace()).abs()
+        assert error < 100 * eps * A.trace()
+        assert error <= 3 * found.stderr < 1e4 * eps * A.trace()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scale", [3.0, 1e-9, 0.0])
+def test_multiples_of_the_identity(method, scale):
+    """Zero too: no pivots, no norm, nothing to divide by."""
+    found = trace(MatrixMap(scale * torch.eye(30)), method=method, probes=12, generator=seeded())
+    torch.testing.assert_close(found.value, torch.tensor(30 * scale), rtol=1e-5, atol=1e-12)
+    assert found.stderr <= 1e-4 * scale + 1e-12
+
+
+def test_hutchinson_with_signs_is_exact_on_diagonal_matrices():
+    diagonal = torch.randn(50, dtype=torch.float64, generator=seeded())
+    found = trace(MatrixMap(torch.diag(diagonal)), method="hutchinson", probes=3, generator=seeded())
+    torch.testing.assert_close(found.value, diagonal.sum(), rtol=1e-13, atol=1e-13)
+    assert 0 < found.stderr < 1e-13
+    other = trace(MatrixMap(torch.diag(diagonal)), method="hutchinson", probes=3, distribution="normal")
+    assert other.stderr > 0.1
+
+
+def test_operators_of_one_element():
+    for method in METHODS:
+        found = trace(MatrixMap(torch.tensor([[4.0]])), method=method, probes=3, generator=seeded())
+        torch.testing.assert_close(found.value, torch.tensor(4.0), rtol=1e-5, atol=0)
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("method", ["hutchinson", *SKETCHING])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_unbiased(method, distribution):
+    A = matrix("polynomial", 30)
+    values = torch.stack(
+        [
+            trace(
+                MatrixMap(A), method=method, probes=12, distribution=distribution, generator=seeded(seed)
+            ).value
+            for seed in range(300)
+        ]
+    )
+    error = (values.mean() - A.trace()).abs()
+    assert error < 3.5 * values.std() / 300**0.5
+
+
+@pytest.mark.parametrize("method", MEDIANS)
+def test_medians_on_exponential_decay_are_the_published_ones(method):
+    A = matrix("exponential")
+
+    def estimate(generator):
+        return trace(MatrixMap(A), method=method, probes=120, generator=generator)
+
+    assert median_error(estimate, A.trace(), repeats=41) < 2 * MEDIANS[method]
+
+
+@pytest.mark.parametrize(
+    ("method", "spectrum"),
+    [
+        ("hutchinson", "polynomial"),
+        ("hutch++", "polynomial"),
+        ("xtrace", "polynomial"),
+        ("xtrace", "flat"),
+        ("xnystrace", "polynomial"),
+        ("xnystrace", "exponential"),
+    ],
+)
+def test_intervals_cover(method, spectrum):
+    values = SPECTRA[spectrum](1000)
+
+    def estimate(generator):
+        return trace(
+            DiagonalMap(values), method=method, probes=60, distribution="sphere", generator=generator
+        )
+
+    assert 0.85 <= coverage(estimate, values.sum(), repeats=200) <= 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hutchinson", *SKETCHING])
+@pytest.mark.parametrize("distribution", ["rademacher", "sphere"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("probes", [60, 120])
+def test_intervals_cover_on_every_spectrum(method, distribution, spectrum, probes):
+    if (method, spectrum) == ("xnystrace", "indefinite"):
+        pytest.skip("positive semi-definite maps only")
+    values = SPECTRA[spectrum](1000)
+    operator = DiagonalMap(values) if distribution == "sphere" else MatrixMap(matrix(spectrum))
+
+    def estimate(generator):
+        return trace(operator, method=method, probes=probes, distribution=distribution, generator=generator)
+
+    assert 0.85 <= coverage(estimate, values.sum(), repeats=400) <= 0.99
+
+
+def test_pairs_make_the_difference():
+    """Leave-one-out estimates of Nystrom's agree with each other more than with the truth."""
+    values = SPECTRA["exponential"](1000)
+
+    def estimate(generator):
+        return trace(DiagonalMap(values), method="xnystrace", probes=60, generator=generator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xnystrace, "MOST", 0.25)
+        assert coverage(estimate, values.sum(), repeats=60) < 0.7
+
+
+# rtol
+
+
+@pytest.mark.parametrize("method", ["auto", "hutchinson", *SKETCHING])
+def test_rtol_stops_when_the_interval_is_tight(method):
+    A = matrix("step", 400)
+    operator = MatrixMap(A)
+    found = trace(operator, method=method, rtol=0.05, distribution="normal", generator=seeded())
+    low, high = found.interval(0.95)
+    assert found.converged
+    assert (high - low) / 2 <= 0.05 * found.value.abs() * (1 + 1e-12)
+    assert found.matvecs == operator.matvecs < 1024
+    assert (found.value / A.trace() - 1).abs() < 0.1
+
+
+def test_probes_are_the_most_that_rtol_may_spend():
+    found = trace(
+        MatrixMap(matrix("flat", 400)), method="hutchinson", probes=50, rtol=1e-6, generator=seeded()
+    )
+    assert not found.converged
+    assert found.matvecs == found.samples == 50
+    assert "not converged" in repr(found)
+
+
+def test_exact_has_nothing_to_stop():
+    operator = MatrixMap(matrix("flat", 100))
+    found = trace(operator, method="exact", rtol=1e-30)
+    assert (operator.matvecs, found.converged) == (100, True)
+    assert found.value.item() == pytest.approx(200, rel=1e-12)
+
+
+def test_stopping_early_keeps_coverage():
+    values = SPECTRA["polynomial"](1000)
+
+    def estimate(generator):
+        return trace(DiagonalMap(values), method="xtrace", rtol=0.01, generator=generator)
+
+    assert 0.85 <= coverage(estimate, values.sum(), repeats=200) <= 0.99
+
+
+# Choice of the method
+
+
+def test_auto_is_exact_where_the_products_allow():
+    found = trace(MatrixMap(matrix("flat", 20)), probes=20)
+    assert (found.method, found.matvecs, found.samples) == ("exact", 20, 0)
+    assert trace(MatrixMap(matrix("flat", 20)), probes=19).method == "xtrace"
+    assert trace(MatrixMap(matrix("flat", 64)), rtol=0.5).method == "exact"
+    assert trace(MatrixMap(matrix("flat", 65)), rtol=0.5).method == "xtrace"  # 16 may be enough
+
+
+def test_auto_takes_hutchinson_for_few_products_and_large_operators(monkeypatch):
+    A = matrix("flat", 100)
+    assert trace(MatrixMap(A), probes=15).method == "hutchinson"
+    assert trace(MatrixMap(A), probes=16).method == "xtrace"
+    # The package has the function by that name.
+    module = importlib.import_module("metagrad.curvature.estimators.trace")
+    monkeypatch.setattr(module, "_SKETCH_BYTES", 24 * 100 * 8 - 1)
+    assert trace(MatrixMap(A), probes=16).method == "hutchinson"
+
+
+def test_auto_takes_hutchinson_where_torch_does_not_factorise():
+    found = trace(MatrixMap(torch.eye(100, dtype=torch.bfloat16)), probes=32)
+    assert (found.method, found.value.item()) == ("hutchinson", 100)
+
+
+# Reproducibility, dtypes, memory
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_same_generator_gives_the_same_bits(method, dtype):
+    operator = MatrixMap(matrix("polynomial", 80).to(dtype))
+    first, second = (trace(operator, method=method, probes=30, generator=seeded()) for _ in range(2))
+    assert first.value.dtype == first.stderr.dtype == dtype
+    assert torch.equal(first.value, second.value)
+    assert torch.equal(first.stderr, second.stderr)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_is_as_good_as_its_digits(method):
+    A = matrix("exponential", 200)
+    found = trace(MatrixMap(A.float()), method=method, probes=120, generator=seeded())
+    assert (found.value - A.trace()).abs() <= 4 * found.stderr
+    assert found.stderr <= (0.2 if method == "hutchinson" else 5e-5)
+
+
+@pytest.mark.parametrize("method", ["exact", "hutchinson"])
+def test_estimates_do_not_depend_on_chunks(method):
+    A = matrix("polynomial", 50)
+    sizes = []
+
+    class Watched(MatrixMap):
+        def products(self, vectors):
+            sizes.append(len(vectors))
+            return super().products(vectors)
+
+    def run(chunk):
+        return trace(Watched(A), method=method, probes=50, generator=seeded(), chunk=chunk)
+
+    whole = run("64MiB")
+    assert sizes == [50]
+    for chunk in (1, 7 * 50 * 8, "4KiB"):
+        sizes.clear()
+        found = run(chunk)
+        assert max(sizes) <= max(1, 4096 // 400)
+        torch.testing.assert_close(found.value, whole.value, rtol=1e-13, atol=0)
+        torch.testing.assert_close(found.stderr, whole.stderr, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "most"), [("exact", 20), ("hutch++", 60), ("xtrace", 40), ("xnystrace", 20)]
+)
+def test_a_subspace_grows_no_further_than_everything(method, most):
+    operator = MatrixMap(matrix("flat", 20))
+    found = trace(operator, method=method, probes=500, generator=seeded())
+    assert found.matvecs == operator.matvecs
+    assert found.matvecs == most or (method == "hutch++" and found.matvecs == 500)
+    assert found.value.item() == pytest.approx(40)
+
+
+# Derivatives
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_differentiable_as_the_products_are(method, distribution):
+    root = torch.randn(7, 7, dtype=torch.float64, generator=seeded(1)).requires_grad_()
+
+    def value(root):
+        A = root @ root.t() + torch.eye(7, dtype=root.dtype)
+        return trace(
+            MatrixMap(A), method=method, probes=6, distribution=distribution, generator=seeded()
+        ).value
+
+    assert mg.gradcheck(value, (root,), order=2, directions=2)
+
+
+@pytest.mark.parametrize("method", SKETCHING)
+def test_differentiable_in_batches(method):
+    root = torch.randn(60, 60, dtype=torch.float64, generator=seeded(1)).requires_grad_()
+    counts = set()
+
+    def value(root):
+        found = trace(MatrixMap(root @ root.t()), method=method, rtol=0.03, generator=seeded())
+        counts.add(found.matvecs)
+        return found.value
+
+    assert mg.gradcheck(value, (root,), order=1, directions=2)
+    assert len(counts) == 1
+    assert counts.pop() > 16
+
+
+def test_the_gradient_of_hutchinson_is_the_mean_of_outer_products():
+    A = matrix("flat", 6).clone().requires_grad_()
+    found = trace(MatrixMap(A), method="hutchinson", probes=4000, generator=seeded())
+    (gradient,) = torch.autograd.grad(found.value, A)
+    torch.testing.assert_close(gradient, torch.eye(6, dtype=A.dtype), rtol=0, atol=0.1)
+    assert not found.stderr.requires_grad
+
+
+@pytest.mark.parametrize("method", SKETCHING)
+def test_a_derivative_that_does_not_exist_is_an_error(method):
+    A = low_rank().requires_grad_()
+    with pytest.raises(
+        ValueError, match=r'require grad.* numerically dependent.*method="hutchinson" or fewer'
+    ):
+        trace(MatrixMap(A), method=method, probes=30, generator=seeded())
+    with torch.no_grad():
+        trace(MatrixMap(A), method=method, probes=30, generator=seeded())
+
+
+# Errors
+
+
+def test_bad_arguments():
+    operator = MatrixMap(torch.eye(5))
+    with pytest.raises(ValueError, match=r'method must be one of "auto", "exact", .* got \'lanczos\''):
+        trace(operator, method="lanczos")  # type: ignore[arg-type]
+    for method, least in {"auto": 1, "hutchinson": 1, "hutch++": 3, "xtrace": 2, "xnystrace": 1}.items():
+        with pytest.raises(ValueError, match=rf"probes must be at least {least}, got {least - 1}"):
+            trace(operator, method=method, probes=least - 1)  # type: ignore[arg-type]
+        trace(operator, method=method, probes=least)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'method="xtrace"\): probes must be an integer, got 2.5'):
+        trace(operator, method="xtrace", probes=2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rtol must be positive and finite, such as 0\.02, got 0"):
+        trace(operator, rtol=0)
+    with pytest.raises(ValueError, match="distribution must be one of"):
+        trace(operator, distribution="cauchy")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk must be bytes"):
+        trace(operator, chunk="all")
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator or None, got int"):
+        trace(operator, generator=0)  # type: ignore[arg-type]
+    for method in SKETCHING:
+        with pytest.raises(
+            TypeError, match=rf'method="{method.replace("+", "[+]")}" needs an orthonormal basis'
+        ):
+            trace(MatrixMap(torch.eye(5, dtype=torch.bfloat16)), method=method)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_product_that_is_not_finite_is_an_error(method):
+    matrix = torch.eye(9)
+    matrix[4, 4] = float("nan")
+    with pytest.raises(
+        ValueError, match=r"trace\(operator, \.\.\.\): product \d+ of the operator has NaN or inf"
+    ):
+        trace(MatrixMap(matrix), method=method, probes=6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_xnystrace_refuses_negative_eigenvalues(dtype):
+    operator = MatrixMap(matrix("indefinite", 300).to(dtype))
+    with pytest.raises(ValueError, match=r'xnystrace needs a positive semi-definite .* Take method="xtrace"'):
+        trace(operator, method="xnystrace", probes=40, generator=seeded())
+    with pytest.raises(ValueError, match="has the eigenvalue -"):
+        trace(MatrixMap(-torch.eye(30, dtype=dtype)), method="xnystrace", probes=1)

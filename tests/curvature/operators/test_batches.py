@@ -1,0 +1,357 @@
+"""Accumulation over batches: exact, one graph at a time, and checked for what moves between passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from metagrad.curvature.operators.batches import accumulated, is_one_batch
+from metagrad.curvature.operators.fisher import fisher
+from metagrad.curvature.operators.ggn import ggn
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.tasks.batch import Examples
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def made(num_data=7):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return model, dict(model.named_parameters()), randn(num_data, 3), torch.randint(3, (num_data,))
+
+
+def cut(x, y, *sizes):
+    return list(zip(x.split(list(sizes)), y.split(list(sizes)), strict=True))
+
+
+def hessian_of(model, loss_fn, params, data, **how):
+    def loss(params, x, y):
+        return loss_fn(torch.func.functional_call(model, params, (x,)), y)
+
+    return hessian(loss, params, data, **how)
+
+
+def empirical(*args, **how):
+    return fisher(*args, kind="empirical", **how)
+
+
+OPERATORS = [ggn, fisher, empirical, hessian_of]
+
+
+@pytest.mark.parametrize("make", OPERATORS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_unequal_batches_are_exact(make, reduction):
+    model, params, x, y = made()
+    loss_fn = nn.CrossEntropyLoss(reduction=reduction)
+    with (
+        make(model, loss_fn, params, (x, y)) as whole,
+        make(model, loss_fn, params, cut(x, y, 4, 1, 2), reduction=reduction) as parts,
+    ):
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+        loss, gradient = parts.evaluate()
+        torch.testing.assert_close(loss, whole.loss.reshape(()))
+        torch.testing.assert_close(gradient, whole.gradient)
+        torch.testing.assert_close(parts["2.weight"].to_dense(), whole["2.weight"].to_dense())
+        v = {name: torch.ones_like(p) for name, p in params.items()}
+        torch.testing.assert_close(parts @ v, whole @ v)
+
+
+@pytest.mark.parametrize("make", [ggn, fisher, empirical])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double(), reduction="sum"),
+    ],
+)
+def test_known_losses_say_themselves_what_their_mean_is_over(make, loss_fn):
+    model, params, x, y = made(12)
+    with (
+        make(model, loss_fn, params, (x, y)) as whole,
+        make(model, loss_fn, params, cut(x, y, 5, 7)) as parts,
+    ):
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+        torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+
+
+def test_weighted_squares():
+    model, params, x, _ = made(6)
+    y, weight = randn(6, 3), torch.rand(6, 3).double()
+    loss_fn = lambda z, y: F.mse_loss(z, y[..., 0], weight=y[..., 1])  # noqa: E731
+    y = torch.stack([y, weight], -1)
+    with ggn(model, loss_fn, params, (x, y)) as whole, ggn(model, loss_fn, params, cut(x, y, 2, 4)) as parts:
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+
+
+@pytest.mark.parametrize("make", [ggn, hessian_of])
+def test_terms_may_be_counted_by_a_function(make):
+    model, params, x, y = made()
+
+    def loss_fn(z, y):  # over what is not padding
+        return (F.cross_entropy(z, y, reduction="none") * (y != 1)).sum() / (y != 1).sum()
+
+    count = lambda batch: int((batch[1] != 1).sum())  # noqa: E731
+    with (
+        make(model, loss_fn, params, (x, y)) as whole,
+        make(model, loss_fn, params, cut(x, y, 3, 4), reduction=count) as parts,
+    ):
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+
+
+@pytest.mark.parametrize("make", OPERATORS)
+def test_loaders_and_progress(make):
+    model, params, x, y = made()
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    calls = []
+    parts = make(
+        model,
+        F.cross_entropy,
+        params,
+        loader,
+        progress=lambda *at: calls.append(at),
+        check_deterministic=False,
+    )
+    calls.clear()
+    with make(model, F.cross_entropy, params, (x, y)) as whole:
+        torch.testing.assert_close(parts @ torch.ones(31).double(), whole @ torch.ones(31).double())
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+    parts @ torch.ones(31, 2).double()
+    assert len(calls) == 6
+
+
+class Endless:
+    """Batches without a length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+class Bar:
+    def __init__(self):
+        self.done = 0
+
+    def update(self, n):
+        self.done += n
+
+
+def test_progress_bars_and_unknown_lengths():
+    model, params, x, y = made()
+    bar, calls = Bar(), []
+    for progress in (bar, lambda *at: calls.append(at)):
+        data = Endless(cut(x, y, 4, 3))
+        G = ggn(model, F.cross_entropy, params, data, progress=progress, check_deterministic=False)
+        G @ torch.ones(31).double()
+    assert bar.done >= 2
+    assert calls[-2:] == [(1, None), (2, None)]
+
+
+def test_one_graph_is_held_at_a_time():
+    model, params, x, y = made(64)
+    few, many = cut(x, y, 32, 32), [(x[:32], y[:32])] * 20
+    peaks = []
+    for batches in (few, many):
+        G = ggn(model, F.cross_entropy, params, batches, check_deterministic=False)
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            product = G @ torch.ones(31).double()
+        peaks.append(ledger.peak)
+        assert ledger.total <= product.nbytes + 64
+        ledger.close()
+    assert peaks[1] <= peaks[0] + 1024
+
+
+def test_tables_have_the_rows_of_all_batches():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(100_000, 2, sparse=True), nn.Flatten(), nn.Linear(2, 3)).double()
+    params = dict(model.named_parameters())
+    x, y = torch.tensor([[9], [5], [99_999], [5], [0]]), torch.tensor([0, 1, 2, 0, 1])
+    with (
+        ggn(model, F.cross_entropy, params, (x, y)) as whole,
+        ggn(model, F.cross_entropy, params, cut(x, y, 2, 1, 2)) as parts,
+    ):
+        assert parts.shape == (17, 17)
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+        torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+        torch.testing.assert_close(parts["0"].to_dense(), whole["0"].to_dense())
+        product = parts @ whole.space.unflatten(whole.gradient)
+        assert product["0.weight"].rows.tolist() == [0, 5, 9, 99_999]
+
+
+def test_rows_that_were_not_there_before_are_refused():
+    model = nn.Sequential(nn.Embedding(100, 2, sparse=True), nn.Flatten(), nn.Linear(2, 3))
+    batches = [(torch.tensor([[9], [5]]), torch.tensor([0, 1]))]
+    G = ggn(model, F.cross_entropy, dict(model.named_parameters()), batches)
+    batches[0] = (torch.tensor([[9], [6]]), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"looks rows of '0.weight' up that no batch did before"):
+        G @ torch.ones(13)
+
+
+def test_products_can_be_differentiated():
+    model, params, x, y = made()
+    v, found = torch.ones(31).double(), []
+    for data in ((x, y), cut(x, y, 4, 3)):
+        with ggn(model, F.cross_entropy, params, data, create_graph=True) as G:
+            found.append(torch.autograd.grad((G @ v).pow(3).sum(), list(params.values())))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("make", [ggn, hessian_of])
+def test_dropout_is_named(make):
+    model, params, x, y = made()
+    model = nn.Sequential(*model, nn.Dropout(0.5))
+    params = dict(model.named_parameters())
+    named = r"In training mode 3 \(Dropout\) draws a mask each time" if make is ggn else "Look for dropout"
+    with pytest.raises(ValueError, match=rf"the loss by .*the gradient by .*the product by .*{named}"):
+        make(model, F.cross_entropy, params, cut(x, y, 4, 3))
+    model.eval()
+    make(model, F.cross_entropy, params, cut(x, y, 4, 3))
+
+
+def test_attention_dropout_is_named():
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.3, batch_first=True)
+    model = nn.Sequential(nn.Unflatten(1, (1, 4)), layer, nn.Flatten())
+    data = [(torch.randn(5, 4), torch.randint(4, (5,)))]
+    torch.manual_seed(0)
+    with (
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+        pytest.raises(ValueError, match=r"1.self_attn \(MultiheadAttention\)"),
+    ):
+        ggn(model, F.cross_entropy, dict(model.named_parameters()), data)
+
+
+def test_batch_norm_and_a_shuffling_loader_are_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    x, y = torch.randn(20, 3), torch.randint(3, (20,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+    params = dict(model.named_parameters())
+    with pytest.raises(
+        ValueError, match=r"1 \(BatchNorm1d\) normalises by the batch.*The DataLoader shuffles"
+    ):
+        ggn(model, F.cross_entropy, params, loader)
+    model.eval()
+    ggn(model, F.cross_entropy, params, loader)  # the order of the sum alone
+
+
+def test_only_what_moved_is_named():
+    class Moving:
+        """A loss that is a constant apart, another one each time."""
+
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, z, y):
+            self.calls += 1
+            return F.cross_entropy(z, y) + self.calls
+
+    model, params, x, y = made()
+    with pytest.raises(ValueError, match=r"differ, relatively: the loss by \d\.\de-\d\d\. Look for") as error:
+        ggn(model, Moving(), params, cut(x, y, 4, 3), reduction="mean")
+    assert "gradient" not in str(error.value).partition("Look for")[0].partition("differ")[2]
+    ggn(model, Moving(), params, cut(x, y, 4, 3), reduction="mean", check_deterministic=False)
+
+
+class Squares:
+    """An operator of a batch: x^2 times the identity, whose product or gradient may move."""
+
+    def __init__(self, x, space, moves, calls):
+        self.x, self.space, self.moves = x, space, moves
+        self.loss = x.sum()
+        calls.append(moves)
+        self.gradient = torch.ones(2) * (len(calls) if moves == "gradient" else 1)
+        self.factor = len(calls) if moves == "product" else 1
+
+    def products(self, vectors):
+        return self.factor * self.x.square().mean() * vectors
+
+    def close(self):
+        self.x = None
+
+
+@pytest.mark.parametrize("moves", ["gradient", "product"])
+def test_the_gradient_and_the_product_are_looked_at(moves):
+    from metagrad.curvature.operators.space import ParameterSpace
+
+    params, calls = {"w": torch.ones(2)}, []
+    with pytest.raises(ValueError, match=rf"relatively: the {moves} by"):
+        accumulated(lambda x: Squares(x, ParameterSpace(params), moves, calls), params, [torch.ones(2)])
+    A = accumulated(
+        lambda x: Squares(x, ParameterSpace(params), "", []), params, [torch.ones(2), torch.zeros(6)]
+    )
+    torch.testing.assert_close(A @ torch.ones(2), torch.full((2,), 0.25))
+
+
+def test_nan_is_not_deterministic_but_named():
+    model, params, x, y = made()
+    x[0] = torch.nan
+    with pytest.raises(ValueError, match=r"the product has nan or inf in the entry of '0\.weight'"):
+        ggn(model, F.cross_entropy, params, cut(x, y, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "data", "how"),
+    [
+        (TypeError, "the data is a generator, which is consumed by one pass", (b for b in [1]), {}),
+        (TypeError, "list_iterator", iter([1]), {}),
+        (ValueError, "the data has no batches", [], {}),
+    ],
+)
+@pytest.mark.parametrize("make", OPERATORS)
+def test_data_that_are_refused(make, error, match, data, how):
+    model, params, *_ = made()
+    with pytest.raises(error, match=match):
+        make(model, F.cross_entropy, params, data, **how)
+
+
+def test_reductions_that_are_refused():
+    model, params, x, y = made()
+    data = cut(x, y, 4, 3)
+    with pytest.raises(ValueError, match="must be said whether it is the mean"):
+        ggn(model, lambda z, y: z.square().mean(), params, data)
+    with pytest.raises(ValueError, match="reduction='mean', but the loss is a sum"):
+        ggn(model, nn.CrossEntropyLoss(reduction="sum"), params, data, reduction="mean")
+    with pytest.raises(ValueError, match=r'reduction must be "mean", "sum", or a function .* got \'all\''):
+        accumulated(lambda batch: None, params, data, reduction="all")
+    with pytest.raises(ValueError, match="does not begin with a tensor whose first dimension counts"):
+        hessian(lambda p, n: (p["w"] ** n).sum(), {"w": torch.ones(2)}, [(2.0,)])
+
+
+@pytest.mark.parametrize(
+    ("one", "data"),
+    [
+        (True, torch.ones(2)),
+        (True, (torch.ones(2), torch.ones(2))),
+        (True, [torch.ones(2), torch.ones(2)]),
+        (True, Examples(torch.ones(2), torch.ones(2))),
+        (True, {"x": torch.ones(2)}),
+        (False, [(torch.ones(2), torch.ones(2))]),
+        (False, [[torch.ones(2), torch.ones(2)]]),
+        (False, []),
+        (False, Endless([])),
+        (False, iter([])),
+    ],
+)
+def test_one_batch_is_told_from_several(one, data):
+    assert is_one_batch(data) is one
+
+
+def test_passes_run_under_the_autocast_of_the_beginning():
+    seen = []
+
+    def model(params, x):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return x @ params["w"]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        G = ggn(model, F.mse_loss, {"w": torch.ones(2, 1)}, [(torch.ones(3, 2), torch.ones(3, 1))])
+    G @ torch.ones(2)
+    assert all(seen)

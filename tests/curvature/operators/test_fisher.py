@@ -1,0 +1,306 @@
+"""Fisher matrices: exact ones against expectations, sampled ones against exact, empirical ones against gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.curvature.operators.fisher import fisher
+from metagrad.curvature.operators.ggn import ggn
+
+torch.manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def made(num_classes=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_classes)).double()
+    return model, dict(model.named_parameters()), randn(6, 3), torch.randint(num_classes, (6,))
+
+
+def flat(tensors):
+    return torch.cat([t.flatten() for t in tensors])
+
+
+def gradients(model, loss_of, x, y):
+    """The gradient of every datum, one after the other."""
+    return torch.stack(
+        [
+            flat(torch.autograd.grad(loss_of(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())))
+            for i in range(len(x))
+        ]
+    )
+
+
+def test_the_exact_one_is_the_expectation_over_classes():
+    model, params, x, y = made()
+    expected = torch.zeros(31, 31, dtype=torch.float64)
+    for label in range(3):
+        p = model(x).softmax(1)[:, label].detach()
+        g = gradients(model, F.cross_entropy, x, torch.full((6,), label))
+        expected += (p[:, None] * g).t() @ g / 6
+    with (
+        fisher(model, F.cross_entropy, params, (x, y)) as K,
+        ggn(model, F.cross_entropy, params, (x, y)) as G,
+    ):
+        torch.testing.assert_close(K.to_dense(), expected)
+        torch.testing.assert_close(G.to_dense(), expected)
+
+
+def test_of_probabilities_it_is_not_the_gauss_newton_matrix():
+    x, y = randn(6, 2), torch.rand(6).double().round()
+
+    def model(params, x):
+        return (x @ params["w"]).sigmoid()
+
+    params = {"w": randn(2)}
+    p = model(params, x)
+    with fisher(model, F.binary_cross_entropy, params, (x, y)) as K:
+        torch.testing.assert_close(K.to_dense(), x.t() @ torch.diag(p * (1 - p)) @ x / 6)
+    with ggn(model, F.binary_cross_entropy, params, (x, y)) as G:
+        assert not torch.allclose(G.to_dense(), x.t() @ torch.diag(p * (1 - p)) @ x / 6)
+
+
+def test_it_does_not_depend_on_where_the_model_ends():
+    model, params, x, y = made()
+    cold = lambda z, y: F.cross_entropy(3 * z.tanh(), y)  # noqa: E731
+    with (
+        fisher(model, cold, params, (x, y)) as K,
+        ggn(
+            lambda p, x: 3 * torch.func.functional_call(model, p, (x,)).tanh(),
+            F.cross_entropy,
+            params,
+            (x, y),
+        ) as G,
+    ):
+        torch.testing.assert_close(K.to_dense(), G.to_dense())
+
+
+LOSSES = [
+    (F.cross_entropy, torch.randint(3, (6,))),
+    (
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5]).double(), reduction="sum"),
+        torch.randint(3, (6,)),
+    ),
+    (nn.CrossEntropyLoss(ignore_index=1), torch.tensor([0, 1, 2, 1, 0, 2])),
+    (F.mse_loss, randn(6, 3)),
+    (F.binary_cross_entropy_with_logits, torch.rand(6, 3).double().round()),
+    (lambda z, y: F.gaussian_nll_loss(z, y, 0.3), randn(6, 3)),
+    (lambda z, y: F.binary_cross_entropy(z.sigmoid(), y), torch.rand(6, 3).double().round()),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "y"), LOSSES)
+def test_sampled_ones_converge_to_the_exact_one(loss_fn, y):
+    model, params, x, _ = made()
+    generator, v = torch.Generator().manual_seed(0), randn(31)
+    with fisher(model, loss_fn, params, (x, y)) as K:
+        exact = v @ (K @ v)
+    draws = torch.stack(
+        [
+            v @ (fisher(model, loss_fn, params, (x, y), kind="sampled", generator=generator) @ v)
+            for _ in range(400)
+        ]
+    )
+    assert (draws.mean() - exact).abs() < 4 * draws.std() / 20
+    many = fisher(model, loss_fn, params, (x, y), kind="sampled", samples=400, generator=generator)
+    assert (v @ (many @ v) - exact).abs() < 4 * draws.std() / 20
+    assert draws.std() > 0
+
+
+def test_a_sampled_one_is_a_fixed_symmetric_matrix_of_the_generator():
+    model, params, x, y = made()
+    for data in ((x, y), [(x[:2], y[:2]), (x[2:], y[2:])]):
+        found = [
+            fisher(
+                model, F.cross_entropy, params, data, kind="sampled", samples=2,
+                generator=torch.Generator().manual_seed(seed),
+            ).to_dense()
+            for seed in (0, 0, 1)
+        ]  # fmt: skip
+        assert torch.equal(found[0], found[1])
+        assert not torch.allclose(found[0], found[2])
+        torch.testing.assert_close(found[0], found[0].t())
+    torch.manual_seed(3)
+    first = fisher(model, F.cross_entropy, params, (x, y), kind="sampled").to_dense()
+    torch.manual_seed(3)
+    assert torch.equal(first, fisher(model, F.cross_entropy, params, (x, y), kind="sampled").to_dense())
+
+
+def test_batches_have_labels_of_their_own():
+    model, params, x, y = made()
+    half = (x[:3], y[:3])
+    twice = fisher(model, F.cross_entropy, params, [half, half], kind="sampled", generator=torch.Generator())
+    once = fisher(model, F.cross_entropy, params, half, kind="sampled", generator=torch.Generator())
+    assert not torch.allclose(twice.to_dense(), once.to_dense())
+
+
+def test_labels_are_drawn_as_the_model_predicts():
+    # Two data with probabilities of (0.9, 0.1): a score is (1 - p) with p, and -p with 1 - p.
+    params = {"w": torch.tensor([0.9, 0.1], dtype=torch.float64).logit()}
+    x = torch.ones(2000, 1, dtype=torch.float64)
+    K = fisher(
+        lambda p, x: x * p["w"], F.binary_cross_entropy_with_logits, params, (x, x.expand(-1, 2)), kind="sampled",
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    torch.testing.assert_close(K.to_dense().diagonal(), torch.full((2,), 0.045).double(), rtol=0.15, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_empirical_one_is_made_of_gradients(reduction):
+    model, params, x, y = made()
+    g = gradients(model, F.cross_entropy, x, y)
+    with fisher(model, nn.CrossEntropyLoss(reduction=reduction), params, (x, y), kind="empirical") as E:
+        torch.testing.assert_close(E.to_dense(), g.t() @ g / (6 if reduction == "mean" else 1))
+
+
+def test_the_empirical_one_of_squares():
+    model, params, x, _ = made()
+    y = randn(6, 3)
+    g = gradients(model, lambda z, y: F.mse_loss(z, y, reduction="sum"), x, y)
+    with fisher(model, F.mse_loss, params, (x, y), kind="empirical") as E:
+        torch.testing.assert_close(E.to_dense(), g.t() @ g / 18)
+
+
+def test_a_weight_counts_as_so_many_data():
+    model, params, x, y = made()
+    weight = torch.tensor([1.0, 2.0, 0.0]).double()
+    loss_fn = nn.CrossEntropyLoss(weight)
+    repeated = torch.cat([torch.arange(6)[y == 0], torch.arange(6)[y == 1].repeat(2)])
+    assert len(repeated) > 0
+    for kind in ("exact", "empirical"):
+        with (
+            fisher(model, loss_fn, params, (x, y), kind=kind) as weighted,
+            fisher(model, F.cross_entropy, params, (x[repeated], y[repeated]), kind=kind) as plain,
+        ):
+            torch.testing.assert_close(weighted.to_dense(), plain.to_dense())
+
+
+def test_data_of_several_positions_are_added_before_the_outer_product():
+    model = nn.Conv1d(2, 3, 2).double()
+    params, x, y = dict(model.named_parameters()), randn(4, 2, 5), torch.randint(3, (4, 4))
+    g = gradients(model, lambda z, y: F.cross_entropy(z, y, reduction="sum"), x, y)
+    with fisher(model, F.cross_entropy, params, (x, y), kind="empirical") as E:
+        torch.testing.assert_close(E.to_dense(), g.t() @ g / 16)
+    of_positions = torch.stack(
+        [
+            flat(torch.autograd.grad(F.cross_entropy(model(x)[i, :, j], y[i, j]), list(model.parameters())))
+            for i in range(4)
+            for j in range(4)
+        ]
+    )
+    by_position = lambda z, y: F.cross_entropy(z.transpose(1, 2).reshape(-1, 3), y.flatten())  # noqa: E731
+    with fisher(model, by_position, params, (x, y), kind="empirical") as E:
+        torch.testing.assert_close(E.to_dense(), of_positions.t() @ of_positions / 16)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_empirical_one_of_any_loss(reduction):
+    model, params, x, _ = made()
+    y = randn(6, 3)
+
+    def loss_fn(z, y):
+        per_datum = (z - y).cosh().log().sum(1)
+        return per_datum.mean() if reduction == "mean" else per_datum.sum()
+
+    g = gradients(model, lambda z, y: (z - y).cosh().log().sum(), x, y)
+    expected = g.t() @ g / (6 if reduction == "mean" else 1)
+    with fisher(model, loss_fn, params, (x, y), kind="empirical", reduction=reduction) as E:
+        torch.testing.assert_close(E.to_dense(), expected)
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    with fisher(model, loss_fn, params, batches, kind="empirical", reduction=reduction) as E:
+        torch.testing.assert_close(E.to_dense(), expected)
+
+
+def test_batch_norm_in_training_couples_data_and_is_no_hindrance():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    x, y = randn(6, 3), torch.randint(3, (6,))
+    terms = F.cross_entropy(model(x), y, reduction="none")
+    g = torch.stack(
+        [flat(torch.autograd.grad(t, list(model.parameters()), retain_graph=True)) for t in terms]
+    )
+    with fisher(model, F.cross_entropy, dict(model.named_parameters()), (x, y), kind="empirical") as E:
+        torch.testing.assert_close(E.to_dense(), g.t() @ g / 6)
+
+
+@pytest.mark.parametrize("kind", ["exact", "sampled", "empirical"])
+def test_products_can_be_differentiated(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)).double()
+    names, x, y = list(dict(model.named_parameters())), randn(3, 2), torch.randint(2, (3,))
+    v = randn(12)
+
+    def product(*params):
+        values = dict(zip(names, params, strict=True))
+        generator = torch.Generator().manual_seed(0)
+        with fisher(
+            model,
+            F.cross_entropy,
+            values,
+            (x, y),
+            kind=kind,
+            samples=2,
+            generator=generator,
+            create_graph=True,
+        ) as K:
+            return K @ v
+
+    params = tuple(p.detach().clone().requires_grad_() for p in model.parameters())
+    assert mg.gradcheck(product, params, order=1, directions=2)
+
+
+@pytest.mark.parametrize("kind", ["exact", "sampled", "empirical"])
+def test_tables_are_taken_by_their_rows(kind):
+    model = nn.Sequential(nn.Embedding(10_000, 2, sparse=True), nn.Flatten(), nn.Linear(2, 3))
+    batch = (torch.tensor([[7], [9]]), torch.tensor([0, 1]))
+    with fisher(model, F.cross_entropy, dict(model.named_parameters()), batch, kind=kind) as K:
+        assert K.shape == (13, 13)
+        assert torch.linalg.eigvalsh(K.to_dense()).min() > -1e-6
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("kind must be one of exact, sampled, empirical, got 'true'", {"kind": "true"}),
+        (
+            "what the model returned has nan",
+            {
+                "model": lambda p, x: p["0.weight"][:, 0] * torch.nan,
+                "params": {"0.weight": torch.ones(6, 2)},
+                "loss_fn": lambda z, y: F.mse_loss(z, y.float()),
+                "kind": "sampled",
+            },
+        ),
+        ("samples must be 1 or more, got 0", {"kind": "sampled", "samples": 0}),
+        ("the loss is no likelihood that is known", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y)}),
+        ("no likelihood", {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y), "kind": "sampled"}),
+        (
+            "must be said whether it is the mean",
+            {"loss_fn": lambda z, y: 2 * F.cross_entropy(z, y), "kind": "empirical"},
+        ),
+        ("reduction='sum', but the loss is a mean", {"kind": "empirical", "reduction": "sum"}),
+        ('reduction must be "mean", "sum" or a function', {"kind": "empirical", "reduction": "none"}),
+        (
+            "first dimension of every output must count the data",
+            {
+                "model": lambda p, x: (x * p["0.weight"][0], p["0.weight"].sum()),
+                "loss_fn": lambda z, y: z[0].exp().mean() * z[1],
+                "params": {"0.weight": torch.ones(4, 3)},
+                "kind": "empirical",
+                "reduction": "mean",
+            },
+        ),
+    ],
+)
+def test_bad_input(match, change):
+    model, params, x, y = made()
+    given = {"model": model, "loss_fn": F.cross_entropy, "params": params, **change}
+    with pytest.raises(ValueError, match=match):
+        fisher(given.pop("model"), given.pop("loss_fn"), given.pop("params"), (x, y), **given)

@@ -1,0 +1,549 @@
+"""Gauss-Newton operators against closed forms and dense Jacobians and Hessians of torch.func."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import metagrad as mg
+from metagrad.autograd.missing import MissingDerivative
+from metagrad.curvature.operators.ggn import ggn
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.sparse import Pattern, RowSparse, SparseTensor, spmm
+
+MODES = ["reverse", "forward"]
+
+torch.manual_seed(0)
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        with sdpa_kernel(SDPBackend.MATH):
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x).transpose(1, 2)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), randn(5, 3), torch.randint(3, (5,))
+
+
+def cnn():
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3)
+    )
+    return model, randn(4, 1, 6, 6), torch.randint(3, (4,))
+
+
+def sequence():
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.GELU(), nn.Conv1d(3, 4, 1))  # [N, C, d1]
+    return model, randn(3, 2, 6), torch.randint(4, (3, 4))
+
+
+def attention():
+    return Attention(), randn(2, 3, 4), torch.randint(3, (2, 3))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def lstm():
+    return Recurrent(nn.LSTM), randn(4, 3, 3), torch.randint(3, (4,))
+
+
+def gru():
+    return Recurrent(nn.GRU), randn(4, 3, 3), torch.randint(3, (4,))
+
+
+def norms():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.GroupNorm(2, 4), nn.Linear(4, 3))
+    return model, randn(5, 3), torch.randint(3, (5,))
+
+
+PROBLEMS = [mlp, cnn, sequence, attention, lstm, gru, norms]
+
+
+def made(problem):
+    torch.manual_seed(0)
+    model, x, y = problem()
+    return model.double(), dict(model.named_parameters()), x, y
+
+
+def parts_of(vector, params):
+    split = vector.split([p.numel() for p in params.values()])
+    return {k: part.view(p.shape) for (k, p), part in zip(params.items(), split, strict=True)}
+
+
+def flat(params):
+    return torch.cat([p.detach().flatten() for p in params.values()])
+
+
+def dense_ggn(model, loss_fn, params, x, y):
+    """J^T H J, by torch.func, every factor dense."""
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+
+    def outputs(vector):
+        fresh = {name: b.clone() for name, b in buffers.items()}
+        return torch.func.functional_call(model, {**parts_of(vector, params), **fresh}, (x,))
+
+    point = flat(params)
+    z = outputs(point).detach()
+    # Row by row: the Jacobian of BatchNorm's in-place update of its statistics cannot be vmapped.
+    jacobian = torch.stack(
+        [
+            torch.func.vjp(outputs, point)[1](row)[0]
+            for row in torch.eye(z.numel()).double().view(-1, *z.shape)
+        ]
+    )
+    hessian = torch.func.jacrev(torch.func.jacrev(lambda z: loss_fn(z, y)))(z)
+    return jacobian.t() @ hessian.reshape(z.numel(), z.numel()) @ jacobian
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_products_are_those_of_the_dense_matrix(problem, mode):
+    model, params, x, y = made(problem)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    expected = dense_ggn(model, F.cross_entropy, params, x, y)
+    with ggn(model, F.cross_entropy, params, (x, y), mode=mode) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+        v = torch.linspace(-1, 1, G.shape[0], dtype=torch.float64)
+        as_dict = G @ parts_of(v, params)
+        torch.testing.assert_close(flat(as_dict), expected @ v, rtol=1e-9, atol=1e-12)
+        gradient = torch.autograd.grad(F.cross_entropy(_called(model, x), y), list(params.values()))
+        torch.testing.assert_close(G.gradient, torch.cat([g.flatten() for g in gradient]))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def _called(model, x):
+    return torch.func.functional_call(model, {name: b.clone() for name, b in model.named_buffers()}, (x,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32(mode):
+    model, x, y = mlp()
+    params = dict(model.named_parameters())
+    expected = dense_ggn(model.double(), F.cross_entropy, dict(model.named_parameters()), x, y).float()
+    model.float()
+    with ggn(model, F.cross_entropy, params, (x.float(), y), mode=mode) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [
+        (F.mse_loss, randn(5, 3)),
+        (nn.BCEWithLogitsLoss(reduction="sum"), torch.rand(5, 3).double()),
+        (lambda z, y: 0.5 * (z - y).square().mean(), randn(5, 3)),  # by autodiff
+        (lambda z, y: (z - y).cosh().log().sum(), randn(5, 3)),
+        (functools.partial(F.huber_loss, delta=0.3), randn(5, 3)),
+        (lambda z, y: F.cross_entropy(z.view(-1, 3), y.flatten()), torch.randint(3, (5,))),
+        (lambda z, y: F.cross_entropy(z / 2, y), torch.randint(3, (5,))),
+        (lambda z, y: F.cross_entropy(z, y)[None], torch.randint(3, (5,))),
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses(loss_fn, target, mode):
+    model, params, x, _ = made(mlp)
+    expected = dense_ggn(model, lambda z, y: loss_fn(z, y).reshape(()), params, x, target)
+    with ggn(model, loss_fn, params, (x, target), mode=mode) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_linear_regression():
+    x, y = randn(7, 3), randn(7, 1)
+    model = nn.Linear(3, 1, bias=False).double()
+    with ggn(model, F.mse_loss, dict(model.named_parameters()), (x, y)) as G:
+        torch.testing.assert_close(G.to_dense(), 2 / 7 * x.t() @ x)
+
+
+def test_logistic_regression():
+    x, y = randn(7, 3), torch.rand(7).double().round()
+    w = randn(3)
+    with ggn(lambda p, x: x @ p["w"], F.binary_cross_entropy_with_logits, {"w": w}, (x, y)) as G:
+        p = (x @ w).sigmoid()
+        torch.testing.assert_close(G.to_dense(), x.t() @ torch.diag(p * (1 - p)) @ x / 7)
+
+
+def test_of_a_linear_model_it_is_the_hessian():
+    model = nn.Linear(3, 4).double()
+    params, x, y = dict(model.named_parameters()), randn(6, 3), torch.randint(4, (6,))
+    with ggn(model, F.cross_entropy, params, (x, y)) as G, hessian(F.cross_entropy(model(x), y), params) as H:
+        torch.testing.assert_close(G.to_dense(), H.to_dense())
+        torch.testing.assert_close(G.gradient, H.gradient)
+
+
+def test_log_probabilities_have_the_matrix_of_logits():
+    model, params, x, y = made(mlp)
+    normalised = nn.Sequential(*model, nn.LogSoftmax(-1))
+    with (
+        ggn(model, F.cross_entropy, params, (x, y)) as G,
+        ggn(normalised, F.nll_loss, dict(normalised.named_parameters()), (x, y)) as K,
+    ):
+        torch.testing.assert_close(K.to_dense(), G.to_dense())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trees_of_outputs(mode):
+    x, y = randn(5, 2), randn(5, 2)
+
+    def model(params, x):
+        return {"mean": x @ params["a"], "log": (x * params["b"]).tanh(), "ids": torch.arange(5)}
+
+    def loss_fn(out, y):
+        return F.gaussian_nll_loss(out["mean"], y, out["log"].exp()) + out["log"].square().sum()
+
+    params = {"a": randn(2, 2), "b": randn(2)}
+
+    def outputs(vector):
+        parts = parts_of(vector, params)
+        return torch.stack([x @ parts["a"], (x * parts["b"]).tanh()])
+
+    jacobian = torch.func.jacrev(outputs)(flat(params)).reshape(20, 6)
+    z = outputs(flat(params))
+    inner = torch.func.jacrev(torch.func.jacrev(lambda z: loss_fn({"mean": z[0], "log": z[1]}, y)))(z)
+    expected = jacobian.t() @ inner.reshape(20, 20) @ jacobian
+    with ggn(model, loss_fn, params, (x, y), mode=mode) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda z, y: (z.exp() * y[:, None]).mean()])
+def test_products_can_be_differentiated(mode, loss_fn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Linear(2, 2)).double()
+    names = list(dict(model.named_parameters()))
+    x, y = randn(3, 2), torch.randint(2, (3,))
+
+    def product(v, *params):
+        with ggn(
+            model, loss_fn, dict(zip(names, params, strict=True)), (x, y), mode=mode, create_graph=True
+        ) as G:
+            return G @ v
+
+    params = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    v = randn(sum(p.numel() for p in params)).requires_grad_()
+    assert mg.gradcheck(product, (v, *params), order=1, directions=2)
+
+
+def test_products_of_own_parameters_can_be_differentiated():
+    model, params, x, y = made(mlp)
+    with ggn(model, F.cross_entropy, params, (x, y), create_graph=True) as G:
+        v = torch.ones(G.shape[0], dtype=torch.float64)
+        (G @ v).pow(3).sum().backward()
+    point = flat(params).requires_grad_()
+    oracle = lambda vector: dense_ggn_at(vector, model, params, x, y)  # noqa: E731
+    (expected,) = torch.autograd.grad((oracle(point) @ v).pow(3).sum(), point)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in params.values()]), expected)
+
+
+def dense_ggn_at(vector, model, params, x, y):
+    def outputs(vector):
+        return torch.func.functional_call(model, parts_of(vector, params), (x,))
+
+    jacobian = torch.func.jacrev(outputs)(vector).flatten(0, 1)
+    z = outputs(vector)
+    inner = torch.func.jacrev(torch.func.jacrev(lambda z: F.cross_entropy(z, y)))(z)
+    return jacobian.t() @ inner.reshape(z.numel(), z.numel()) @ jacobian
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.InstanceNorm1d(5)])
+@pytest.mark.parametrize("mode", ["auto", "reverse", "forward"])
+def test_products_through_norms_that_torch_gets_wrong_are_not_differentiated(norm, mode):
+    model = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 3))
+    x, y = torch.randn(5, 3), torch.randint(3, (5,))
+    with pytest.raises(MissingDerivative, match="order 3 that are silently wrong"):
+        ggn(model, F.cross_entropy, dict(model.named_parameters()), (x, y), mode=mode, create_graph=True)
+
+
+class Twice(torch.autograd.Function):
+    """x^2, with a forward derivative and no second one in reverse."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, cotangent):
+        return 2 * ctx.saved_tensors[0] * cotangent
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2 * ctx.saved_tensors[0] * tangent
+
+
+class Squares(nn.Module):
+    def forward(self, x):
+        return Twice.apply(x)
+
+
+def test_a_missing_derivative_is_gone_round_with_one_warning():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), Squares(), nn.Linear(4, 3)).double()
+    params, x, y = dict(model.named_parameters()), randn(5, 3), torch.randint(3, (5,))
+    written_out = nn.Sequential(
+        model[0], type("Plain", (nn.Module,), {"forward": lambda s, x: x * x})(), model[2]
+    )
+    expected = dense_ggn(written_out, F.cross_entropy, params, x, y)
+    batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+    with pytest.warns(UserWarning, match='Going on with mode="forward"') as caught:
+        G = ggn(model, F.cross_entropy, params, batches)
+    torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+    assert len(caught) == 1
+    G = ggn(model, F.cross_entropy, params, (x, y), mode="reverse")
+    with pytest.raises(MissingDerivative, match=r"TwiceBackward, .*order 2"):
+        G.to_dense()
+
+
+def test_where_no_mode_works_the_errors_are_named():
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    x, params = torch.randn(2, 3, 4), dict(layer.named_parameters())
+
+    def model(params, x):
+        return torch.func.functional_call(layer, params, (x, x, x), {"need_weights": False})[0]
+
+    G = ggn(model, F.mse_loss, params, (x, x))
+    refused = pytest.raises(MissingDerivative, match=r"(?s)SDPBackend\.MATH.*does not run this model")
+    with pytest.warns(UserWarning, match='Going on with mode="forward"'), refused:
+        G @ torch.ones(G.shape[0])
+
+
+def test_dropout_is_one_mask_in_every_mode():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    params, x, y = dict(model.named_parameters()), randn(5, 3), torch.randint(3, (5,))
+    found = []
+    for mode in MODES:
+        torch.manual_seed(1)
+        found.append(ggn(model, F.cross_entropy, params, (x, y), mode=mode).to_dense())
+    torch.testing.assert_close(*found)
+
+
+def test_checkpointed_modules_recompute_with_the_parameters_they_have():
+    model, params, x, y = made(mlp)
+    wrapped = nn.Sequential(Checkpointed(*model))
+    with (
+        ggn(model, F.cross_entropy, params, (x, y)) as G,
+        ggn(wrapped, F.cross_entropy, dict(wrapped.named_parameters()), (x, y)) as K,
+    ):
+        torch.testing.assert_close(K.to_dense(), G.to_dense())
+
+
+def test_other_values_than_the_models_own():
+    model, params, x, y = made(mlp)
+    moved = {name: p.detach() * 0.5 + 0.1 for name, p in params.items()}
+    with ggn(model, F.cross_entropy, moved, (x, y)) as G:
+        assert not any(p.requires_grad for p in moved.values())
+        torch.testing.assert_close(G.to_dense(), dense_ggn(model, F.cross_entropy, moved, x, y))
+    assert all(model.get_parameter(name) is p for name, p in params.items())
+
+
+def test_blocks_are_those_of_the_whole():
+    model, params, x, y = made(mlp)
+    with ggn(model, F.cross_entropy, params, (x, y)) as G:
+        whole, place = G.to_dense(), G.space.slices["2.weight"]
+        torch.testing.assert_close(G["2.weight"].to_dense(), whole[place, place])
+        torch.testing.assert_close(G["0"].to_dense(), whole[:16, :16])
+
+
+@pytest.mark.parametrize("chunk", [1, "1KiB", "64MiB"])
+def test_chunks_change_nothing(chunk):
+    model, params, x, y = made(mlp)
+    with ggn(model, F.cross_entropy, params, (x, y), chunk=chunk) as G:
+        expected = dense_ggn(model, F.cross_entropy, params, x, y)
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_tables_are_taken_by_their_rows(declared):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(1_000_000, 4, sparse=not declared), nn.Flatten(), nn.Linear(8, 3))
+    params = dict(model.named_parameters())
+    ids, y = torch.tensor([[7, 999_999], [3, 7], [3, 3]]), torch.tensor([0, 1, 2])
+    small = nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), model[2])
+    small[0].weight.data.copy_(model[0].weight[[3, 7, 999_999]].detach())
+    local, own = torch.tensor([[1, 2], [0, 1], [0, 0]]), dict(small.named_parameters())
+    sparse = ["0.weight"] if declared else []
+    v = {k: p.detach() for k, p in own.items()}
+    rows = RowSparse(torch.tensor([3, 7, 999_999]), v["0.weight"], (1_000_000, 4))
+    with (
+        StorageMode(ledger := Ledger(torch.device("cpu"))),
+        ggn(model, F.cross_entropy, params, (ids, y), sparse=sparse) as G,
+    ):
+        got, product = G.to_dense(), G @ {**v, "0.weight": rows}
+    assert ledger.peak < 1e6
+    ledger.close()
+    expected = dense_ggn(small, F.cross_entropy, own, local, y)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert isinstance(product["0.weight"], RowSparse)
+    torch.testing.assert_close(
+        product["0.weight"].values.flatten(), (expected @ flat(v))[:12], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_tables_have_no_forward_mode():
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Flatten(), nn.Linear(2, 3))
+    batch = (torch.tensor([[1], [2]]), torch.tensor([0, 1]))
+    with pytest.raises(MissingDerivative, match=r"as large as the tables params\['0.weight'\]"):
+        ggn(model, F.cross_entropy, dict(model.named_parameters()), batch, mode="forward").to_dense()
+
+
+def test_sparse_matrices_have_their_values_for_coordinates():
+    pattern = Pattern(torch.tensor([0, 1, 2]), torch.tensor([2, 0, 1]), (3, 4))
+    params = {"a": SparseTensor(pattern, randn(3))}
+    x, y = randn(4, 2), randn(3, 2)
+    with ggn(lambda p, x: spmm(p["a"], x), F.mse_loss, params, (x, y)) as G:
+        # One output each: 2 / 6 times the squares of the rows of x that they multiply.
+        torch.testing.assert_close(G.to_dense(), torch.diag(x[[2, 0, 1]].square().sum(1) / 3))
+        assert isinstance((G @ params)["a"], SparseTensor)
+
+
+def test_nothing_is_left_when_it_is_closed():
+    model, params, x, y = made(mlp)
+    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        with ggn(model, F.cross_entropy, params, (x, y)) as G:
+            G @ torch.ones(G.shape[0], dtype=torch.float64)
+            assert ledger.total > 0
+        evaluated = ledger.total
+    assert evaluated <= G.loss.nbytes + 16
+    ledger.close()
+    with pytest.raises(ValueError, match="closed"):
+        G @ torch.ones(G.shape[0], dtype=torch.float64)
+    with pytest.raises(ValueError, match="closed"):
+        G["0"] @ torch.ones(16, dtype=torch.float64)
+
+
+def test_the_graph_is_freed_after_an_exception():
+    model, params, x, y = made(mlp)
+    G = ggn(model, F.cross_entropy, params, (x, y))
+    jacobian = weakref.ref(G._jacobian)
+
+    def failing():
+        with G:
+            G @ torch.ones(G.shape[0], dtype=torch.float64)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert jacobian() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "change"),
+    [
+        (ValueError, r"must be a pair \(x, y\).*got a Tensor", {"data": torch.ones(3)}),
+        (ValueError, r"got a tuple of 3", {"data": (1, 2, 3)}),
+        (ValueError, "must have one element", {"loss_fn": lambda z, y: z}),
+        (TypeError, "must be a tensor, got float", {"loss_fn": lambda z, y: 1.0}),
+        (ValueError, "has no graph", {"loss_fn": lambda z, y: F.cross_entropy(z.detach(), y)}),
+        (ValueError, "has no parameters named 'x'", {"params": {"x": torch.ones(1)}}),
+        (ValueError, "mode must be one of auto, reverse, forward", {"mode": "sideways"}),
+        (ValueError, "chunk must be", {"chunk": "much"}),
+        (TypeError, "write \\['0.weight'\\]", {"sparse": "0.weight"}),
+        (ValueError, "sparse names", {"sparse": ["nothing"]}),
+        (TypeError, "real floating point", {"params": {"0.weight": torch.ones(2, dtype=torch.long)}}),
+        (TypeError, "consumed by one pass", {"data": iter([1])}),
+        (ValueError, "nan", {"data": (torch.full((2, 3), torch.nan), torch.tensor([0, 1]))}),
+    ],
+)  # fmt: skip
+def test_bad_input(error, match, change):
+    model, x, y = mlp()
+    given = {
+        "model": model, "loss_fn": F.cross_entropy, "params": dict(model.named_parameters()),
+        "data": (x.float(), y), **change,
+    }  # fmt: skip
+    with pytest.raises(error, match=match):
+        ggn(
+            given.pop("model"), given.pop("loss_fn"), given.pop("params"), given.pop("data"), **given
+        ) @ torch.ones(31)
+
+
+def test_parameters_that_are_not_used_are_named():
+    params = {"a": torch.ones(2), "b": torch.ones(2)}
+    arguments = (lambda p, x: x * p["a"], F.mse_loss, params, (torch.ones(2), torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"does not depend on params\['b'\]. Leave it out"):
+        ggn(*arguments)
+    with ggn(*arguments, allow_unused=True) as G:
+        torch.testing.assert_close(G.to_dense(), torch.diag(torch.tensor([1.0, 1.0, 0.0, 0.0])))
+
+
+def test_a_loss_beside_the_output_has_no_part_in_the_matrix():
+    params = {"a": torch.ones(2)}
+    seen = {}
+
+    def model(params, x):
+        seen.update(params)
+        return x * params["a"]
+
+    with pytest.raises(ValueError, match="does not depend on what the model returns"):
+        ggn(model, lambda z, y: seen["a"].square().sum(), params, (torch.ones(2), torch.zeros(2)))
+
+
+def test_autocast_is_as_it_was():
+    model, x, y = mlp()
+    params, x = dict(model.named_parameters()), x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        operators = [ggn(model, F.cross_entropy, params, (x, y), mode=mode) for mode in MODES]
+        batched = ggn(model, F.cross_entropy, params, [(x, y)])
+    dense = [G.to_dense() for G in (*operators, batched)]
+    assert all(d.dtype == torch.float32 for d in dense)
+    torch.testing.assert_close(dense[0], dense[2])
+    torch.testing.assert_close(dense[0], dense[1], rtol=0.1, atol=0.02)
+
+
+def test_with_batch_norm_in_training_the_faster_mode_is_taken():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    params, x, y = dict(model.named_parameters()), randn(5, 3), torch.randint(3, (5,))
+    expected = dense_ggn(model, F.cross_entropy, params, x, y)
+    with ggn(model, F.cross_entropy, params, (x, y)) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+        assert G._jacobian.mode.is_forward
+    model.eval()
+    with ggn(model, F.cross_entropy, params, (x, y)) as G:
+        assert not G._jacobian.mode.is_forward
+
+
+def test_where_the_faster_mode_does_not_run_the_other_is_taken():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 3)).double()
+    params, x, y = dict(model.named_parameters()), torch.arange(5)[:, None], torch.randint(3, (5,))
+    expected = dense_ggn(model, F.cross_entropy, params, x, y)
+    model[0].sparse = True
+    with ggn(model, F.cross_entropy, params, (x, y)) as G:
+        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
+        assert not G._jacobian.mode.is_forward

@@ -1,0 +1,596 @@
+"""The Hessian against closed forms and dense oracles, on models, tables, batches, in every mode."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import metagrad as mg
+from metagrad.autograd import chain
+from metagrad.autograd.missing import MissingDerivative
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.sparse import Pattern, RowSparse, SparseTensor
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def dense(loss_fn, params, *args):
+    space = ParameterSpace(params)
+    point = space.flatten({k: p.detach() for k, p in params.items()})
+    # Not torch.func.hessian: jacrev of a gradient with layer_norm or batch_norm is wrong (torch 2.13).
+    return torch.func.jacfwd(torch.func.grad(lambda flat: loss_fn(space.unflatten(flat), *args)))(point)
+
+
+def close(found, expected, tolerance=1e-9):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def with_params(model, loss_fn):
+    return lambda params, x, y: loss_fn(torch.func.functional_call(model, params, (x,)), y)
+
+
+def squares(prediction, y):
+    return (prediction - y).square().mean()
+
+
+# Closed forms
+
+
+def test_quadratic():
+    A = draw(4, 4)
+    A, x = A + A.t(), draw(4).requires_grad_()
+    with hessian(x @ A @ x / 2 + x.sum(), {"x": x}) as H:
+        close(H.to_dense(), A)
+        close(H.gradient, A @ x.detach() + 1)
+        close(H.loss, (x @ A @ x / 2 + x.sum()).detach())
+        assert repr(H) == "HessianOperator(shape=(4, 4), dtype=torch.float64)"
+
+
+def test_linear_regression():
+    X, y, w = draw(7, 3), draw(7), draw(3)
+    with hessian(lambda p, X, y: (X @ p["w"] - y).square().mean(), {"w": w}, (X, y)) as H:
+        close(H.to_dense(), 2 / 7 * X.t() @ X)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "finite_difference"])
+def test_logistic_regression(mode):
+    X, w = draw(7, 3), draw(3)
+    y = (draw(7) > 0).double()
+    s = (X @ w).sigmoid()
+    expected = X.t() @ ((s * (1 - s)).unsqueeze(1) * X) / 7
+    with hessian(lambda p: F.binary_cross_entropy_with_logits(X @ p["w"], y), {"w": w}, mode=mode) as H:
+        close(H.to_dense(), expected, 1e-8)
+
+
+# Models
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, activation="gelu")
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.head(self.layer(x).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), draw(5, 3)
+
+
+def cnn():
+    layers = [
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2, track_running_stats=False),
+        nn.Softplus(),
+        nn.MaxPool2d(2),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 2)), draw(3, 1, 6, 6)
+
+
+def transformer():
+    return Block(), draw(2, 3, 4)
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, transformer])
+@pytest.mark.parametrize("mode", ["reverse", "forward", "finite_difference"])
+def test_models_against_the_dense_hessian(make, mode):
+    torch.manual_seed(0)
+    model, x = make()
+    model, y = model.double(), torch.tensor([0, 1, 1, 0, 1])[: len(x)]
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    loss_fn = with_params(model, F.cross_entropy)
+    expected = dense(loss_fn, params, x, y)
+    with hessian(loss_fn, params, (x, y), mode=mode) as H:
+        if mode == "reverse":
+            close(H.to_dense(), expected)
+        vectors = draw(2, H.shape[0])
+        close(H.products(vectors), vectors @ expected, 1e-9 if mode != "finite_difference" else 1e-6)
+        name = list(params)[2]
+        part = H.space.slices[name]
+        block = H[name]
+        assert block.shape == (params[name].numel(),) * 2
+        vectors = draw(2, block.shape[0])
+        close(block.products(vectors), vectors @ expected[part, part], 1e-6)
+        layer = H[name.rpartition(".")[0]]
+        assert layer.space.names == [n for n in params if n.startswith(name.rpartition(".")[0] + ".")]
+
+
+def test_batch_norm_in_training():
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 2)).double(),
+        draw(3, 1, 6, 6),
+    )
+    y, params = torch.tensor([0, 1, 1]), dict(model.named_parameters())
+    plain = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False), nn.Flatten(), nn.Linear(32, 2)
+    )
+    expected = dense(with_params(plain, F.cross_entropy), params, x, y)
+    with hessian(F.cross_entropy(model(x), y), params) as H:
+        vectors = draw(5, H.shape[0])
+        close(H.products(vectors), vectors @ expected)
+
+
+def test_the_closure_of_a_module():
+    torch.manual_seed(0)
+    model, x = mlp()
+    model, y, params = model.double(), draw(5, 2), None
+    params = dict(model.named_parameters())
+    expected = dense(with_params(model, squares), params, x, y)
+    v = draw(expected.shape[0])
+    for loss in (
+        lambda: squares(model(x), y),
+        lambda x=x: squares(model(x), y),
+        lambda p: squares(model(x), y),
+    ):
+        with hessian(loss, params) as H:
+            close(H @ v, expected @ v)
+    with hessian(lambda p, x, y: squares(model(x), y), params, (x, y)) as H:
+        close(H @ v, expected @ v)
+
+
+def test_checkpointed_modules():
+    torch.manual_seed(0)
+    model, x = mlp()
+    model, y = model.double(), draw(5, 2)
+    params = dict(model.named_parameters())
+    expected = dense(with_params(model, squares), params, x, y)
+    vectors = draw(6, expected.shape[0])
+    with hessian(squares(mg.checkpoint(model, x), y), params) as H:
+        close(H.products(vectors), vectors @ expected)
+
+    def checkpointed(p, x):
+        return torch.utils.checkpoint.checkpoint(lambda w: (x @ w).sin(), p["w"], use_reentrant=False).sum()
+
+    with pytest.raises(MissingDerivative, match=r"torch\.func does not run this loss"):
+        hessian(checkpointed, {"w": draw(3)}, (x,), mode="forward") @ draw(3)
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "finite_difference"])
+def test_sparse_tensors(mode):
+    pattern = Pattern(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 2]), (3, 3))
+    a, b, x = SparseTensor(pattern, draw(3)), draw(3), draw(3)
+
+    def of_values(values, b):
+        return (SparseTensor(pattern, values) @ x + b).sin().sum()
+
+    expected = dense(lambda p: of_values(p["a"], p["b"]), {"a": a.values, "b": b})
+    with hessian(lambda p: of_values(p["a"].values, p["b"]), {"a": a, "b": b}, mode=mode) as H:
+        close(H.to_dense(), expected, 1e-8)
+        found = H @ {"a": a, "b": b}
+        assert found["a"].pattern is pattern
+        close(found["a"].values, (expected @ torch.cat([a.values, b]))[:3], 1e-8)
+
+
+# Embedding tables
+
+
+def tables(num_rows=30):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(num_rows, 2, sparse=True, padding_idx=0), nn.Linear(2, 2)).double()
+    ids = torch.tensor([[3, 0, 7], [7, 9, 0]])
+    return model, dict(model.named_parameters()), ids
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "finite_difference"])
+def test_tables_have_the_rows_looked_up_for_coordinates(mode):
+    model, params, ids = tables()
+    rows = torch.tensor([3, 7, 9])
+
+    def loss_fn(params, ids):
+        return torch.func.functional_call(model, params, (ids,)).sin().square().sum()
+
+    def of_rows(p):
+        looked_up = torch.cat([p["rows"], params["0.weight"].detach()[:1]])[
+            torch.tensor([[0, 3, 1], [1, 2, 3]])
+        ]
+        return F.linear(looked_up, p["w"], p["b"]).sin().square().sum()
+
+    small = {"rows": params["0.weight"][rows], "w": params["1.weight"], "b": params["1.bias"]}
+    expected = dense(of_rows, small)
+    with hessian(loss_fn, params, (ids,), mode=mode) as H:
+        close(H.to_dense(), expected, 1e-8)
+        assert H.space.entries[0].rows.tolist() == rows.tolist()
+        v = {**params, "0.weight": RowSparse(rows[:1], draw(1, 2), (30, 2))}
+        found = H @ v
+        assert isinstance(found["0.weight"], RowSparse)
+        close(H.space.flatten(found), expected @ H.space.flatten(v), 1e-8)
+
+
+def test_nothing_is_as_large_as_a_table():
+    model, params, ids = tables(num_rows=10**5)
+    with StorageMode(ledger := Ledger(torch.device("cpu"))), hessian(model(ids).sin().sum(), params) as H:
+        H.trace(probes=8, method="hutchinson")
+        H.diagonal(probes=8)
+    assert ledger.peak < 20_000
+
+
+def test_tables_in_batches():
+    model, params, _ = tables()
+    batches = [(torch.tensor([[3, 7]]),), (torch.tensor([[9, 3], [0, 4]]),)]
+
+    def loss_fn(params, ids):
+        return torch.func.functional_call(model, params, (ids,)).sin().square().mean()
+
+    with hessian(loss_fn, params, batches, sparse=["0.weight"]) as H:
+        assert H.space.entries[0].rows.tolist() == [3, 4, 7, 9]
+        v = draw(H.shape[0])
+        found = H @ v
+    tree = {k: t.to_dense() if isinstance(t, RowSparse) else t for k, t in H.space.unflatten(v).items()}
+    total = torch.zeros_like(v)
+    for (ids,) in batches:
+        product = mg.hvp(
+            lambda p, ids=ids: loss_fn({**p, "0.weight": p["0.weight"]}, ids),
+            {k: p.detach() for k, p in params.items()},
+            tree,
+        ).product
+        product["0.weight"] = RowSparse(
+            torch.tensor([3, 4, 7, 9]), product["0.weight"].to_dense()[[3, 4, 7, 9]], (30, 2)
+        )
+        total += len(ids) / 3 * H.space.flatten(product)
+    close(found, total)
+
+
+def test_differences_do_not_move_padding():
+    table = draw(4, 2)
+    args = (
+        lambda p, ids: F.embedding(ids, p["t"], padding_idx=1).sin().sum(),
+        {"t": table},
+        (torch.tensor([1, 2]),),
+    )
+    with pytest.raises(MissingDerivative, match=r"looks padding up.*Name the table in sparse"):
+        hessian(*args, mode="finite_difference")
+    with hessian(*args, mode="finite_difference", sparse=["t"]) as H:
+        close(H.to_dense(), torch.diag(-table[2].sin()), 1e-8)
+
+
+# Batches
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "finite_difference"])
+def test_batches_are_accumulated_exactly(mode):
+    torch.manual_seed(0)
+    model, x = mlp()
+    model, y = model.double(), draw(5, 2)
+    params, seen = dict(model.named_parameters()), []
+    loss_fn = with_params(model, lambda z, y: (z - y).square().mean())
+    expected = dense(loss_fn, params, x, y)
+    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
+    with hessian(
+        loss_fn, params, batches, mode=mode, progress=lambda done, total: seen.append((done, total))
+    ) as H:
+        seen.clear()
+        v = draw(3, H.shape[0])
+        close(H.products(v), v @ expected, 1e-7)
+        assert seen == [(1, 2), (2, 2)]
+    total = lambda p, x, y: loss_fn(p, x, y) * len(x)  # noqa: E731
+    with hessian(total, params, batches, mode=mode, reduction="sum") as H:
+        close(H.products(v), 5 * v @ expected, 1e-7)
+
+
+def test_passes_that_differ_are_refused():
+    w, calls = draw(3), []
+
+    def loss_fn(params, x):
+        calls.append(1)
+        return (params["w"] * x).sin().sum() * len(calls)
+
+    with pytest.raises(
+        ValueError, match=r"hessian\(loss_fn, params, data\): two passes over the data differ"
+    ):
+        hessian(loss_fn, {"w": w}, [(draw(3),)])
+    with pytest.raises(TypeError, match="consumed by one pass"):
+        hessian(loss_fn, {"w": w}, iter([(draw(3),)]))
+
+
+# Modes
+
+
+def test_every_evaluation_draws_the_same_random_numbers():
+    x, w = draw(4, 3), draw(3)
+
+    def loss_fn(p, x):
+        return F.dropout(x * p["w"], 0.5).sin().sum()
+
+    found = []
+    for mode in ("reverse", "forward", "finite_difference"):
+        torch.manual_seed(3)
+        with hessian(loss_fn, {"w": w}, (x,), mode=mode) as H:
+            torch.rand(5)
+            state = torch.get_rng_state()
+            found.append(H.to_dense())
+            assert torch.equal(torch.get_rng_state(), state)
+    close(found[0], found[1])
+    close(found[0], found[2], 1e-8)
+
+
+def test_auto_falls_back_once_and_says_why():
+    x, w = draw(5, 3), draw(3)
+
+    def loss_fn(p, x):
+        return (
+            F.multi_margin_loss(x * p["w"].exp(), torch.tensor([0, 1, 2, 0, 1]))
+            + F.hardsigmoid(p["w"]).square().sum()
+        )
+
+    def smooth(p, x):
+        return F.hardsigmoid(p["w"] * x).square().sum()
+
+    with hessian(smooth, {"w": 0.1 * w}, (x,)) as H:
+        with pytest.warns(
+            UserWarning,
+            match='going on with mode="finite_difference". reverse failed: .*Hardsigmoid.*forward failed',
+        ) as caught:
+            H @ w
+        assert len(caught) == 1
+        close(H @ w, (2 / 36 * (x * x).sum(0)) * w, 1e-8)  # no second warning, which would be an error
+    with pytest.raises(ValueError, match="multi_margin_loss may have kinks that cannot be seen"):
+        hessian(loss_fn, {"w": w}, (x,), mode="finite_difference")
+
+
+def test_auto_of_a_tensor_has_no_other_mode():
+    w = draw(3).requires_grad_()
+    with pytest.raises(MissingDerivative, match="HardsigmoidBackward0"):
+        hessian(F.hardsigmoid(w).sum(), {"w": w})
+
+
+def test_batches_fall_back_together():
+    w = 0.1 * draw(3)
+    batches = [(draw(2, 3),), (draw(2, 3),)]
+    with pytest.warns(UserWarning, match="going on with") as caught:
+        H = hessian(lambda p, x: F.hardsigmoid(p["w"] * x).square().mean(), {"w": w}, batches)
+    assert len(caught) == 1
+    assert (H @ w).isfinite().all()  # a second warning would be an error
+
+
+def test_kinks_are_refused_unless_asked():
+    x = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    loss_fn = lambda p: (p["w"] * x).relu().square().sum() + p["w"].abs().sum()  # noqa: E731
+    smooth, at_kink = torch.tensor([1.0, 1.0]).double(), torch.tensor([1.0, 1e-9]).double()
+    with hessian(loss_fn, {"w": smooth}, mode="finite_difference") as H:
+        close(H.to_dense(), torch.diag(torch.tensor([2.0, 0.0]).double()), 1e-8)
+    with hessian(loss_fn, {"w": at_kink}, mode="finite_difference") as H:
+        close(H @ torch.tensor([1.0, 0.0]).double(), torch.tensor([2.0, 0.0]).double(), 1e-8)
+        with pytest.raises(ValueError, match=r"crosses 2 kinks .*allow_kinks=True"):
+            H @ torch.tensor([0.0, 1.0]).double()
+    with hessian(loss_fn, {"w": at_kink}, mode="finite_difference", allow_kinks=True) as H:
+        assert H.to_dense()[1, 1] > 1e3
+    with hessian(loss_fn, {"w": at_kink}, mode="finite_difference", step=1e-10) as H:
+        assert H.to_dense().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w: F.max_pool1d(w.view(1, 1, 4), 2).square().sum(), lambda w: w.amax().square(),
+        lambda w: w.max().square(),
+        lambda w: w.max(0).values.square(), lambda w: w.clamp(min=1.0 + 1e-9).square().sum(),
+        lambda w: torch.where(w > 1.0 + 1e-9, w, 0 * w).square().sum(), lambda w: F.leaky_relu(w - 1.0 - 1e-9).sum(),
+        lambda w: (w - 1.0 - 1e-9).relu_().sum(), lambda w: torch.maximum(w[0], w[1]),
+        lambda w: w.sort().values[0] ** 2,
+        lambda w: F.l1_loss(w, w.detach() * 0 + 1.0 + 1e-9), lambda w: (w - 1 - 1e-9).norm(1),
+        lambda w: torch.linalg.vector_norm(w, float("inf")),
+        lambda w: F.prelu(w - 1 - 1e-9, w.new_tensor([0.2])).sum(),
+        lambda w: F.threshold(w, 1 + 1e-9, 0.0).sum(), lambda w: F.hardtanh(w - 1e-9).sum(),
+        lambda w: w.min() * w.sum(),
+    ],
+)  # fmt: skip
+def test_kinks_of_many_kinds_are_seen(fn):
+    w = torch.tensor([1.0, 1.0 + 1e-9, 1.0 + 2e-9, 1.0 + 3e-9], dtype=torch.float64)
+    H = hessian(lambda p: fn(p["w"]) + p["w"].square().sum(), {"w": w}, mode="finite_difference")
+    with pytest.raises(ValueError, match="kinks"):
+        H @ torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+
+
+def test_other_paths_are_kinks():
+    def loss_fn(p):
+        return (
+            p["w"].exp().sum()
+            if float(p["w"].detach()[0]) > 1 + 1e-10
+            else p["w"].sort().values.square().sum()
+        )
+
+    with hessian(loss_fn, {"w": torch.tensor([1.0, 2.0]).double()}, mode="finite_difference") as H:
+        close(H @ torch.tensor([0.0, 1.0]).double(), torch.tensor([0.0, 2.0]).double(), 1e-8)
+        with pytest.raises(ValueError, match="takes another path of operations"):
+            H @ torch.tensor([1.0, 0.0]).double()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 5e-3)])
+def test_steps_are_normalised(dtype, tolerance):
+    w = torch.linspace(-1, 1, 5, dtype=dtype)
+    with hessian(lambda p: p["w"].exp().sum(), {"w": w}, mode="finite_difference") as H:
+        for scale in (1e-6, 1.0, 1e6):
+            v = scale * torch.ones(5, dtype=dtype)
+            torch.testing.assert_close(H @ v, w.exp() * v, rtol=tolerance, atol=0)
+        assert torch.equal(H @ torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=dtype))
+
+
+def test_blockwise_is_the_dense_hessian():
+    torch.manual_seed(0)
+    model, x = mlp()
+    model, y = model.double(), draw(5, 2)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    loss = chain(model, lambda z, y: (z - y).square().mean())
+    expected = dense(loss, params, x, y)
+    with hessian(loss, params, (x, y), mode="block") as H:
+        v = draw(2, H.shape[0])
+        close(H.products(v), v @ expected)
+        close(H["2"].products(v[:, :10]), v[:, :10] @ expected[16:, 16:])
+
+
+# Third derivatives
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward", "block"])
+def test_products_can_be_differentiated(mode):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.GroupNorm(1, 2)).double(), draw(4, 3)
+    loss, names = chain(model, lambda z, y: (z - y).square().sum()), [n for n, _ in model.named_parameters()]
+
+    def products(params, v, y):
+        params = dict(zip(names, params, strict=True))
+        with hessian(loss, params, (x, y), mode=mode, create_graph=True) as H:
+            return H @ v, H.gradient, H.loss
+
+    params = [(p.detach() + 0.1).requires_grad_() for p in model.parameters()]
+    v = draw(sum(p.numel() for p in params)).requires_grad_()
+    results = products(params, v, draw(4, 2))
+    assert all(result.requires_grad for result in results)
+    assert mg.gradcheck(products, (params, v, draw(4, 2).requires_grad_()), order=1, directions=1)
+
+
+def test_order_three():
+    x = draw(4, 3)
+
+    def product(w):
+        with hessian(lambda p: (x @ p["w"]).tanh().exp().sum(), {"w": w}, create_graph=True) as H:
+            return H @ torch.ones(3, dtype=torch.float64)
+
+    assert mg.gradcheck(product, draw(3).requires_grad_(), order=3)
+
+
+def test_the_hessian_of_a_maml_objective():
+    torch.manual_seed(0)
+    model, x, y = (
+        nn.Sequential(nn.Linear(2, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+        draw(5, 2),
+        draw(5, 1),
+    )
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    inner = with_params(model, lambda z, y: (z - y).square().mean())
+
+    def objective(p, x, y):
+        grads = mg.grad(inner(p, x, y), p, create_graph=True)
+        return inner({k: p[k] - 0.1 * g for k, g in grads.items()}, x.flip(0), y)
+
+    def by_func(p, x, y):
+        grads = torch.func.grad(inner)(p, x, y)
+        return inner({k: p[k] - 0.1 * g for k, g in grads.items()}, x.flip(0), y)
+
+    expected = dense(by_func, params, x, y)
+    with hessian(objective, params, (x, y)) as H:
+        close(H.to_dense(), expected, 1e-8)
+        low, high = H.trace(
+            method="hutchinson", probes=200, generator=torch.Generator().manual_seed(0)
+        ).interval(0.999)
+    assert low < expected.trace() < high
+
+
+def test_norms_with_wrong_third_derivatives_are_refused():
+    w = draw(3, 4).requires_grad_()
+    for mode in ("auto", "reverse", "forward"):
+        with pytest.raises(MissingDerivative, match="layer_norm"):
+            hessian(
+                lambda p: F.layer_norm(p["w"], (4,)).exp().sum(), {"w": w}, mode=mode, create_graph=True
+            ) @ draw(12)
+
+
+def test_without_grad_nothing_is_on_the_tape():
+    w = draw(3).requires_grad_()
+    for mode in ("reverse", "forward"):
+        with hessian(lambda p: p["w"].exp().sum(), {"w": w}, mode=mode, create_graph=True) as H:
+            with torch.no_grad():
+                assert not (H @ draw(3)).requires_grad
+            assert (H @ draw(3)).requires_grad
+
+
+# Life and errors
+
+
+def test_the_graph_is_freed_after_an_exception():
+    w = torch.randn(100, requires_grad=True)
+    gc.disable()
+    try:
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            with pytest.raises(KeyError), hessian(w.sin().exp().sum(), {"w": w}, create_graph=True) as H:  # noqa: PT012
+                assert ledger.total > 1500
+                H @ torch.ones(100)
+                raise KeyError
+            assert ledger.total == H.loss.nbytes + H.gradient.nbytes
+        with pytest.raises(ValueError, match="H is closed"):
+            H["w"] @ torch.ones(100)
+    finally:
+        gc.enable()
+
+
+def test_bad_losses():
+    w, b = draw(3).requires_grad_(), draw(3).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"hessian\(loss, params\): loss must have one element, got shape \(3,\)"
+    ):
+        hessian(w * 2, {"w": w})
+    with pytest.raises(ValueError, match=r"does not depend on params\['b'\]"):
+        hessian(w.sin().sum(), {"w": w, "b": b})
+    with pytest.raises(ValueError, match=r"does not depend on params\['b'\]"):
+        hessian(lambda p: p["w"].sin().sum(), {"w": w, "b": b}, mode="forward")
+    with hessian(w.sin().sum(), {"w": w, "b": b}, allow_unused=True) as H:
+        close(H.to_dense()[3:], torch.zeros(3, 6).double())
+    with pytest.raises(TypeError, match="loss must be a tensor or a function, got float"):
+        hessian(1.0, {"w": w})
+    with pytest.raises(TypeError, match="expected a dict of parameters"):
+        hessian(w.sum(), [w])
+    H = hessian(lambda p: p["w"].norm(), {"w": torch.zeros(3).double()})
+    with pytest.raises(ValueError, match="the product has nan or inf in the entry of 'w'"):
+        H @ draw(3)
+
+
+def test_bad_arguments():
+    w = draw(3).requires_grad_()
+    fn = lambda p: p["w"].sin().sum()  # noqa: E731
+    with pytest.raises(
+        ValueError, match="mode must be one of auto, reverse, forward, block, finite_difference, got 'x'"
+    ):
+        hessian(fn, {"w": w}, mode="x")
+    for loss in (fn({"w": w}), lambda: fn({"w": w})):
+        with pytest.raises(
+            ValueError, match=r"mode='forward' evaluates the loss at other points: pass it as a function"
+        ):
+            hessian(loss, {"w": w}, mode="forward")
+    with pytest.raises(ValueError, match=r"mode='block' needs to know the blocks"):
+        hessian(fn, {"w": w}, mode="block")
+    with pytest.raises(ValueError, match=r"mode='finite_difference' has no derivatives"):
+        hessian(fn, {"w": w}, mode="finite_difference", create_graph=True)
+    with pytest.raises(ValueError, match="data goes with a loss function"):
+        hessian(fn({"w": w}), {"w": w}, (draw(3),))
+    with pytest.raises(ValueError, match="loss takes no arguments, so data has nowhere to go"):
+        hessian(lambda: fn({"w": w}), {"w": w}, (draw(3),))
+    with pytest.raises(ValueError, match="chunk must be a number of bytes"):
+        hessian(fn, {"w": w}, chunk="all")
+    with pytest.raises(ValueError, match=r"H\['v'\]: no parameter has this name"):
+        hessian(fn, {"w": w})["v"]

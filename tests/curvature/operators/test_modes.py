@@ -1,0 +1,110 @@
+"""Every layer in every mode: its Hessian against finite differences of the gradient, or its refusal."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.operators.space import ParameterSpace
+from tests.curvature.layers import cases
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+MODES = ["reverse", "forward", "block", "finite_difference"]
+CASES = {case.name: case for case in cases()}
+
+REFUSED = {
+    "reverse": {
+        "attention flash", "Hardsigmoid()", "multi_margin_loss", "ctc_loss", "cdist", "EmbeddingBag",
+    },
+    "forward": {
+        "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "attention flash", "Hardsigmoid()",
+        "mse_loss", "huber_loss", "soft_margin_loss", "multi_margin_loss", "ctc_loss", "cdist", "EmbeddingBag",
+    },
+    "block": {
+        "attention flash", "Hardsigmoid()", "multi_margin_loss", "ctc_loss", "cdist", "Embedding", "EmbeddingBag",
+    },
+    "finite_difference": {"multi_margin_loss"},
+}  # fmt: skip
+THIRD_REFUSED = REFUSED["reverse"] | {
+    "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "BatchNorm2d without statistics", "LayerNorm",
+    "InstanceNorm2d",
+}  # fmt: skip
+
+
+def differences(fn, point, vector, h=2e-4):
+    """The derivative along a vector, of fourth order in h."""
+    ahead, behind = (fn(point + h * vector), fn(point - h * vector))
+    far_ahead, far_behind = fn(point + 2 * h * vector), fn(point - 2 * h * vector)
+    return (8 * (ahead - behind) - (far_ahead - far_behind)) / (12 * h)
+
+
+def directions(space):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, space.size, dtype=torch.float64, generator=generator)
+
+
+@functools.cache
+def expected_products(name):
+    case = CASES[name]
+    space = ParameterSpace(case.params)
+
+    def gradient(point):
+        torch.manual_seed(0)
+        point = point.detach().requires_grad_()
+        loss = case.loss_fn(space.unflatten(point), *case.batch)
+        return torch.autograd.grad(loss, point)[0]
+
+    return torch.stack([differences(gradient, space.flatten(case.params), v) for v in directions(space)])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_products_of_every_layer(name, mode):
+    case = CASES[name]
+    vectors = directions(ParameterSpace(case.params))
+    if name in REFUSED[mode]:
+        with pytest.raises(ValueError, match=r"derivative|order 2|kinks|blocks"):
+            hessian(case.loss_fn, case.params, case.batch, mode=mode).products(vectors)
+        return
+    expected = expected_products(name)
+    repeats = 3 if mode == "reverse" else 1  # as many as are computed together
+    torch.manual_seed(0)
+    with hessian(case.loss_fn, case.params, case.batch, mode=mode) as H:
+        found = H.products(vectors.repeat(repeats, 1))
+    tolerance = 1e-6 if mode == "finite_difference" else 1e-7
+    scale = 1 + float(expected.abs().max())
+    torch.testing.assert_close(found, expected.repeat(repeats, 1), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_third_derivatives_of_every_layer(name):
+    case = CASES[name]
+    space = ParameterSpace(case.params)
+    v, direction = directions(space)
+    params = {key: p.clone().requires_grad_() for key, p in case.params.items()}
+    torch.manual_seed(0)
+    if name in THIRD_REFUSED:
+        with pytest.raises(ValueError, match=r"order [23]"):
+            hessian(case.loss_fn, params, case.batch, mode="reverse", create_graph=True)
+        return
+
+    def contraction(point):
+        torch.manual_seed(0)
+        with hessian(case.loss_fn, space.unflatten(point), case.batch, mode="reverse") as H:
+            return (H @ v).pow(3).sum()
+
+    expected = differences(contraction, space.flatten(case.params), direction, h=1e-5)
+    torch.manual_seed(0)
+    with hessian(case.loss_fn, params, case.batch, mode="reverse", create_graph=True) as H:
+        product = H @ v
+        assert H.gradient.requires_grad
+        assert product.requires_grad or not expected  # of a quadratic loss it is constant
+        if expected:
+            found = mg.grad(product.pow(3).sum(), params, materialize_grads=True)
+            torch.testing.assert_close(space.flatten(found) @ direction, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,209 @@
+"""The algebra of operators, their products in every form, and what they delegate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.curvature.operators.algebra import Identity
+from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.sparse import SparseTensor
+
+
+class Dense(Operator):
+    """A matrix on two parameters."""
+
+    def __init__(self, matrix, space=None):
+        super().__init__(space or space_of(matrix.dtype))
+        self.matrix = matrix
+        self.freed = 0
+
+    def _products(self, vectors):
+        return vectors @ self.matrix
+
+    def _free(self):
+        self.freed += 1
+
+
+def space_of(dtype=torch.float64):
+    return ParameterSpace({"a.w": torch.zeros(2, 2, dtype=dtype), "b": torch.zeros(2, dtype=dtype)})
+
+
+def matrix(seed=0, dtype=torch.float64):
+    half = torch.randn(6, 6, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return half @ half.t() / 6
+
+
+A, B = matrix(0), matrix(1)
+
+
+def test_products_in_every_form():
+    H, v = Dense(A), torch.randn(6, dtype=torch.float64)
+    assert (H.shape, H.dtype, H.device) == ((6, 6), torch.float64, torch.device("cpu"))
+    torch.testing.assert_close(H @ v, A @ v)
+    columns = torch.randn(6, 3, dtype=torch.float64)
+    torch.testing.assert_close(H @ columns, A @ columns)
+    torch.testing.assert_close(H @ SparseTensor.from_dense(columns), A @ columns)
+    torch.testing.assert_close(H.products(columns.t()), (A @ columns).t())
+    tree = H @ H.space.unflatten(v)
+    assert tree["a.w"].shape == (2, 2)
+    torch.testing.assert_close(H.space.flatten(tree), A @ v)
+    stack = H @ H.space.unflatten(columns.t())
+    torch.testing.assert_close(H.space.flatten(stack), (A @ columns).t())
+    torch.testing.assert_close(H.to_dense(), A)
+    assert (H @ columns[:, :0]).shape == (6, 0)
+
+
+def test_sums_scalings_damping_and_blocks():
+    left, right = Dense(A), Dense(B)
+    eye = torch.eye(6, dtype=torch.float64)
+    for operator, expected in [
+        (left + right, A + B),
+        (left - right, A - B),
+        (-left, -A),
+        (2 * left, 2 * A),
+        (left * 0.5, 0.5 * A),
+        (torch.tensor(3.0) * left, 3 * A),
+        (left / 4, A / 4),
+        (left.damped(0.1), A + 0.1 * eye),
+        (left + 0.1 * left.identity(), A + 0.1 * eye),
+        ((left + right) + (left - 2 * right), 2 * A - B),
+        (left["a.w"], A[:4, :4]),
+        (left["a"], A[:4, :4]),
+        ((left + 2 * right)["b"], (A + 2 * B)[4:, 4:]),
+        (left["b"].damped(1.0), A[4:, 4:] + eye[:2, :2]),
+    ]:
+        torch.testing.assert_close(operator.to_dense(), expected)
+
+
+def test_factors_can_be_differentiated():
+    def products(factor, delta, v):
+        return (factor * Dense(A)).damped(delta) @ v
+
+    inputs = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (2.0, 0.3)]
+    v = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    assert mg.gradcheck(products, (*inputs, v), order=2)
+
+
+def test_only_operators_on_the_same_parameters_add():
+    other = Identity(ParameterSpace({"c": torch.zeros(6, dtype=torch.float64)}))
+    with pytest.raises(
+        ValueError, match=r"A \+ B: A and B must be on the same parameters.*a.w, b.* and .*c\)"
+    ):
+        Dense(A) + other
+    with pytest.raises(ValueError, match=r"c \* H: c must be one number, got a tensor of shape \(2,\)"):
+        Dense(A) * torch.ones(2)
+    for operation in (lambda: Dense(A) + 1.0, lambda: Dense(A) - 1.0, lambda: Dense(A) * None):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            operation()
+
+
+def test_vectors_are_checked():
+    H = Dense(A)
+    with pytest.raises(ValueError, match=r"H is \(6, 6\), so v must have shape \[6\] or \[6, k\], got \[5\]"):
+        H @ torch.zeros(5, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"expected rows \[k, 6\] of torch.float64, got \(1, 6\) of torch.float32"
+    ):
+        H @ torch.zeros(6)
+    with pytest.raises(ValueError, match=r"expected rows \[k, 6\]"):
+        H.products(torch.zeros(6, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"v must be a dict of parameters, a vector .* got list"):
+        H @ [1.0] * 6
+    with pytest.raises(ValueError, match="H @ v: expected a dict with the names"):
+        H @ {"b": torch.zeros(2, dtype=torch.float64)}
+
+
+def test_what_is_not_finite_is_named():
+    broken = A.clone()
+    broken[5, 5] = torch.inf
+    with pytest.raises(ValueError, match="the product has nan or inf in the entry of 'b'"):
+        Dense(broken) @ torch.ones(6, dtype=torch.float64)
+    v = torch.ones(6, dtype=torch.float64)
+    v[1] = torch.nan
+    with pytest.raises(ValueError, match=r"v has nan or inf in the entry of 'a\.w'"):
+        Dense(A) @ v
+
+
+def test_closing_frees_the_parts_once():
+    left, right = Dense(A), Dense(B)
+    with (2 * left + right).damped(1.0)["b"] as block:
+        assert not block.is_closed
+    assert (left.freed, right.freed) == (1, 1)
+    block.close()
+    assert left.freed == 1
+    for closed in (left, block):
+        with pytest.raises(ValueError, match="H is closed, and its graph is freed"):
+            closed @ torch.zeros(closed.shape[0], dtype=torch.float64)
+    with pytest.raises(KeyError), Dense(A) as H:
+        raise KeyError
+    assert H.is_closed
+
+
+def test_scipy():
+    from scipy.sparse.linalg import cg, eigsh
+
+    operator = Dense(A).damped(0.1).to_scipy()
+    dense = (A + 0.1 * torch.eye(6)).numpy()
+    b = np.arange(6.0)
+    assert operator.dtype == np.float64
+    np.testing.assert_allclose(operator @ b, dense @ b)
+    np.testing.assert_allclose(operator @ np.eye(6)[:, :2], dense[:, :2])
+    np.testing.assert_allclose(operator.T @ b, dense @ b)
+    np.testing.assert_allclose(cg(operator, b, rtol=1e-12)[0], np.linalg.solve(dense, b))
+    np.testing.assert_allclose(eigsh(operator, 2)[0], np.linalg.eigvalsh(dense)[-2:])
+    assert Dense(A.float()).to_scipy().dtype == np.float32
+    with pytest.raises(ValueError, match=r"NumPy has no torch\.bfloat16"):
+        Dense(A.bfloat16()).to_scipy()
+
+
+# What is delegated
+
+
+def test_estimates_and_solutions():
+    H = Dense(A).damped(0.5)
+    dense = A + 0.5 * torch.eye(6)
+    generator = torch.Generator().manual_seed(0)
+    for estimate, expected in [
+        (H.trace(method="hutchinson", probes=64, generator=generator), dense.trace()),
+        (H.frobenius_norm(probes=64, generator=generator), dense.norm()),
+        (H.log_determinant(probes=64, generator=generator), dense.logdet()),
+    ]:
+        low, high = estimate.interval(0.99)
+        assert low < expected < high
+    pairs = H.eigenvalues(2)
+    torch.testing.assert_close(pairs.values, torch.linalg.eigvalsh(dense).flip(0)[:2])
+    assert H.space.unflatten(pairs.vectors)["a.w"].shape == (2, 2, 2)
+    assert H.density(probes=2).n == 6
+
+
+def test_diagonals_come_by_the_names_of_parameters():
+    H = Dense(torch.diag(torch.arange(6.0).double()))
+    found = H.diagonal(probes=4)
+    assert found.value["a.w"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+    low, high = found.interval(0.9)
+    assert bool((low["b"] <= found.value["b"]).all())
+    assert bool((high["b"] >= found.value["b"]).all())
+    assert found.stderr["b"].shape == (2,)
+    assert (found.matvecs, found.samples, found.converged) == (4, found.flat.samples, True)
+    assert found.method == found.flat.method
+    assert repr(found) == repr(found.flat)
+
+
+def test_layer_traces():
+    H = Dense(torch.diag(torch.arange(6.0).double()))
+    found = H.layer_traces(probes=4)
+    assert {name: float(estimate) for name, estimate in found.items()} == {"a": 6.0, "b": 9.0}
+    assert float(H.layer_traces({"last": slice(5, 6)}, probes=4)["last"]) == 5.0
+
+
+def test_solutions_have_the_form_of_the_right_hand_side():
+    H, b = Dense(A), torch.arange(6.0).double()
+    expected = torch.linalg.solve(A + 0.1 * torch.eye(6), b)
+    torch.testing.assert_close(H.solve(b, damping=0.1, rtol=1e-12).value, expected, rtol=1e-6, atol=1e-9)
+    tree = H.space.unflatten(b)
+    solution = H.solve(tree, damping=0.1, rtol=1e-12, x0=tree, preconditioner=H.space.unflatten(A.diagonal()))
+    torch.testing.assert_close(H.space.flatten(solution.value), expected, rtol=1e-6, atol=1e-9)

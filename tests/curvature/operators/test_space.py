@@ -1,0 +1,161 @@
+"""Parameters by name and as one flat vector, of every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.sparse import Pattern, RowSparse, SparseTensor
+
+ROWS = torch.tensor([1, 4])
+
+
+def everything(dtype=torch.float64):
+    pattern = Pattern(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 1]), (2, 2))
+    blocks = Pattern(torch.tensor([0]), torch.tensor([1]), (1, 2))
+    return {
+        "net.weight": torch.randn(2, 3, dtype=dtype),
+        "net.bias": torch.randn((), dtype=dtype),
+        "sparse": SparseTensor(pattern, torch.randn(3, dtype=dtype)),
+        "blocks": SparseTensor(blocks, torch.randn(1, 2, 2, dtype=dtype)),
+        "table": torch.randn(6, 2, dtype=dtype),
+        "empty": torch.randn(0, 3, dtype=dtype),
+    }
+
+
+def space_of(params):
+    return ParameterSpace(params, rows={"table": ROWS})
+
+
+def vector(params):
+    return {**params, "table": RowSparse(ROWS, params["table"][ROWS], (6, 2))}
+
+
+def test_flat_vectors_hold_the_coordinates_in_the_order_of_the_dict():
+    params = everything()
+    space = space_of(params)
+    assert space.size == 6 + 1 + 3 + 4 + 4
+    flat = space.flatten(vector(params))
+    expected = [
+        params["net.weight"].flatten(), params["net.bias"].flatten(), params["sparse"].values,
+        params["blocks"].values.flatten(), params["table"][ROWS].flatten(),
+    ]  # fmt: skip
+    assert torch.equal(flat, torch.cat(expected))
+    assert torch.equal(flat[space.slices["sparse"]], params["sparse"].values)
+    assert space.name_at(6) == "net.bias"
+    assert (space.dtype, space.device) == (torch.float64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("leading", [(), (3,)])
+def test_unflatten_undoes_flatten_for_vectors_and_stacks(leading):
+    space = space_of(everything())
+    flat = torch.randn(*leading, space.size, dtype=torch.float64)
+    tree = space.unflatten(flat)
+    assert tree["net.weight"].shape == (*leading, 2, 3)
+    assert isinstance(tree["sparse"], SparseTensor)
+    assert isinstance(tree["table"], RowSparse)
+    assert tree["table"].shape == (*leading, 6, 2)
+    assert torch.equal(space.flatten(tree), flat)
+    assert torch.equal(space.join(space.split(flat)), flat)
+
+
+def test_rows_of_a_table_that_are_left_out_are_zero():
+    space = ParameterSpace({"t": torch.randn(6, 2)}, rows={"t": ROWS})
+    flat = space.flatten({"t": RowSparse(ROWS[1:], torch.ones(1, 2), (6, 2))})
+    assert flat.tolist() == [0.0, 0.0, 1.0, 1.0]
+    stack = RowSparse(torch.tensor([1, 10]), torch.ones(2, 2), (2, 6, 2))
+    assert space.flatten({"t": stack}).tolist() == [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
+
+
+def test_both_ways_are_differentiable():
+    space = space_of(everything())
+
+    def round_trip(flat):
+        tree = space.unflatten(flat)
+        return space.flatten({**tree, "net.bias": tree["net.bias"] ** 2})
+
+    flat = torch.randn(space.size, dtype=torch.float64, requires_grad=True)
+    assert mg.gradcheck(round_trip, flat, order=2)
+
+
+def test_blocks_by_name_and_prefix():
+    space = ParameterSpace({k: torch.zeros(2) for k in ("a.w", "ab.w", "b", "a.inner.w")})
+    assert space.block("a").names == ["a.w", "a.inner.w"]
+    assert space.block("a.w").names == ["a.w"]
+    assert space.block("b").size == 2
+    rows = torch.arange(8.0).view(1, 8)
+    block = space.block("a")
+    assert space.narrow(block, rows).tolist() == [[0.0, 1.0, 6.0, 7.0]]
+    assert space.widen(block, torch.ones(1, 4)).tolist() == [[1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    with pytest.raises(ValueError, match=r"H\['c'\]: no parameter has this name.*a.w, ab.w, b, a.inner.w"):
+        space.block("c")
+
+
+def test_layers_are_what_agrees_up_to_the_last_dot():
+    space = ParameterSpace({"0.weight": torch.zeros(2, 2), "0.bias": torch.zeros(2), "scale": torch.zeros(3)})
+    assert space.layers() == {"0": slice(0, 6), "scale": slice(6, 9)}
+    apart = ParameterSpace({"0.weight": torch.zeros(2), "scale": torch.zeros(3), "0.bias": torch.zeros(2)})
+    with pytest.raises(ValueError, match="the parameters of '0' are not next to each other"):
+        apart.layers()
+
+
+def test_spaces_are_the_same_if_coordinates_are():
+    params = everything()
+    assert space_of(params).is_same(space_of(params))
+    assert not space_of(params).is_same(ParameterSpace(params))
+    assert not space_of(params).is_same(ParameterSpace(params, rows={"table": torch.tensor([1, 5])}))
+    assert not space_of(params).is_same(space_of(everything()))  # other patterns
+    assert not ParameterSpace({"w": torch.zeros(2)}).is_same(ParameterSpace({"w": torch.zeros(2).double()}))
+
+
+def test_vectors_must_have_the_form_of_the_parameters():
+    params = everything()
+    space, good = space_of(params), vector(params)
+    with pytest.raises(ValueError, match=r"H @ v: expected a dict with the names \[.*\], got \['table'\]"):
+        space.flatten({"table": good["table"]}, call="H @ v")
+    with pytest.raises(
+        ValueError, match=r"'net.bias' must have shape \(\) and dtype torch.float64, got \(2,\)"
+    ):
+        space.flatten({**good, "net.bias": torch.zeros(2, dtype=torch.float64)})
+    with pytest.raises(ValueError, match=r"'net\.weight' must have shape .* got .* and torch\.float32"):
+        space.flatten({**good, "net.weight": torch.zeros(2, 3)})
+    with pytest.raises(
+        TypeError, match=r"'net\.bias' must be a strided tensor, as its parameter is, got float"
+    ):
+        space.flatten({**good, "net.bias": 1.0})
+    with pytest.raises(
+        TypeError, match="'sparse' must be a SparseTensor on the pattern of its parameter, got Tensor"
+    ):
+        space.flatten({**good, "sparse": torch.zeros(2, 2, dtype=torch.float64)})
+    other = SparseTensor(Pattern(torch.tensor([0]), torch.tensor([1]), (2, 2)), torch.ones(1).double())
+    with pytest.raises(TypeError, match="got one on another"):
+        space.flatten({**good, "sparse": other})
+    with pytest.raises(TypeError, match="'table' must be a RowSparse"):
+        space.flatten({**good, "table": params["table"]})
+    with pytest.raises(ValueError, match="rows that the loss does not look up"):
+        space.flatten({**good, "table": RowSparse(torch.tensor([0]), torch.ones(1, 2).double(), (6, 2))})
+    with pytest.raises(ValueError, match=r"'table' must have shape \(6, 2\), got \(7, 2\)"):
+        space.flatten({**good, "table": RowSparse(torch.tensor([1]), torch.ones(1, 2).double(), (7, 2))})
+
+
+def test_parameters_are_checked():
+    with pytest.raises(
+        TypeError, match=r"dict of parameters by name, such as dict\(model.named_parameters\(\)\), got list"
+    ):
+        ParameterSpace([torch.zeros(2)])
+    with pytest.raises(ValueError, match="there are no parameters"):
+        ParameterSpace({})
+    with pytest.raises(TypeError, match="'w' must be a tensor or a SparseTensor, got float"):
+        ParameterSpace({"w": 1.0})
+    with pytest.raises(
+        TypeError, match=r"'w' must be strided and real floating point, got .* of torch\.complex64"
+    ):
+        ParameterSpace({"w": torch.zeros(2, dtype=torch.complex64)})
+    with pytest.raises(TypeError, match=r"'w' must be strided .* got torch.sparse_coo"):
+        ParameterSpace({"w": torch.zeros(2).to_sparse()})
+    with pytest.raises(ValueError, match=r"one dtype, got torch\.float32 of 'a' and torch\.float64 of 'b'"):
+        ParameterSpace({"a": torch.zeros(2), "b": torch.zeros(2).double()})
+    with pytest.raises(ValueError, match="one device, got cpu of 'a' and meta of 'b'"):
+        ParameterSpace({"a": torch.zeros(2), "b": torch.zeros(2, device="meta")})

@@ -1,0 +1,195 @@
+"""Conjugate gradients: steps, negative curvature, the trust region, Martens' rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
+from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.solve import solve
+from tests.curvature.maps import MatrixMap, basis, matrix
+
+
+def with_spectrum(*eigenvalues: float) -> torch.Tensor:
+    """A symmetric matrix in a random basis."""
+    q = basis(len(eigenvalues))
+    dense = (q * torch.tensor(eigenvalues, dtype=torch.float64)) @ q.t()
+    return (dense + dense.t()) / 2
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_it_ends_after_as_many_steps_as_there_are_distinct_eigenvalues():
+    for distinct in ([2.0], [1.0, 5.0], [1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 50.0]):
+        A = with_spectrum(*(distinct * 6))
+        b = random(len(A))
+        solution = solve(MatrixMap(A), b, method="cg", rtol=1e-10)
+        assert solution.result is Result.CONVERGED
+        assert int(solution.stats.steps) == len(distinct)
+        torch.testing.assert_close(solution.value, torch.linalg.solve(A, b), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("jacobi", [False, True])
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("rtol", [1e-3, 1e-8])
+def test_it_takes_the_steps_that_scipy_takes(rtol, start, jacobi):
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    n = 60
+    A = with_spectrum(*torch.logspace(0, 1.5, n).tolist()) + torch.diag(torch.linspace(0, 500, n).double())
+    b, x0 = random(n), random(n, seed=1) if start else None
+    steps = []
+    M = torch.diag(1 / A.diagonal()).numpy() if jacobi else None
+    expected, _ = linalg.cg(
+        A.numpy(),
+        b.numpy(),
+        None if x0 is None else x0.numpy(),
+        rtol=rtol,
+        M=M,
+        callback=lambda _: steps.append(1),
+    )
+    preconditioner = A.diagonal() if jacobi else None
+    solution = solve(MatrixMap(A), b, x0=x0, rtol=rtol, preconditioner=preconditioner)
+    assert int(solution.stats.steps) == len(steps) > 3
+    torch.testing.assert_close(solution.value, torch.from_numpy(expected), rtol=1e-6, atol=1e-9)
+
+
+def test_products_are_counted_and_rows_that_ended_are_not_multiplied():
+    A, b = matrix("flat", 50), random(3, 50)
+    b[1] = 0
+    b[2] = A @ torch.linalg.eigh(A).eigenvectors[:, 0]
+    operator = MatrixMap(A)
+    solution = solve(operator, b, rtol=1e-8)
+    steps = solution.stats.steps.tolist()
+    assert steps[0] > 5
+    assert steps[1:] == [0, 1]
+    # Two for symmetry, three for the true residuals.
+    assert solution.stats.matvecs == operator.matvecs == sum(steps) + 2 + 3
+
+
+def test_negative_curvature_is_met_with_its_direction():
+    A, b = with_spectrum(5.0, 4.0, 3.0, 2.0, -1.0), random(5)
+    solution = solve(MatrixMap(A), b, method="cg")
+    assert solution.result is Result.NEGATIVE_CURVATURE
+    d = solution.stats.direction
+    assert d is not None
+    assert d @ A @ d < 0
+    torch.testing.assert_close(d.norm(), torch.ones_like(d.norm()))
+    assert b @ d > 0  # the model falls along it
+    steps = int(solution.stats.steps)
+    # The iterate so far is that of as many steps on their own.
+    truncated = solve(MatrixMap(A), b, method="cg", max_steps=steps)
+    assert truncated.result is Result.MAX_STEPS
+    torch.testing.assert_close(solution.value, truncated.value)
+    model = 0.5 * solution.value @ A @ solution.value - b @ solution.value
+    assert model < 0
+
+
+def test_damping_removes_negative_curvature():
+    A, b = with_spectrum(5.0, 4.0, 3.0, 2.0, -1.0), random(5)
+    solution = solve(MatrixMap(A), b, method="cg", damping=1.5)
+    assert solution.result is Result.CONVERGED
+    assert solution.stats.direction is None
+    direction = solve(MatrixMap(A), b, method="cg", damping=0.5).stats.direction
+    assert direction is not None
+    assert direction @ A @ direction + 0.5 <= 0
+
+
+def test_a_direction_without_curvature_is_met_at_the_first_step():
+    solution = solve(MatrixMap(torch.zeros(3, 3)), torch.ones(3), method="cg")
+    assert solution.result is Result.NEGATIVE_CURVATURE
+    assert torch.equal(solution.value, torch.zeros(3))
+    torch.testing.assert_close(solution.stats.direction, torch.full((3,), 3**-0.5))
+
+
+def test_directions_are_zero_for_the_rows_without():
+    A = torch.diag(torch.tensor([1.0, 2.0, -1.0]))
+    solution = solve(MatrixMap(A), torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), method="cg")
+    assert solution.stats.results == (Result.CONVERGED, Result.NEGATIVE_CURVATURE)
+    assert solution.result is Result.NEGATIVE_CURVATURE
+    assert solution.stats.direction.tolist() == [[0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("radius", [1e-3, 0.1, 0.3])
+def test_a_step_that_would_leave_the_trust_region_ends_on_it(radius):
+    A, b = matrix("flat", 30), random(30)
+    solution = solve(MatrixMap(A), b, method=CG(radius=radius))
+    assert solution.result is Result.BOUNDARY
+    assert solution.result.is_success
+    torch.testing.assert_close(
+        solution.value.norm(), torch.tensor(radius, dtype=torch.float64), rtol=1e-10, atol=0
+    )
+
+
+def test_a_trust_region_that_holds_the_solution_changes_nothing():
+    A, b = matrix("flat", 30), random(30)
+    free = solve(MatrixMap(A), b)
+    bounded = solve(MatrixMap(A), b, method=CG(radius=1.1 * float(free.value.norm())))
+    assert bounded.result is Result.CONVERGED
+    assert torch.equal(bounded.value, free.value)
+
+
+def test_negative_curvature_leads_to_the_boundary():
+    A, b = with_spectrum(5.0, 4.0, 3.0, 2.0, -1.0), random(5)
+    without = solve(MatrixMap(A), b, method="cg")
+    radius = 2 * float(without.value.norm())
+    solution = solve(MatrixMap(A), b, method=CG(radius=radius))
+    assert solution.result is Result.NEGATIVE_CURVATURE
+    assert abs(float(solution.value.norm()) - radius) < 1e-10
+    step = solution.value - without.value
+    torch.testing.assert_close(step / step.norm(), solution.stats.direction)
+
+    def model(x):
+        return 0.5 * x @ A @ x - b @ x
+
+    assert model(solution.value) < model(without.value)
+
+
+def test_a_preconditioned_trust_region_is_an_ellipsoid():
+    scale = torch.linspace(1, 4, 20, dtype=torch.float64)
+    A, b = matrix("flat", 20) + torch.diag(scale), random(20)
+    solution = solve(MatrixMap(A), b, method=CG(radius=0.5), preconditioner=diagonal_preconditioner(scale))
+    assert solution.result is Result.BOUNDARY
+    length = (solution.value.square() * scale).sum().sqrt()
+    torch.testing.assert_close(length, torch.tensor(0.5, dtype=torch.float64), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(("spectrum", "epsilon"), [("polynomial", 5e-4), ("polynomial", 1e-7)])
+def test_martens_rule_stops(spectrum, epsilon):
+    A, b = matrix(spectrum, 300), random(300)
+    operator = MatrixMap(A)
+    solution = solve(operator, b, method=CG(progress=epsilon), rtol=1e-14, max_steps=2000)
+    assert solution.result is Result.PROGRESS
+    assert solution.result.is_success
+    last = int(solution.stats.steps)
+
+    def model(steps):
+        x = solve(operator, b, method="cg", rtol=1e-14, max_steps=steps).value
+        return float(0.5 * x @ A @ x - b @ x)
+
+    def stops(i):
+        k = max(10, -(-i // 10))
+        return model(i) < 0 and (model(i) - model(i - k)) / model(i) < k * epsilon
+
+    assert last > (11 if epsilon > 1e-5 else 110)
+    assert stops(last)
+    assert not any(stops(i) for i in range(max(12, last - 5), last))
+
+
+def test_martens_rule_never_stops_before_its_lag():
+    solution = solve(
+        MatrixMap(torch.eye(5).double() * 2), random(5), method=CG(progress=1e6), rtol=0.0, max_steps=3
+    )
+    assert solution.result is not Result.PROGRESS
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match=r"CG\(..., radius\): expected a number above 0, or None, got 0"):
+        CG(radius=0)
+    with pytest.raises(ValueError, match=r"CG\(..., progress\): expected a number above 0, or None, got -1"):
+        CG(progress=-1.0)
+    with pytest.raises(ValueError, match="a trust region is around 0, where the iteration must start"):
+        solve(MatrixMap(torch.eye(2)), torch.ones(2), method=CG(radius=1.0), x0=torch.ones(2))

@@ -1,0 +1,170 @@
+"""The Nystrom approximation, as an inverse and as a preconditioner."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.nystrom import NystromPCG, nystrom
+from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.solve import solve
+from tests.curvature.maps import MatrixMap, basis, matrix
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+def of_rank(n: int, rank: int) -> torch.Tensor:
+    factor = random(n, rank)
+    return factor @ factor.t()
+
+
+@pytest.mark.parametrize("rank", [5, 8, 20])
+def test_it_is_exact_for_an_operator_of_its_rank(rank):
+    A = of_rank(20, 5)
+    operator = MatrixMap(A)
+    found = nystrom(operator, rank, generator=generator())
+    assert found.matvecs == operator.matvecs == rank
+    v = random(3, 20)
+    torch.testing.assert_close(found.products(v), v @ A, rtol=1e-9, atol=1e-9)
+    expected = torch.linalg.eigvalsh(A).flip(0)[:5]
+    torch.testing.assert_close(found.eigenvalues[:5], expected, rtol=1e-9, atol=0)
+    assert not found.eigenvalues[5:].any()
+    assert (found.shape, found.dtype, found.device) == ((20, 20), A.dtype, A.device)
+    eye = torch.eye(rank, dtype=A.dtype)
+    torch.testing.assert_close(found.basis @ found.basis.t(), eye, rtol=0, atol=1e-10)
+
+
+def test_it_is_below_the_operator_and_close_to_the_best_of_its_rank():
+    A = matrix("exponential", 100)
+    found = nystrom(MatrixMap(A), 30, generator=generator())
+    error = A - found.products(torch.eye(100).double())
+    assert torch.linalg.eigvalsh(error).min() > -1e-12
+    assert torch.linalg.matrix_norm(error, 2) < 1000 * 0.7**30  # the best has 0.7^30
+
+
+def test_the_inverse_is_that_of_the_approximation():
+    A, v = of_rank(20, 5), random(3, 20)
+    found = nystrom(MatrixMap(A), 8, generator=generator())
+    expected = torch.linalg.solve(A + 0.1 * torch.eye(20), v.t()).t()
+    torch.testing.assert_close(found.inverse(0.1)(v), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_inverse_is_differentiable_in_the_damping():
+    found = nystrom(MatrixMap(of_rank(20, 5)), 8, generator=generator())
+    v, damping = random(1, 20), torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad((found.inverse(damping)(v) * v).sum(), damping)
+    x = found.inverse(0.1)(v)
+    torch.testing.assert_close(gradient, -(x * x).sum(), rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-3])
+def test_the_preconditioner_has_the_formula(damping):
+    A = matrix("exponential", 40)
+    found = nystrom(MatrixMap(A), 10, generator=generator())
+    U, eigenvalues = found.basis.t(), found.eigenvalues
+    top = (eigenvalues[-1] + damping) * (U / (eigenvalues + damping)) @ U.t()
+    expected = top + torch.eye(40).double() - U @ U.t()
+    torch.testing.assert_close(found.preconditioner(damping)(torch.eye(40).double()), expected)
+
+
+def test_without_damping_the_null_space_is_left_alone():
+    found = nystrom(MatrixMap(of_rank(20, 5)), 8, generator=generator())
+    images = found.preconditioner()(found.basis[5:])
+    torch.testing.assert_close(images, found.basis[5:])
+
+
+def test_an_ill_conditioned_system_needs_far_fewer_steps():
+    A, b = matrix("exponential", 300), random(300)
+    for damping in (1e-4, 1e-7):
+        plain = solve(MatrixMap(A), b, damping=damping, rtol=1e-8, max_steps=3000)
+        better = solve(
+            MatrixMap(A), b, damping=damping, rtol=1e-8, method="nystrom_pcg", generator=generator()
+        )
+        assert better.result is Result.CONVERGED
+        assert 3 * int(better.stats.steps) < int(plain.stats.steps)
+        expected = torch.linalg.solve(A + damping * torch.eye(300), b)
+        torch.testing.assert_close(better.value, expected, rtol=1e-5, atol=1e-5 * float(expected.norm()))
+
+
+def test_the_rank_follows_the_damping():
+    A = matrix("exponential", 200)
+    ranks = [
+        nystrom(MatrixMap(A), damping=d, generator=generator()).matvecs for d in (1.0, 1e-2, 1e-4, 1e-12)
+    ]
+    assert ranks == [8, 8, 32, 128]
+    assert nystrom(MatrixMap(matrix("flat", 300)), generator=generator()).matvecs == 256
+    assert nystrom(MatrixMap(matrix("flat", 20)), generator=generator()).matvecs == 20
+
+
+def test_ranks_that_grow_find_what_one_rank_finds():
+    A = of_rank(100, 30)
+    operator = MatrixMap(A)
+    grown = nystrom(operator, damping=1e-9, generator=generator())
+    assert grown.matvecs == operator.matvecs == 32
+    v = random(2, 100)
+    torch.testing.assert_close(grown.products(v), v @ A, rtol=1e-8, atol=1e-8)
+
+
+def test_the_solver_passes_its_options_on():
+    A, b = matrix("exponential", 50), random(50)
+    operator = MatrixMap(A)
+    solution = solve(
+        operator, b, damping=1e-3, method=NystromPCG(rank=5, cg=CG(radius=1e-3)), generator=generator()
+    )
+    assert solution.result is Result.BOUNDARY
+    assert solution.stats.matvecs == operator.matvecs
+
+
+def test_the_same_generator_gives_the_same_bits():
+    A = matrix("exponential", 50)
+    first, second = (nystrom(MatrixMap(A), 5, generator=generator(3)).basis for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_float32():
+    A = matrix("polynomial", 100).float()
+    b = torch.ones(100)
+    solution = solve(MatrixMap(A), b, damping=1e-3, method="nystrom_pcg", rtol=1e-4, generator=generator())
+    assert solution.result is Result.CONVERGED
+    expected = torch.linalg.solve(A.double() + 1e-3 * torch.eye(100), b.double())
+    torch.testing.assert_close(
+        solution.value.double(), expected, rtol=1e-2, atol=1e-3 * float(expected.norm())
+    )
+
+
+def test_the_zero_operator_has_no_eigenvalues():
+    found = nystrom(MatrixMap(torch.zeros(5, 5)), 2, generator=generator())
+    assert not found.eigenvalues.any()
+    torch.testing.assert_close(found.inverse(2.0)(torch.ones(1, 5)), torch.full((1, 5), 0.5))
+
+
+def test_arguments_are_checked():
+    A = torch.eye(3)
+    for rank in (0, 4):
+        with pytest.raises(ValueError, match=rf"rank\): expected 1 to n = 3, or None, got {rank}"):
+            nystrom(MatrixMap(A), rank)
+    with pytest.raises(ValueError, match=r"damping\): expected 0 or more, got -1"):
+        nystrom(MatrixMap(A), damping=-1.0)
+    with pytest.raises(ValueError, match="has low rank is singular, so damping must be above 0, got 0"):
+        nystrom(MatrixMap(A), 2).inverse(0.0)
+    with pytest.raises(ValueError, match="not positive semi-definite"):
+        nystrom(MatrixMap(-A), 2)
+    with pytest.raises(ValueError, match="a product of the operator has NaN or inf"):
+        nystrom(MatrixMap(A * torch.nan), 2)
+    with pytest.raises(ValueError, match="this method makes its own"):
+        solve(MatrixMap(A), torch.ones(3), method="nystrom_pcg", preconditioner=torch.ones(3))
+
+
+def test_a_rotated_spectrum_is_found():
+    q = basis(30)
+    spectrum = torch.cat([torch.tensor([100.0, 10.0]), torch.full((28,), 1e-6)]).double()
+    A = (q * spectrum) @ q.t()
+    found = nystrom(MatrixMap((A + A.t()) / 2), 4, generator=generator())
+    torch.testing.assert_close(found.eigenvalues[:2], spectrum[:2], rtol=1e-4, atol=0)

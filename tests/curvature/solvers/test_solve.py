@@ -1,0 +1,643 @@
+"""Solving: every method on every kind of system, derivatives of solutions, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import metagrad as mg
+from metagrad.curvature.solvers import implicit
+from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.minres import MINRES
+from metagrad.curvature.solvers.neumann import Neumann
+from metagrad.curvature.solvers.nystrom import NystromPCG
+from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
+from metagrad.curvature.solvers.solution import Result, SolveError
+from metagrad.curvature.solvers.solve import solve
+from tests.curvature.maps import MatrixMap, basis, matrix
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+METHODS = {
+    "cg": {"method": "cg"},
+    "pcg": {"method": "pcg", "preconditioner": lambda rows: rows / 2},
+    "jacobi": {"preconditioner": torch.linspace(1, 2, 20, dtype=torch.float64)},
+    "minres": {"method": "minres"},
+    "neumann": {"method": Neumann(scale=0.4), "max_steps": 2000},
+    "nystrom_pcg": {"method": NystromPCG(rank=4)},
+}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("damping", [0.0, 0.7])
+def test_every_method_solves_a_positive_definite_system(name, damping):
+    A, b = matrix("flat", 20), random(20)
+    operator = MatrixMap(A)
+    solution = solve(operator, b, damping=damping, rtol=1e-9, generator=generator(), **METHODS[name])
+    assert solution.result is Result.CONVERGED
+    expected = torch.linalg.solve(A + damping * torch.eye(20), b)
+    torch.testing.assert_close(solution.value, expected, rtol=1e-7, atol=1e-8)
+    residual = (b - A @ solution.value - damping * solution.value).norm()
+    torch.testing.assert_close(solution.stats.residual_norms, residual, rtol=1e-5, atol=1e-14)
+    assert solution.stats.residual_norms <= 1.1e-9 * b.norm()
+    assert solution.stats.matvecs == operator.matvecs
+    assert solution.stats.direction is None
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_are_solved_as_one_by_one(name):
+    A, b, x0 = matrix("flat", 20), random(4, 20), random(4, 20, seed=1)
+    b[1], b[2] = 0, A @ x0[2]
+    options = {**METHODS[name], "rtol": 1e-8}
+    together = solve(MatrixMap(A), b, x0=x0, generator=generator(), **options)
+    assert together.value.shape == b.shape
+    for row in range(4):
+        alone = solve(MatrixMap(A), b[row], x0=x0[row], generator=generator(), **options)
+        assert alone.result is together.stats.results[row]
+        assert alone.stats.steps == together.stats.steps[row]
+        assert alone.stats.steps.ndim == alone.stats.residual_norms.ndim == 0
+        torch.testing.assert_close(together.value[row], alone.value, rtol=1e-6, atol=1e-9)
+    assert together.stats.steps[2] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zero_and_the_identity(name):
+    eye, b = MatrixMap(torch.eye(20).double()), random(20)
+    zero = solve(eye, torch.zeros(20).double(), generator=generator(), **METHODS[name])
+    assert zero.result is Result.CONVERGED
+    assert torch.equal(zero.value, torch.zeros(20).double())
+    assert zero.stats.steps == 0
+    options = {**METHODS[name], **({"method": Neumann(scale=1.0)} if name == "neumann" else {})}
+    if name == "jacobi":
+        options = {"preconditioner": torch.full((20,), 3.0).double()}
+    one = solve(eye, b, generator=generator(), **options)
+    torch.testing.assert_close(one.value, b)
+    assert one.stats.steps == 1
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", "neumann", "nystrom_pcg"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_unknown_in_both_precisions(method, dtype):
+    operator = MatrixMap(torch.full((1, 1), 4.0, dtype=dtype))
+    solution = solve(operator, torch.ones(1, dtype=dtype), method=method, damping=1.0, generator=generator())
+    assert solution.value.dtype == dtype
+    torch.testing.assert_close(solution.value, torch.full((1,), 0.2, dtype=dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_float32(name):
+    A, b = matrix("flat", 20), random(2, 20)
+    options = dict(METHODS[name])
+    if name == "jacobi":
+        options["preconditioner"] = options["preconditioner"].float()
+    solution = solve(MatrixMap(A.float()), b.float(), rtol=1e-5, generator=generator(), **options)
+    assert solution.result is Result.CONVERGED
+    assert solution.stats.residual_norms.dtype == torch.float32
+    torch.testing.assert_close(
+        solution.value.double(), torch.linalg.solve(A, b.t()).t(), rtol=1e-4, atol=1e-4
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(n=st.integers(1, 12), k=st.integers(1, 3), seed=st.integers(0, 10**6), log=st.floats(-3, 1))
+def test_any_damped_positive_semi_definite_system(n, k, seed, log):
+    factor = random(n, max(1, n // 2), seed=seed)
+    A, b, damping = factor @ factor.t(), random(k, n, seed=seed + 1), 10.0**log
+    expected = torch.linalg.solve(A + damping * torch.eye(n), b.t()).t()
+    for method in ("cg", "minres", "nystrom_pcg"):
+        solution = solve(MatrixMap(A), b, method=method, damping=damping, rtol=1e-9, generator=generator())
+        torch.testing.assert_close(solution.value, expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
+
+
+def test_a_warm_start_saves_steps():
+    A, b = matrix("flat", 50), random(50)
+    cold = solve(MatrixMap(A), b)
+    warm = solve(MatrixMap(A), b, x0=cold.value + 1e-4 * random(50, seed=1))
+    assert warm.stats.steps < cold.stats.steps
+    assert solve(MatrixMap(A), b, x0=cold.value).stats.steps == 0
+
+
+def test_no_right_hand_sides():
+    solution = solve(MatrixMap(torch.eye(3)), torch.zeros(0, 3))
+    assert solution.value.shape == (0, 3)
+    assert solution.result is Result.CONVERGED
+    assert repr(solution) == "Solution(CONVERGED: 0 steps, 2 products)"
+
+
+def test_the_absolute_tolerance_holds_for_all_rows():
+    A = torch.diag(torch.linspace(1, 100, 20, dtype=torch.float64))
+    b = torch.stack([random(20), 1e-3 * random(20)])
+    solution = solve(MatrixMap(A), b, rtol=0.0, atol=1e-2)
+    assert (solution.stats.residual_norms <= 1e-2).all()
+    assert solution.stats.steps[0] > 3
+    assert solution.stats.steps[1] == 0
+
+
+# How it ends
+
+
+def test_more_steps_than_allowed():
+    solution = solve(MatrixMap(matrix("flat", 30)), random(30), max_steps=2)
+    assert solution.result is Result.MAX_STEPS
+    assert solution.stats.steps == 2
+    with pytest.raises(
+        SolveError, match=r"right-hand side 0 of 1, after 2 steps .* max_steps was reached before"
+    ):
+        solve(MatrixMap(matrix("flat", 30)), random(30), max_steps=2, throw=True)
+
+
+def test_a_residual_of_the_recurrence_alone_is_no_convergence():
+    A = (basis(30) * torch.logspace(0, -4, 30, dtype=torch.float64)) @ basis(30).t()
+    operator, b = MatrixMap(((A + A.t()) / 2).float()), torch.ones(30)
+    solution = solve(operator, b, rtol=1e-7)
+    assert solution.result is Result.STAGNATED
+    assert solution.stats.residual_norms > 1e-5
+    with pytest.raises(SolveError, match="the true residual is larger: rounding errors"):
+        solve(operator, b, rtol=1e-7, throw=True)
+
+
+class Failing(MatrixMap):
+    """Gives NaN from a product on."""
+
+    def __init__(self, matrix, after):
+        super().__init__(matrix)
+        self.after = after
+
+    def products(self, vectors):
+        products = super().products(vectors)
+        return products if self.matvecs <= self.after else products * torch.nan
+
+
+@pytest.mark.parametrize("method", ["cg", "minres", Neumann(scale=0.1)])
+def test_a_product_that_is_not_finite_ends_with_the_iterate_before(method):
+    A, b = matrix("flat", 30), random(30)
+    solution = solve(Failing(A, after=2), b, method=method, check_symmetry=False)
+    assert solution.result is Result.NON_FINITE
+    assert solution.stats.steps == 2
+    before = solve(MatrixMap(A), b, method=method, max_steps=2)
+    torch.testing.assert_close(solution.value, before.value)
+    with pytest.raises(SolveError, match=r"A product of the operator .* has NaN or inf"):
+        solve(Failing(A, after=0), b, method=method, throw=True)
+
+
+def test_the_first_failure_is_the_result():
+    A = torch.diag(torch.tensor([1.0, -1.0]))
+    with pytest.raises(
+        SolveError, match=r"right-hand side 1 of 2, after 0 steps .* without positive curvature"
+    ):
+        solve(MatrixMap(A), torch.eye(2), throw=True)
+
+
+def test_an_indefinite_preconditioner_is_told():
+    signs = torch.tensor([1.0, -1.0, -1.0])
+    solution = solve(MatrixMap(torch.eye(3)), torch.ones(3), preconditioner=lambda rows: rows * signs)
+    assert solution.result is Result.BREAKDOWN
+    assert "preconditioner is not positive definite" in solution.result.value
+
+
+# Derivatives
+
+N = 4
+BASE = (basis(N) * torch.linspace(1, 3, N, dtype=torch.float64)) @ basis(N).t()
+
+
+def dense(theta, damping):
+    A = BASE + theta @ theta.t() + torch.diag(theta.sum(0).square())
+    return A + damping * torch.eye(N, dtype=theta.dtype)
+
+
+def solution_of(theta, b, damping, **options):
+    A = dense(theta, 0.0)
+    return solve(MatrixMap(A), b, damping=damping, rtol=1e-13, check_symmetry=False, **options).value
+
+
+def leaves():
+    theta, b = 0.3 * random(N, N), random(2, N, seed=1)
+    return [x.requires_grad_() for x in (theta, b, torch.tensor(0.3, dtype=torch.float64))]
+
+
+def derivatives(value, inputs, order):
+    """Gradients of all orders, each of a non-linear contraction of the one before, and of the value."""
+    found, level = [], (value**3).sum()
+    for _ in range(order):
+        gradients = torch.autograd.grad(level, inputs, create_graph=True)
+        assert all(g.requires_grad for g in gradients)
+        found.extend(gradients)
+        level = level + sum((g**3).sum() for g in gradients)
+    return found
+
+
+DIFFERENTIATED = {
+    "cg": {"method": "cg"},
+    "pcg": {"method": "pcg", "preconditioner": torch.linspace(1, 2, N, dtype=torch.float64)},
+    "minres": {"method": "minres"},
+    "neumann": {"method": Neumann(scale=0.1), "max_steps": 2000},
+    "nystrom_pcg": {"method": NystromPCG(rank=2)},
+    "unrolled cg": {"method": "cg", "differentiate": "unroll"},
+    "unrolled pcg": {"preconditioner": lambda rows: rows / 2, "differentiate": "unroll"},
+    "unrolled minres": {"method": "minres", "differentiate": "unroll"},
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_derivatives_are_those_of_the_dense_solve(name):
+    theta, b, damping = inputs = leaves()
+    options = DIFFERENTIATED[name]
+    value = solution_of(theta, b, damping, generator=generator(), **options)
+    expected = torch.linalg.solve(dense(theta, damping), b.t()).t()
+    torch.testing.assert_close(value, expected)
+    order = 2 if name == "neumann" else 3
+    for got, wanted in zip(
+        derivatives(value, inputs, order), derivatives(expected, inputs, order), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8 * float(wanted.detach().norm()) + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["cg", "minres", "unrolled cg"])
+def test_derivatives_against_finite_differences(name):
+    assert mg.gradcheck(
+        lambda *inputs: solution_of(*inputs, **DIFFERENTIATED[name]), leaves(), order=3, directions=1
+    )
+
+
+def test_inputs_of_an_operator_may_be_results_themselves():
+    theta, b, damping = leaves()
+    inner = torch.sin(theta) + theta**2
+    value = solution_of(inner, b * 2, damping.exp())
+    expected = torch.linalg.solve(dense(inner, damping.exp()), (b * 2).t()).t()
+    for got, wanted in zip(
+        derivatives(value, [theta, b, damping], 2), derivatives(expected, [theta, b, damping], 2), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
+    # And the gradient of what is in between is there too.
+    (gradient,) = torch.autograd.grad(value.sum(), inner)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), inner)[0])
+
+
+def test_hypergradients_through_the_hessian_of_a_loss():
+    x, y = random(20, 3), random(20, seed=1)
+    inputs = [t.requires_grad_() for t in (random(3, seed=2), torch.tensor(0.5).double(), random(3, seed=3))]
+
+    def loss(w, weight):
+        return (torch.tanh(x @ w) - y).square().mean() + weight * w.square().sum() + (w**4).sum()
+
+    def of_products(w, weight, b):
+        return solve(hessian(loss(w, weight), {"w": w}, create_graph=True), b, rtol=1e-13).value
+
+    def of_matrix(w, weight, b):
+        columns = torch.autograd.grad(loss(w, weight), w, create_graph=True)[0]
+        H = torch.stack([torch.autograd.grad(c, w, create_graph=True)[0] for c in columns])
+        return torch.linalg.solve(H, b)
+
+    got, wanted = (derivatives(f(*inputs), inputs, 2) for f in (of_products, of_matrix))
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-9)
+
+
+def test_several_gradients_of_one_solution_share_it():
+    theta, b, damping = inputs = leaves()
+    value = solution_of(theta, b, damping, order=2)
+    expected = torch.linalg.solve(dense(theta, damping), b.t()).t()
+    for column in range(N):  # as a loop over rows of the Hessian does
+        first, wanted = (
+            torch.autograd.grad((v[:, column] ** 2).sum(), inputs, create_graph=True)
+            for v in (value, expected)
+        )
+        second, wanted = (
+            torch.autograd.grad(sum((g**3).sum() for g in gradients), inputs, retain_graph=True)
+            for gradients in (first, wanted)
+        )
+        for got, right in zip(second, wanted, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-6, atol=1e-9)
+
+
+def test_a_first_derivative_costs_one_solve_and_the_graph_of_one_product():
+    theta, b, _ = leaves()
+    operator = MatrixMap(dense(theta, 0.0))
+    solution = solve(operator, b[0], rtol=1e-13, order=1)
+    forward = operator.matvecs
+    assert forward == solution.stats.matvecs == 2 + N + 1
+    torch.autograd.grad(solution.value.sum(), theta, retain_graph=True)
+    assert operator.matvecs - forward == N
+    torch.autograd.grad(solution.value.sum(), theta, create_graph=True)
+    assert operator.matvecs - forward == 2 * N
+    deeper = MatrixMap(dense(theta, 0.0))
+    assert solve(deeper, b[0], rtol=1e-13, order=3).stats.matvecs == deeper.matvecs == forward + 2
+    before = deeper.matvecs
+    torch.autograd.grad(solve(deeper, b[0], rtol=1e-13, order=3).value.sum(), theta)
+    assert deeper.matvecs - before == 2 + N + 3 + N
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_one_derivative_too_many_raises(order):
+    theta, b, damping = leaves()
+    level = solution_of(theta, b, damping, order=order)
+    for _ in range(order):
+        (level,) = torch.autograd.grad((level**3).sum(), theta, create_graph=True)
+    with pytest.raises(
+        RuntimeError,
+        match=rf"order={order}\): the solution is differentiated more often .* order={order + 1}",
+    ):
+        torch.autograd.grad((level**3).sum(), theta)
+
+
+def test_a_constant_operator_has_any_order():
+    _, b, _ = leaves()
+    A = BASE
+    value = solve(MatrixMap(A), b, rtol=1e-13, order=1).value
+    expected = torch.linalg.solve(A, b.t()).t()
+    for got, wanted in zip(derivatives(value, [b], 4), derivatives(expected, [b], 4), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_nothing_is_on_the_tape_without_need():
+    A, b = matrix("flat", 10), random(10)
+    assert not solve(MatrixMap(A), b).value.requires_grad
+    with torch.no_grad():
+        theta, rhs, damping = leaves()
+        assert not solution_of(theta, rhs, damping).requires_grad
+
+
+def test_truncated_unrolling_differentiates_the_steps_that_were_taken():
+    _, b, damping = leaves()
+    theta = 0.3 * random(N, N)
+    options = {"method": "cg", "max_steps": 2, "differentiate": "unroll"}
+    assert mg.gradcheck(lambda b, d: solution_of(theta, b, d, **options), (b, damping), order=2)
+    x0 = random(2, N, seed=3).requires_grad_()
+    assert mg.gradcheck(lambda x: solution_of(theta, b.detach(), 0.1, x0=x, **options), (x0,), order=2)
+
+
+def test_truncated_implicit_derivatives_are_those_of_truncated_solves():
+    A = torch.diag(torch.linspace(1, 5, 10, dtype=torch.float64))
+    b = random(10).requires_grad_()
+    options = {"method": Neumann(scale=0.1), "max_steps": 3, "check_symmetry": False}
+    x = solve(MatrixMap(A), b, **options).value
+    g = random(10, seed=1)
+    (gradient,) = torch.autograd.grad(x, b, g)
+    torch.testing.assert_close(gradient, solve(MatrixMap(A), g, **options).value)
+
+
+def test_a_value_that_is_no_solution_has_no_implicit_derivative():
+    b = torch.ones(2, requires_grad=True)
+    operator = MatrixMap(torch.diag(torch.tensor([1.0, 2.0])))
+    solution = solve(operator, b, method=CG(radius=0.1))
+    assert solution.result is Result.BOUNDARY
+    with pytest.raises(RuntimeError, match=r"the value is no solution.*trust radius.*unroll"):
+        solution.value.sum().backward()
+    indefinite = solve(MatrixMap(-torch.eye(2)), b)
+    with pytest.raises(RuntimeError, match=r"the value is no solution.*positive curvature"):
+        indefinite.value.sum().backward()
+
+
+def test_a_trust_region_does_not_bound_the_solves_of_derivatives():
+    A, b = matrix("flat", 10), (1e-3 * random(10)).requires_grad_()
+    x = solve(MatrixMap(A), b, method=CG(radius=1.0), rtol=1e-10).value
+    g = 100 * random(10, seed=1)
+    (gradient,) = torch.autograd.grad(x, b, g)
+    torch.testing.assert_close(gradient, torch.linalg.solve(A, g), rtol=1e-6, atol=1e-6)
+
+
+def test_a_solve_that_fails_in_the_backward_pass_raises():
+    A = torch.diag(torch.tensor([1.0, -1.0]))
+    b = torch.tensor([1.0, 0.0], requires_grad=True)
+    x = solve(MatrixMap(A), b, method="cg").value
+    with pytest.raises(SolveError, match="the solve of its derivative failed: A direction without positive"):
+        x.sum().backward()
+    torch.autograd.grad(x[0], b)
+
+
+def test_a_solve_that_stops_early_in_the_backward_pass_warns():
+    A, b = torch.diag(torch.linspace(1, 9, 30)), torch.zeros(30)
+    b[0] = 1
+    x = solve(MatrixMap(A), b.requires_grad_(), max_steps=2).value
+    with pytest.warns(UserWarning, match="the solve of its derivative did not within 2 steps"):
+        x.sum().backward()
+
+
+def test_the_absolute_tolerance_is_relative_in_the_backward_pass():
+    A, b = matrix("flat", 20), (1e6 * random(20)).requires_grad_()
+    x = solve(MatrixMap(A), b, rtol=0.0, atol=1e-2).value
+    g = 1e-6 * random(20, seed=1)
+    (gradient,) = torch.autograd.grad(x, b, g)
+    torch.testing.assert_close(gradient, torch.linalg.solve(A, g), rtol=1e-5, atol=1e-13)
+
+
+def test_tiny_cotangents_do_not_vanish():
+    A, b = matrix("flat", 20).float(), torch.ones(20, requires_grad=True)
+    x = solve(MatrixMap(A), b).value
+    (gradient,) = torch.autograd.grad(x, b, torch.full((20,), 1e-30))
+    expected = torch.linalg.solve(A.double(), torch.ones(20).double())
+    torch.testing.assert_close(gradient.double() * 1e30, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradients_of_one_pass_do_not_open_the_gate():
+    """A gate that always lets cotangents through costs one solve for every order."""
+    theta, b, damping = leaves()
+    calls = []
+    inverse = implicit.Inverse(
+        lambda rows: rows @ dense(theta, damping),
+        lambda g: calls.append(1) or torch.linalg.solve(dense(theta, damping), g.t()).t().detach(),
+        3,
+    )
+    x = inverse.solve(b).detach()
+    y = implicit.attach(inverse, b, x, inverse.products(x), 3)
+    calls.clear()
+    torch.autograd.grad(y.sum(), theta)
+    assert len(calls) == 1
+
+
+# torch.func
+
+
+def of(name, inputs):
+    """A scalar of the solution, of one input."""
+    position = ["theta", "b", "damping"].index(name)
+
+    def scalar(solver):
+        return lambda x: (solver(*inputs[:position], x, *inputs[position + 1 :]) ** 3).sum()
+
+    return scalar
+
+
+def reference(theta, b, damping):
+    return torch.linalg.solve(dense(theta, damping), b.t()).t()
+
+
+@pytest.mark.parametrize("name", ["theta", "b", "damping"])
+def test_reverse_mode_of_torch_func(name):
+    inputs = [x.detach() for x in leaves()]
+    scalar, x = of(name, inputs), inputs[["theta", "b", "damping"].index(name)]
+    for transform in (
+        torch.func.grad,
+        lambda f: torch.func.grad(lambda x: (torch.func.grad(f)(x) ** 3).sum()),
+        lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+    ):
+        torch.testing.assert_close(transform(scalar(solution_of))(x), transform(scalar(reference))(x))
+
+
+@pytest.mark.parametrize("name", ["theta", "b", "damping"])
+def test_forward_mode_has_the_first_derivative(name):
+    inputs = [x.detach() for x in leaves()]
+    scalar, x = of(name, inputs), inputs[["theta", "b", "damping"].index(name)]
+    tangent = torch.ones_like(x)
+    got, wanted = (torch.func.jvp(scalar(f), (x,), (tangent,))[1] for f in (solution_of, reference))
+    torch.testing.assert_close(got, wanted)
+    got, wanted = (torch.func.jacfwd(scalar(f))(x) for f in (solution_of, reference))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_forward_mode_is_not_nested():
+    inputs = [x.detach() for x in leaves()]
+    f = of("theta", inputs)(solution_of)
+    for transform in (torch.func.hessian, lambda f: torch.func.jacfwd(torch.func.jacfwd(f))):
+        with pytest.raises(ValueError, match="forward mode gives the first derivative of a solution alone"):
+            transform(f)(inputs[0])
+    with torch.autograd.forward_ad.dual_level():
+        theta = torch.autograd.forward_ad.make_dual(leaves()[0], torch.ones(N, N).double())
+        x = solution_of(theta, *inputs[1:])
+        tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
+        with pytest.raises(RuntimeError, match="forward mode gives the first derivative of a solution alone"):
+            tangent.sum().backward()
+
+
+def test_batched_transforms_of_old_and_of_b_are_refused():
+    theta, b, damping = leaves()
+    value = solution_of(theta, b, damping)
+    with pytest.raises(ValueError, match="does not work under is_grads_batched=True"):
+        torch.autograd.grad(value, b, torch.ones(3, 2, N).double(), is_grads_batched=True)
+    with pytest.raises(ValueError, match=r"b has a dimension of vmap.*Pass rows \[k, 4\]"):
+        torch.vmap(lambda b: solution_of(theta, b, damping))(b)
+
+
+# Operators and preconditioners that are not symmetric
+
+
+def test_an_operator_that_is_not_symmetric_is_refused():
+    A = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+    for method in ("cg", "minres", "neumann"):
+        with pytest.raises(
+            ValueError,
+            match=r"operator must be symmetric.*x\^T A y = .* and y\^T A x = .*check_symmetry=False",
+        ):
+            solve(MatrixMap(A), torch.ones(2), method=method)
+    assert solve(MatrixMap(A), torch.ones(2), max_steps=1, check_symmetry=False).stats.steps == 1
+
+
+@pytest.mark.parametrize("n", [5, 30, 300])
+def test_small_asymmetries_are_found_and_rounding_is_not(n):
+    A = matrix("flat", n).float()
+    solve(MatrixMap(A), torch.ones(n), max_steps=1)
+    skew = torch.randn(n, n, generator=generator()).triu(1)
+    with pytest.raises(ValueError, match="operator must be symmetric"):
+        solve(MatrixMap(A + 0.2 * (skew - skew.t()) / n**0.5), torch.ones(n))
+
+
+def test_a_preconditioner_that_is_not_symmetric_is_refused():
+    M = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
+    with pytest.raises(ValueError, match="preconditioner must be symmetric"):
+        solve(MatrixMap(torch.eye(2)), torch.ones(2), preconditioner=lambda rows: rows @ M)
+    with pytest.raises(ValueError, match=r"preconditioner must map rows \(2, 2\).*got \(2,\)"):
+        solve(MatrixMap(torch.eye(2)), torch.ones(2), preconditioner=lambda rows: rows.sum(1))
+
+
+def test_the_check_leaves_random_numbers_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    solve(MatrixMap(torch.eye(2)), torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_diagonal_preconditioner_has_the_damping_and_the_power():
+    diagonal = torch.tensor([1.0, 4.0])
+    precondition = diagonal_preconditioner(diagonal, damping=5.0, power=0.5)
+    torch.testing.assert_close(precondition(torch.ones(1, 2)), torch.tensor([[6.0**-0.5, 1 / 3]]))
+    # As a tensor in a solve, it is the inverse of the damped diagonal operator.
+    solution = solve(MatrixMap(torch.diag(diagonal)), torch.ones(2), preconditioner=diagonal, damping=5.0)
+    assert solution.stats.steps == 1
+    with pytest.raises(ValueError, match=r"must be above 0, the least is -1"):
+        diagonal_preconditioner(torch.tensor([1.0, -2.0]), damping=1.0)
+    with pytest.raises(ValueError, match=r"expected a vector \[n\], got shape \(2, 2\)"):
+        diagonal_preconditioner(torch.eye(2))
+
+
+# What is refused
+
+BAD = [
+    ({"rtol": -1.0}, ValueError, r"rtol\): expected 0 or more, got -1"),
+    ({"rtol": float("nan")}, ValueError, r"rtol\): expected 0 or more, got nan"),
+    ({"atol": -1.0}, ValueError, r"atol\): expected 0 or more, got -1"),
+    ({"max_steps": 0}, ValueError, r"max_steps\): expected an integer of 1 or more, got 0"),
+    ({"max_steps": 2.5}, ValueError, r"max_steps\): expected an integer of 1 or more, got 2.5"),
+    ({"order": 0}, ValueError, r"order\): expected an integer of 1 or more, got 0"),
+    ({"damping": -0.1}, ValueError, r"damping\): expected 0 or more, got -0.1"),
+    ({"damping": torch.ones(2)}, ValueError, r"damping\): expected a number or a tensor with one element"),
+    ({"damping": float("inf")}, ValueError, r"damping\): expected 0 or more, got inf"),
+    ({"method": "lu"}, ValueError, r'method\): expected one of "auto", "cg".* or a solver, got \'lu\''),
+    ({"method": "pcg"}, ValueError, r'method="pcg"\): preconditioner is missing'),
+    ({"method": "cg", "preconditioner": torch.ones(3)}, ValueError, r'that is method="pcg"'),
+    ({"differentiate": "both"}, ValueError, r'differentiate\): expected "implicit" or "unroll", got \'both\''),
+    ({"preconditioner": torch.ones(2)}, ValueError, r"must be the operator's diagonal, \[3\] of .*, got \[2\]"),
+    ({"preconditioner": 3}, TypeError, r"preconditioner must be a map of rows or a diagonal \[3\], got int"),
+    ({"x0": torch.ones(1, 3)}, ValueError, r"x0 must have the shape \[3\] of b, got \[1, 3\]"),
+    ({"x0": torch.ones(3) / 0}, ValueError, "x0 has NaN or inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD)
+def test_options_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        solve(MatrixMap(torch.eye(3)), torch.ones(3), **options)
+
+
+def test_right_hand_sides_are_checked():
+    operator = MatrixMap(torch.eye(3))
+    for b in (torch.ones(2), torch.ones(3, 2), torch.ones(1, 1, 3), torch.tensor(1.0)):
+        with pytest.raises(
+            ValueError, match=r"operator is \(3, 3\), so b must be \[3\] or rows \[k, 3\], got"
+        ):
+            solve(operator, b)
+    with pytest.raises(
+        TypeError, match=r"b must be of the operator's dtype torch.float32, got torch.float64. Use b.to"
+    ):
+        solve(operator, torch.ones(3).double())
+    with pytest.raises(TypeError, match="b must be a tensor, got list"):
+        solve(operator, [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="b must be on the operator's device cpu, got meta"):
+        solve(operator, torch.ones(3, device="meta"))
+    with pytest.raises(ValueError, match="b has NaN or inf"):
+        solve(operator, torch.tensor([1.0, torch.nan, 0.0]))
+
+
+def test_operators_are_checked():
+    with pytest.raises(TypeError, match=r"solve\(operator, b\): operator must be a linear map"):
+        solve(torch.eye(2), torch.ones(2))
+    with pytest.raises(ValueError, match="operator must be square"):
+        solve(MatrixMap(torch.ones(2, 3)), torch.ones(3))
+
+    class Summing(MatrixMap):
+        def products(self, vectors):
+            return vectors.sum(1)
+
+    with pytest.raises(
+        ValueError, match=r"operator.products must keep the shape \(1, 3\) of its vectors, got \(1,\)"
+    ):
+        solve(Summing(torch.eye(3)), torch.ones(3), check_symmetry=False)
+
+
+def test_results_are_sentences():
+    for result in Result:
+        assert result.value.endswith(".")
+    assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS", "BOUNDARY"}
+    assert MINRES() == MINRES()

@@ -1,0 +1,156 @@
+"""Spectral densities: mass, moments, outliers, and the error over probes, against the eigenvalues themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from metagrad.curvature.spectrum.density import Density, density
+from tests.curvature.maps import SPECTRA, MatrixMap, matrix
+
+N = 300
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def smoothed(spectrum: torch.Tensor, grid: torch.Tensor, sigma: float) -> torch.Tensor:
+    bells = torch.exp(-0.5 * ((grid.unsqueeze(1) - spectrum) / sigma) ** 2)
+    return bells.mean(1) / (sigma * math.sqrt(2 * math.pi))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_a_density_has_mass_one_and_the_moments_of_the_spectrum(name, dtype):
+    spectrum = SPECTRA[name](N)
+    phi = density(MatrixMap(matrix(name, N).to(dtype)), steps=20, probes=40, generator=generator())
+    grid = phi.grid()
+    assert float(torch.trapezoid(phi(grid).value, grid)) == pytest.approx(1, abs=1e-3)
+    torch.testing.assert_close(phi.weights.sum(1), torch.ones(40, dtype=torch.float64))
+    assert phi.nodes.dtype == phi.weights.dtype == torch.float64
+    scale = float(spectrum.abs().max())
+    for degree in range(6):
+        found = phi.moment(degree)
+        exact = spectrum.pow(degree).mean()
+        assert abs(found.value - exact) <= 5 * found.stderr + 1e-5 * scale**degree
+    assert phi.matvecs <= 20 * 40
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_moments_are_those_of_the_probes_to_degree_2m_minus_1(steps):
+    dense, probes = matrix("flat", N), 3
+    phi = density(MatrixMap(dense), steps=steps, probes=probes, generator=generator())
+    long = density(MatrixMap(dense), steps=30, probes=probes, generator=generator())  # the same probes
+    for degree in range(2 * steps):
+        torch.testing.assert_close(phi.moment(degree).value, long.moment(degree).value, rtol=1e-11, atol=0)
+    assert abs(phi.moment(2 * steps).value - long.moment(2 * steps).value) > 1e-9
+
+
+def test_the_smoothed_density_is_that_of_the_eigenvalues():
+    spectrum, sigma = SPECTRA["flat"](N), 0.1
+    phi = density(MatrixMap(matrix("flat", N)), steps=60, probes=60, sigma=sigma, generator=generator())
+    grid = torch.linspace(0.5, 3.5, 61, dtype=torch.float64)
+    found, exact = phi(grid), smoothed(spectrum, grid, sigma)
+    low, high = found.interval(0.999)
+    assert ((exact >= low - 1e-6) & (exact <= high + 1e-6)).double().mean() > 0.95
+    assert (found.value - exact).abs().max() < 0.1 * exact.max()
+    assert found.samples == 60
+
+
+def test_outliers_are_nodes():
+    phi = density(MatrixMap(matrix("indefinite", N)), steps=60, probes=4, generator=generator())
+    for outlier in (100.0, 50.0, -10.0, -4.0):
+        assert ((phi.nodes - outlier).abs().min(1).values < 1e-6).all()
+    near = (phi.nodes - 100).abs() < 1e-6
+    assert float((phi.weights * near).sum(1).mean()) == pytest.approx(1 / N, rel=1)
+
+
+def test_two_values_are_two_nodes():
+    phi = density(MatrixMap(matrix("step", N)), probes=64, generator=generator())
+    masses = phi.weights * (phi.nodes - 1).abs().lt(1e-9)
+    assert float(masses.sum(1).mean()) == pytest.approx(0.05, abs=0.01)
+    assert phi.matvecs <= 4 * 64  # the space is invariant after two, up to rounding
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, -5.0])
+@pytest.mark.parametrize("n", [1, 2, 50])
+def test_multiples_of_the_identity_are_one_peak(value, n):
+    phi = density(MatrixMap(value * torch.eye(n)), probes=3, generator=generator())
+    grid = phi.grid()
+    assert float(torch.trapezoid(phi(grid).value, grid)) == pytest.approx(1, abs=1e-3)
+    assert float(grid[phi(grid).value.argmax()]) == pytest.approx(value, abs=phi.sigma)
+    assert phi.matvecs == 3
+
+
+def test_processes_that_end_early_beside_others():
+    dense = torch.diag(torch.tensor([0.0, 0.0, 1.0, 2.0], dtype=torch.float64))
+    dense[0, 1] = dense[1, 0] = 1.0  # eigenvalues 1 and -1; signs see one of them, (1, 1) or (1, -1)
+    phi = density(MatrixMap(dense), probes=8, generator=generator())
+    assert phi.nodes.shape == phi.weights.shape == (8, 4)
+    torch.testing.assert_close(phi.weights.sum(1), torch.ones(8, dtype=torch.float64))
+    assert phi.nodes.min() >= -1 - 1e-12
+    assert phi.nodes.max() <= 2 + 1e-12
+    assert phi.matvecs < 32
+
+
+def test_one_probe_has_no_error_to_show():
+    found = density(MatrixMap(matrix("flat", N)), steps=5, probes=1, generator=generator())(torch.ones(2))
+    assert found.value.dtype == torch.float32
+    assert torch.isinf(found.stderr).all()
+
+
+def test_the_same_generator_state_gives_the_same_bits():
+    operator = MatrixMap(matrix("flat", N))
+    first, second = (density(operator, steps=9, probes=3, generator=generator(5)) for _ in range(2))
+    assert torch.equal(first.nodes, second.nodes)
+    assert torch.equal(first.weights, second.weights)
+
+
+def test_a_density_is_made_of_constants():
+    phi = density(MatrixMap(matrix("flat", N).clone().requires_grad_()), steps=5, generator=generator())
+    assert not phi.nodes.requires_grad
+    assert not phi(phi.grid()).value.requires_grad
+
+
+def test_the_default_sigma_is_a_part_of_the_range():
+    phi = density(MatrixMap(torch.diag(torch.tensor([10.0, 11.0, 12.0]))), probes=2, generator=generator())
+    assert phi.sigma == pytest.approx(2 / 200, rel=1e-4)
+
+
+def test_grid_and_repr():
+    phi = Density(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5, 0.5]]), sigma=0.25, n=2, matvecs=2)
+    torch.testing.assert_close(phi.grid(5), torch.linspace(0, 4, 5, dtype=torch.float64))
+    assert len(phi.grid()) == 33
+    assert phi(torch.ones(2, 3)).value.shape == (2, 3)
+    assert repr(phi) == "density of 2 eigenvalues from 1 to 3 (1 probe, 2 products)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"probes": 0}, "probes must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"sigma": 0.0}, r"sigma must be positive, got 0\.0"),
+        ({"sigma": float("nan")}, "sigma must be positive, got nan"),
+        ({"distribution": "cauchy"}, "distribution must be one of"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=rf"density\(operator\): {message}"):
+        density(MatrixMap(torch.eye(4)), **arguments)
+
+
+def test_bad_arguments_of_a_density():
+    phi = density(MatrixMap(torch.eye(4)), probes=2)
+    with pytest.raises(ValueError, match=r"density\.grid\(num_points\): expected at least 2, got 1"):
+        phi.grid(1)
+    with pytest.raises(ValueError, match=r"density\.moment\(degree\): degree must be at least 0, got -1"):
+        phi.moment(-1)
+
+
+def test_products_that_are_not_finite():
+    with pytest.raises(ValueError, match=r"density\(operator\): a product .* is not finite"):
+        density(MatrixMap(torch.full((3, 3), float("nan"))))

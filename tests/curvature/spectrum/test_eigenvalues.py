@@ -1,0 +1,254 @@
+"""Eigenvalues against torch.linalg.eigh: known spectra, repeated eigenvalues, small sizes; bounds; derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.spectrum.eigenvalues import Eigenpairs, eigenvalues
+from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix
+
+N = 300
+WHICH = ["largest", "smallest", "both", "magnitude"]
+METHODS = ["lanczos", "lobpcg"]
+CASES = [
+    (which, method) for which in WHICH for method in METHODS if (which, method) != ("magnitude", "lobpcg")
+]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def with_spectrum(spectrum: torch.Tensor, dtype=torch.float64) -> torch.Tensor:
+    q = basis(len(spectrum))
+    dense = (q * spectrum.double()) @ q.t()
+    return ((dense + dense.t()) / 2).to(dtype)
+
+
+def exact(dense: torch.Tensor, k: int, which: str) -> torch.Tensor:
+    up = torch.linalg.eigvalsh(dense.double())
+    down = up.flip(0)
+    if which == "both":
+        return torch.cat([down[: (k + 1) // 2], down[len(down) - k // 2 :]])
+    if which == "magnitude":
+        return down[down.abs().argsort(descending=True, stable=True)][:k]
+    return (down if which == "largest" else up)[:k]
+
+
+def check_pairs(dense: torch.Tensor, pairs: Eigenpairs, k: int, which: str, rtol: float) -> None:
+    everything, vectors = torch.linalg.eigvalsh(dense.double()), pairs.vectors
+    values, norm = pairs.values.double(), float(everything.abs().max())
+    assert pairs.converged
+    assert values.shape == pairs.residuals.shape == (k,)
+    assert vectors is not None
+    assert pairs.values.dtype == vectors.dtype == dense.dtype
+    torch.testing.assert_close(values, exact(dense, k, which), rtol=0, atol=2 * rtol * norm)
+    nearest = (values.unsqueeze(1) - everything).abs().min(1).values
+    assert (nearest <= pairs.residuals.double()).all()
+    rest = vectors @ dense - pairs.values.unsqueeze(1) * vectors
+    slack = 5 * torch.finfo(dense.dtype).eps * norm
+    assert (rest.norm(dim=1) <= pairs.residuals + slack).all()
+    assert (pairs.residuals <= rtol * norm + 10 * slack).all()
+    atol = 1e-12 if dense.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(
+        vectors @ vectors.t(), torch.eye(k, dtype=dense.dtype), rtol=0, atol=10 * rtol + atol
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("which", "method"), CASES)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_known_spectra(name, which, method, dtype):
+    operator = MatrixMap(matrix(name, N).to(dtype))
+    pairs = eigenvalues(operator, 5, which=which, method=method, generator=generator())
+    check_pairs(operator.matrix, pairs, 5, which, rtol=1e-5)
+    assert pairs.matvecs == operator.matvecs
+    assert pairs.method == method
+
+
+def test_a_thousand_rows_to_ten_digits():
+    operator = MatrixMap(matrix("indefinite", 1000))
+    pairs = eigenvalues(operator, 10, rtol=1e-10, generator=generator())
+    torch.testing.assert_close(pairs.values, 10.0 * torch.arange(10, 0, -1).double(), rtol=1e-12, atol=0)
+    assert pairs.converged
+    assert pairs.matvecs < 80
+
+
+COPIES = {
+    "copies at both ends": torch.cat(
+        [torch.tensor([5.0] * 3 + [4.0] * 2 + [3.0] * 5), torch.linspace(1, -1, 80), torch.tensor([-2.0] * 4)]
+    ),
+    "everything twice": torch.linspace(1, 0, 50).repeat_interleave(2),
+    "low rank": torch.cat([torch.tensor([5.0, 5.0, 4.0]), torch.zeros(97)]),
+    "one and copies": torch.cat([torch.tensor([2.0]), torch.ones(99)]),
+    "copies over a narrow bulk": torch.cat([torch.ones(3), 1e-6 * torch.linspace(-1, 1, 97)]),
+    "identity": 3 * torch.ones(100),
+    "zero": torch.zeros(100),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("which", ["largest", "smallest", "both"])
+@pytest.mark.parametrize("name", COPIES)
+def test_every_copy_of_a_repeated_eigenvalue(name, which, method):
+    dense = with_spectrum(COPIES[name])
+    for seed in range(3):
+        pairs = eigenvalues(MatrixMap(dense), 6, which=which, method=method, generator=generator(seed))
+        check_pairs(dense, pairs, 6, which, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("which", ["largest", "smallest", "both"])
+@pytest.mark.parametrize("n", [1, 2, 3, 12])
+def test_all_eigenvalues(n, which, method):
+    dense = torch.randn(n, n, dtype=torch.float64, generator=generator())
+    dense = dense + dense.t()
+    for k in {1, n}:
+        pairs = eigenvalues(MatrixMap(dense), k, which=which, method=method, generator=generator())
+        check_pairs(dense, pairs, k, which, rtol=1e-5)
+
+
+def test_all_of_a_hundred():
+    dense = matrix("flat", 100)
+    pairs = eigenvalues(MatrixMap(dense), 100, which="smallest", generator=generator())
+    check_pairs(dense, pairs, 100, "smallest", rtol=1e-12)
+    assert pairs.matvecs == 200
+
+
+@pytest.mark.parametrize("which", WHICH)
+def test_small_bases_and_blocks_agree_with_the_dense_solution(which):
+    dense = matrix("indefinite", N)
+    pairs = eigenvalues(MatrixMap(dense), 3, which=which, max_basis=8, generator=generator())
+    check_pairs(dense, pairs, 3, which, rtol=1e-5)
+
+
+@pytest.mark.parametrize("magnitude", [1e-25, 1e25])
+def test_any_magnitude(magnitude):
+    dense = (magnitude * matrix("indefinite", 100)).float()
+    pairs = eigenvalues(MatrixMap(dense), 3, generator=generator())
+    torch.testing.assert_close(pairs.values / magnitude, torch.tensor([100.0, 90.0, 80.0]), rtol=1e-5, atol=0)
+    assert pairs.converged
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_generator_state_gives_the_same_bits(method):
+    operator = MatrixMap(matrix("flat", 100))
+    first, second = (eigenvalues(operator, 3, method=method, generator=generator(7)) for _ in range(2))
+    assert torch.equal(first.values, second.values)
+    assert torch.equal(first.vectors, second.vectors)
+    assert torch.equal(first.residuals, second.residuals)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("max_products", [20, 25, 41])
+def test_a_budget_is_kept_and_what_is_reached_comes_with_its_bound(method, max_products):
+    operator = MatrixMap(matrix("flat", N))
+    pairs = eigenvalues(
+        operator, 3, method=method, max_products=max_products, rtol=1e-10, generator=generator()
+    )
+    assert operator.matvecs == pairs.matvecs <= max_products
+    assert not pairs.converged
+    assert "not converged" in repr(pairs)
+    nearest = (pairs.values.unsqueeze(1) - SPECTRA["flat"](N)).abs().min(1).values
+    assert (nearest <= pairs.residuals).all()
+    assert (pairs.values > 2.5).all()
+
+
+def test_copies_that_differ_by_rounding_do_not_prolong_the_search():
+    dense = with_spectrum(COPIES["identity"])
+    for seed in range(8):
+        assert eigenvalues(MatrixMap(dense), 6, generator=generator(seed)).matvecs <= 14
+
+
+def test_lobpcg_remembers_its_directions():
+    pairs = eigenvalues(MatrixMap(matrix("flat", N)), 3, method="lobpcg", generator=generator())
+    assert pairs.matvecs < 350  # steepest ascent, without them, takes far more
+
+
+def test_a_search_for_copies_that_was_cut_short_has_not_converged():
+    operator = MatrixMap(matrix("exponential", N))
+    whole = eigenvalues(operator, 3, generator=generator())
+    cut = eigenvalues(operator, 3, max_products=whole.matvecs - 1, generator=generator())
+    torch.testing.assert_close(cut.values, whole.values)
+    assert (cut.residuals < 1e-5).all()
+    assert whole.converged
+    assert not cut.converged
+
+
+def test_vectors_only_on_request():
+    pairs = eigenvalues(MatrixMap(matrix("flat", 50)), 2, vectors=False, generator=generator())
+    assert pairs.vectors is None
+    assert repr(pairs).startswith("2 eigenvalues from 2.9")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_values_are_differentiable(method):
+    dense = with_spectrum(torch.linspace(1, 5, 12))
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+    def gradient(values_of) -> torch.Tensor:
+        x = dense.clone().requires_grad_()
+        values = values_of((x + x.t()) / 2)
+        return torch.autograd.grad((weights * values**3).sum(), x)[0]
+
+    found = gradient(
+        lambda m: eigenvalues(MatrixMap(m), 3, method=method, rtol=1e-11, generator=generator()).values
+    )
+    expected = gradient(lambda m: torch.linalg.eigvalsh(m).flip(0)[:3])
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_the_sum_over_copies_is_differentiable():
+    x = with_spectrum(torch.tensor([2.0, 2.0, 1.0, 0.5, 0.0])).requires_grad_()
+    pairs = eigenvalues(MatrixMap(x), 2, generator=generator())
+    (found,) = torch.autograd.grad(pairs.values.sum(), x)
+    q = basis(5)[:, :2]
+    torch.testing.assert_close((found + found.t()) / 2, q @ q.t(), rtol=0, atol=1e-9)
+
+
+def test_the_second_derivative_is_refused():
+    x = matrix("flat", 12).clone().requires_grad_()
+    values = eigenvalues(MatrixMap(x), 2, generator=generator()).values
+    (first,) = torch.autograd.grad(values.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"eigenvalues\(operator, k\): .* first derivatives only"):
+        torch.autograd.grad((first**2).sum(), x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 0}, r"the operator is 10 x 10, so k must be from 1 to 10, got 0\."),
+        ({"k": 11}, r"the operator is 10 x 10, so k must be from 1 to 10, got 11\."),
+        ({"which": "top"}, "which must be one of largest, smallest, both, magnitude, got 'top'"),
+        ({"method": "qr"}, "method must be one of lanczos, lobpcg, got 'qr'"),
+        ({"rtol": -1.0}, r"rtol must be at least 0 and less than 1, got -1\.0"),
+        ({"rtol": float("nan")}, "rtol must be at least 0"),
+        ({"max_basis": 3}, r"max_basis must be at least k \+ 2 = 4, got 3"),
+        ({"max_products": 3}, "max_products must be at least 4 for k = 2, got 3"),
+        ({"max_products": 6, "method": "lobpcg"}, "max_products must be at least 7 for k = 2, got 6"),
+        ({"max_basis": 9, "method": "lobpcg"}, 'max_basis is for method="lanczos"'),
+        ({"which": "magnitude", "method": "lobpcg"}, 'which="magnitude" needs method="lanczos"'),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        eigenvalues(MatrixMap(torch.eye(10)), **{"k": 2, **arguments})
+
+
+def test_arguments_of_another_type():
+    with pytest.raises(TypeError, match="k must be an int, got float"):
+        eigenvalues(MatrixMap(torch.eye(10)), 2.0)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator"):
+        eigenvalues(MatrixMap(torch.eye(10)), 2, generator=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_products_that_are_not_finite_or_not_symmetric(method):
+    dense = torch.diag(torch.arange(10.0))
+    dense[3, 3] = float("nan")
+    with pytest.raises(ValueError, match=r"eigenvalues\(operator, k\): a product .* is not finite"):
+        eigenvalues(MatrixMap(dense), 2, method=method, generator=generator())
+    skew = torch.diag(torch.arange(10.0)) + torch.triu(torch.ones(10, 10))
+    with pytest.raises(ValueError, match=r"eigenvalues\(operator, k\): the operator is not symmetric"):
+        eigenvalues(MatrixMap(skew), 2, method=method, generator=generator())

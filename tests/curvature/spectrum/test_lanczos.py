@@ -1,0 +1,146 @@
+"""Lanczos against dense projections, at breakdowns, and in every magnitude."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.spectrum.lanczos import lanczos
+from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix
+
+N = 300
+
+
+def starts(count: int, n: int = N, dtype=torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, n, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def tridiagonal(state, i: int) -> torch.Tensor:
+    size = state.sizes[i]
+    beta = state.off_diagonal[i, : size - 1]
+    return torch.diag(state.diagonal[i, :size]) + torch.diag(beta, 1) + torch.diag(beta, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_bases_are_orthonormal_and_project_the_operator(name, dtype):
+    operator = MatrixMap(matrix(name, N).to(dtype))
+    state = lanczos(operator, starts(3, dtype=dtype), steps=40)
+    eps, norm = torch.finfo(dtype).eps, float(SPECTRA[name](N).abs().max())
+    for i, size in enumerate(state.sizes):
+        rows = state.basis[i, :size]
+        identity = torch.eye(size, dtype=dtype)
+        torch.testing.assert_close(rows @ rows.t(), identity, rtol=0, atol=50 * eps)
+        projected = (rows @ operator.matrix @ rows.t()).double()
+        torch.testing.assert_close(projected, tridiagonal(state, i), rtol=0, atol=100 * eps * norm)
+        rest = operator.matrix @ rows[-1] - rows.t() @ (projected[:, -1]).to(dtype)
+        torch.testing.assert_close(
+            rest.norm().double(), state.off_diagonal[i, -1] if size == 40 else torch.tensor(0.0).double(),
+            rtol=1e-3, atol=100 * eps * norm,
+        )  # fmt: skip
+    torch.testing.assert_close(state.first, state.basis[:, 0] @ operator.matrix, rtol=0, atol=20 * eps * norm)
+    assert state.matvecs == sum(state.sizes) == operator.matvecs
+
+
+def test_each_start_has_its_own_process():
+    operator, vectors = MatrixMap(matrix("indefinite", N)), starts(3)
+    together = lanczos(operator, vectors, steps=12)
+    for i in range(3):
+        alone = lanczos(operator, vectors[i : i + 1], steps=12)
+        torch.testing.assert_close(together.diagonal[i], alone.diagonal[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(together.basis[i], alone.basis[0], rtol=0, atol=1e-9)
+
+
+def test_a_process_ends_in_an_invariant_space_and_the_others_go_on():
+    q = basis(N)
+    operator = MatrixMap(matrix("indefinite", N))
+    vectors = torch.stack([q[:, 0], q[:, 0] + 2 * q[:, 5] + q[:, 9], starts(1)[0]])
+    state = lanczos(operator, vectors, steps=8)
+    assert state.sizes == [1, 3, 8]
+    assert operator.matvecs == state.matvecs == 12
+    values = torch.linalg.eigvalsh(tridiagonal(state, 1))
+    torch.testing.assert_close(values, SPECTRA["indefinite"](N)[[9, 5, 0]], rtol=1e-12, atol=0)
+    assert not state.basis[0, 1:].any()
+    assert not state.off_diagonal[0].any()
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -2.0])
+def test_scaled_identity_takes_one_step(value):
+    state = lanczos(MatrixMap(value * torch.eye(20)), starts(2, 20, torch.float32), steps=5)
+    assert state.sizes == [1, 1]
+    torch.testing.assert_close(state.diagonal[:, 0], torch.full((2,), value).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tiny_operators_and_more_steps_than_rows(n):
+    dense = torch.tensor([[2.0, 1.0], [1.0, -1.0]], dtype=torch.float64)[:n, :n]
+    state = lanczos(MatrixMap(dense), starts(1, n), steps=10)
+    assert state.sizes == [n]
+    values = torch.linalg.eigvalsh(tridiagonal(state, 0))
+    torch.testing.assert_close(values, torch.linalg.eigvalsh(dense), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e30])
+def test_squares_neither_overflow_nor_vanish(magnitude):
+    plain = lanczos(MatrixMap(matrix("flat", N).float()), starts(1, dtype=torch.float32), steps=5)
+    scaled = lanczos(
+        MatrixMap((magnitude * matrix("flat", N)).float()), starts(1, dtype=torch.float32) * 1e30, steps=5
+    )
+    assert scaled.sizes == [5]
+    torch.testing.assert_close(scaled.diagonal / magnitude, plain.diagonal, rtol=1e-5, atol=0)
+
+
+def test_the_same_starts_give_the_same_bits():
+    operator = MatrixMap(matrix("polynomial", N))
+    first, second = (lanczos(operator, starts(2), steps=20) for _ in range(2))
+    assert torch.equal(first.basis, second.basis)
+    assert torch.equal(first.diagonal, second.diagonal)
+
+
+def test_only_the_first_product_is_on_the_tape():
+    dense = matrix("flat", N).clone().requires_grad_()
+    state = lanczos(MatrixMap(dense), starts(1), steps=3)
+    assert state.first.requires_grad
+    assert not state.basis.requires_grad
+    assert not state.diagonal.requires_grad
+
+
+def test_bad_arguments():
+    operator = MatrixMap(torch.eye(4))
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        lanczos(operator, torch.ones(1, 4), steps=0)
+    with pytest.raises(ValueError, match=r"starts must be rows, shape \[num_starts, 4\], got \[1, 3\]"):
+        lanczos(operator, torch.ones(1, 3), steps=2)
+    for bad in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a start is zero or not finite"):
+            lanczos(operator, torch.full((1, 4), bad), steps=2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_product_that_is_not_finite(bad):
+    dense = torch.eye(4)
+    dense[2, 2] = bad
+    with pytest.raises(ValueError, match=r"lanczos\(operator, \.\.\.\): a product .* is not finite"):
+        lanczos(MatrixMap(dense), torch.ones(1, 4), steps=2)
+
+
+def test_products_of_another_shape():
+    operator = MatrixMap(torch.eye(4))
+    operator.products = lambda vectors: vectors[0]
+    with pytest.raises(ValueError, match=r"must have the shape of vectors, \[1, 4\], got \[4\]"):
+        lanczos(operator, torch.ones(1, 4), steps=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [0.1, 1.0])
+def test_operators_that_are_not_symmetric_are_seen(dtype, size):
+    dense = matrix("flat", 50).to(dtype)
+    skew = torch.randn(50, 50, dtype=dtype, generator=torch.Generator().manual_seed(1)) / 50**0.5
+    with pytest.raises(ValueError, match=r"is not symmetric: .* differ by .* of its norm"):
+        lanczos(MatrixMap(dense + size * (skew - skew.t())), starts(1, 50, dtype), steps=10)
+
+
+def test_the_error_of_finite_differences_is_no_asymmetry():
+    dense = matrix("flat", 50)
+    noise = 1e-7 * torch.randn(50, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    lanczos(MatrixMap(dense + noise), starts(1, 50), steps=40)

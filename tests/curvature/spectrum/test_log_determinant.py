@@ -1,0 +1,91 @@
+"""Log-determinants against torch.linalg.slogdet; the coverage of their intervals; refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.spectrum.log_determinant import log_determinant
+from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix
+
+N = 300
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_damped_low_rank_operator():
+    operator = MatrixMap(matrix("exponential", N))
+    found = log_determinant(operator, damping=1e-2, probes=30, generator=generator())
+    expected = (SPECTRA["exponential"](N) + 1e-2).log().sum()
+    assert abs(found.value - expected) <= 4 * found.stderr
+    assert found.converged
+    assert repr(found).startswith("log-determinant = ")
+
+
+def test_damping_is_a_shift_of_the_operator():
+    dense = matrix("flat", N)
+    inside = log_determinant(MatrixMap(dense + 0.5 * torch.eye(N)), generator=generator())
+    outside = log_determinant(MatrixMap(dense), damping=0.5, generator=generator())
+    torch.testing.assert_close(inside.value, outside.value, rtol=1e-10, atol=0)
+
+
+def test_intervals_cover_what_they_say():
+    spectrum = torch.logspace(0, 1, 60, dtype=torch.float64)
+    q = basis(60)
+    operator = MatrixMap((q * spectrum) @ q.t())
+    shared, covered = generator(), 0
+    for _ in range(100):
+        found = log_determinant(operator, steps=16, probes=10, generator=shared)
+        low, high = found.interval(0.9)
+        covered += bool(low <= spectrum.log().sum() <= high)
+    assert 83 <= covered <= 98
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_small_operators_are_nearly_exact(n):
+    diagonal = torch.arange(1.0, n + 1)
+    found = log_determinant(MatrixMap(torch.diag(diagonal)), generator=generator())
+    torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_derivative_is_that_of_the_dense_log_determinant():
+    scale = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    found = log_determinant(MatrixMap(torch.diag(scale)), damping=1.0, probes=2, generator=generator())
+    (gradient,) = torch.autograd.grad(found.value**3, scale)
+    torch.testing.assert_close(
+        gradient, 3 * found.value.detach() ** 2 / (scale.detach() + 1), rtol=1e-12, atol=0
+    )
+
+
+def test_an_indefinite_operator_is_refused_with_the_damping_that_helps():
+    operator = MatrixMap(matrix("indefinite", N))
+    with pytest.raises(
+        ValueError, match=r"not positive definite: .* -10 or less\. .* damping=2e\+01 or more"
+    ):
+        log_determinant(operator, generator=generator())
+    assert log_determinant(operator, damping=20.0, generator=generator()).value > 0
+    with pytest.raises(ValueError, match=r"an eigenvalue of -9 or less\. .* damping=2e\+01 or more"):
+        log_determinant(operator, damping=1.0, generator=generator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_singular_operator_is_refused(dtype):
+    low_rank = basis(N)[:5].t() @ basis(N)[:5]
+    for dense in (low_rank, torch.diag(torch.tensor([1.0, 2.0, 0.0]).double())):
+        with pytest.raises(ValueError, match="the operator is not positive definite"):
+            log_determinant(MatrixMap(dense.to(dtype)), generator=generator())
+    with pytest.raises(ValueError, match="an eigenvalue of 0 or less"):
+        log_determinant(MatrixMap(torch.zeros(3, 3, dtype=dtype)), generator=generator())
+
+
+@pytest.mark.parametrize("damping", [-1.0, float("nan")])
+def test_bad_damping(damping):
+    with pytest.raises(ValueError, match=r"log_determinant\(operator\): damping must be at least 0"):
+        log_determinant(MatrixMap(torch.eye(3)), damping=damping)
+
+
+def test_errors_name_this_call():
+    with pytest.raises(ValueError, match=r"log_determinant\(operator\): probes must be at least 1"):
+        log_determinant(MatrixMap(torch.eye(3)), probes=0)

@@ -1,0 +1,196 @@
+"""Gauss rules and traces of functions against the eigenvalues themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.curvature.spectrum.lanczos import lanczos
+from metagrad.curvature.spectrum.quadrature import gauss_rule, trace_of
+from tests.curvature.maps import SPECTRA, MatrixMap, basis, matrix
+
+N = 300
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_gauss_rules_are_exact_to_degree_2m_minus_1_and_not_beyond(name, steps):
+    dense = matrix(name, N) / SPECTRA[name](N).abs().max()
+    start = torch.randn(1, N, dtype=torch.float64, generator=generator())
+    q = (start / start.norm()).squeeze(0)
+    rule = gauss_rule(lanczos(MatrixMap(dense), start, steps=steps), 0)
+    power = q
+    for degree in range(2 * steps + 1):
+        found, expected = (rule.weights * rule.nodes**degree).sum(), q @ power
+        if degree < 2 * steps:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+        elif name in ("flat", "indefinite"):
+            assert abs(found - expected) > 1e-10
+        power = dense @ power
+
+
+def test_weights_are_those_of_the_eigenvectors_at_full_length():
+    dense = matrix("flat", 20)
+    values, vectors = torch.linalg.eigh(dense)
+    start = torch.randn(1, 20, dtype=torch.float64, generator=generator())
+    rule = gauss_rule(lanczos(MatrixMap(dense), start, steps=20), 0)
+    torch.testing.assert_close(rule.nodes, values, rtol=1e-10, atol=0)
+    expected = (start[0] @ vectors).square() / start.square().sum()
+    torch.testing.assert_close(rule.weights, expected, rtol=1e-8, atol=1e-12)
+
+
+def test_fewer_steps_are_a_shorter_process():
+    operator, start = MatrixMap(matrix("flat", N)), torch.ones(1, N, dtype=torch.float64)
+    short, long = (lanczos(operator, start, steps=steps) for steps in (5, 9))
+    torch.testing.assert_close(gauss_rule(long, 0, 5).nodes, gauss_rule(short, 0).nodes, rtol=1e-12, atol=0)
+    assert len(gauss_rule(long, 0, 20).nodes) == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("distribution", ["rademacher", "normal", "sphere"])
+def test_traces_of_functions(distribution, dtype):
+    operator = MatrixMap(matrix("flat", N).to(dtype))
+    for function in (torch.exp, torch.log, torch.reciprocal):
+        found = trace_of(
+            operator, function, steps=30, probes=30, distribution=distribution, generator=generator()
+        )
+        expected = function(SPECTRA["flat"](N)).sum()
+        assert found.value.dtype == found.stderr.dtype == dtype
+        assert abs(found.value - expected) <= 4 * found.stderr
+        assert found.stderr < 0.05 * expected.abs()
+        assert (found.samples, found.matvecs, found.converged) == (30, 900, True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_diagonal_operators_are_exact_with_signs(n):
+    diagonal = torch.arange(1.0, n + 1, dtype=torch.float64)
+    found = trace_of(MatrixMap(torch.diag(diagonal)), torch.log, generator=generator())
+    torch.testing.assert_close(found.value, diagonal.log().sum(), rtol=1e-13, atol=1e-13)
+    assert found.stderr < 1e-13
+    assert found.converged
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0])
+def test_multiples_of_the_identity_take_one_product_for_each_probe(value):
+    found = trace_of(MatrixMap(value * torch.eye(7)), lambda x: x**3 + 1, probes=4, generator=generator())
+    torch.testing.assert_close(found.value, torch.tensor(7 * (value**3 + 1)))
+    assert found.matvecs == 4
+
+
+def test_the_bytes_of_a_chunk_do_not_change_the_result():
+    operator = MatrixMap(matrix("polynomial", N))
+    one, some, default = (
+        trace_of(operator, torch.exp, steps=12, probes=6, chunk=chunk, generator=generator())
+        for chunk in (1, 2 * 12 * N * 8, "64MiB")
+    )
+    for other in (one, some):
+        torch.testing.assert_close(other.value, default.value, rtol=1e-12, atol=0)
+        torch.testing.assert_close(other.stderr, default.stderr, rtol=1e-8, atol=0)
+
+
+def test_at_most_a_chunk_of_probes_is_multiplied_at_once():
+    operator, sizes = MatrixMap(matrix("flat", N)), []
+    products = operator.products
+    operator.products = lambda vectors: sizes.append(len(vectors)) or products(vectors)
+    trace_of(operator, torch.exp, steps=5, probes=5, chunk=2 * 5 * N * 8, generator=generator())
+    assert sizes == [2] * 10 + [1] * 5
+
+
+def test_the_same_generator_state_gives_the_same_bits():
+    operator = MatrixMap(matrix("flat", N))
+    first, second = (trace_of(operator, torch.log, generator=generator(3)) for _ in range(2))
+    assert torch.equal(first.value, second.value)
+    assert torch.equal(first.stderr, second.stderr)
+
+
+def test_a_tolerance_stops_early_and_says_when_it_was_not_reached():
+    operator = MatrixMap(matrix("flat", N))
+    loose = trace_of(operator, torch.exp, probes=1000, rtol=0.05, generator=generator())
+    low, high = loose.interval(0.95)
+    assert loose.converged
+    assert loose.samples < 100
+    assert (high - low) / 2 <= 0.05 * loose.value
+    assert trace_of(operator, torch.exp, rtol=1e-6, steps=5, generator=generator()).samples == 256
+    tight = trace_of(operator, torch.exp, probes=10, rtol=1e-6, generator=generator())
+    assert not tight.converged
+    assert tight.samples == 10
+
+
+@pytest.mark.parametrize("function", [torch.log, torch.sqrt])
+@pytest.mark.parametrize("steps", [4, 6, 8, 12, 16])
+def test_too_few_steps_are_seen_and_widen_the_interval(steps, function):
+    spectrum = torch.logspace(-6, 0, 100, dtype=torch.float64)
+    q = basis(100)
+    operator = MatrixMap((q * spectrum) @ q.t())
+    few, all_steps = (
+        trace_of(operator, function, steps=m, probes=8, distribution="sphere", generator=generator())
+        for m in (steps, 100)
+    )
+    assert all_steps.converged
+    from_steps = (few.stderr**2 - all_steps.stderr**2).clamp(min=0).sqrt()
+    error = (few.value - all_steps.value).abs()  # of the steps: the probes are the same
+    assert error < 2 * from_steps
+    assert from_steps < (25 if steps == 6 else 10) * error
+
+
+def test_one_step_does_not_tell_its_error():
+    found = trace_of(MatrixMap(matrix("flat", N)), torch.log, steps=1, generator=generator())
+    assert torch.isinf(found.stderr)
+    assert not found.converged
+
+
+def test_the_derivative_is_the_trace_of_the_slope():
+    q = basis(12)
+    dense = (q * torch.linspace(1, 3, 12, dtype=torch.float64)) @ q.t()
+    x = ((dense + dense.t()) / 2).requires_grad_()
+    found = trace_of(
+        MatrixMap(x), torch.log, steps=8, probes=2000, distribution="sphere", generator=generator()
+    )
+    (gradient,) = torch.autograd.grad(found.value**2, x)
+    expected = 2 * found.value.detach() * torch.linalg.inv(x.detach())
+    error = (gradient + gradient.t()) / 2 - expected
+    assert error.norm() < 0.1 * expected.norm()
+
+
+def test_the_derivative_is_exact_where_probes_are():
+    scale = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64, requires_grad=True)
+    found = trace_of(MatrixMap(torch.diag(scale)), torch.log, probes=2, generator=generator())
+    (gradient,) = torch.autograd.grad(found.value, scale, create_graph=True)
+    torch.testing.assert_close(gradient, 1 / scale, rtol=1e-12, atol=0)
+    with pytest.raises(
+        NotImplementedError, match=r"trace_of\(operator, function\): .* first derivatives only"
+    ):
+        torch.autograd.grad(gradient.square().sum(), scale)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"probes": 0}, "probes must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"rtol": 0.0}, r"rtol must be positive, got 0\.0"),
+        ({"distribution": "cauchy"}, "distribution must be one of"),
+        ({"chunk": "much"}, "chunk must be bytes"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=rf"trace_of\(operator, function\): .*{message}"):
+        trace_of(MatrixMap(torch.eye(4)), torch.exp, **arguments)
+
+
+def test_arguments_of_another_type():
+    with pytest.raises(TypeError, match=r"steps must be an integer, got 2\.0"):
+        trace_of(MatrixMap(torch.eye(4)), torch.exp, steps=2.0)
+    with pytest.raises(TypeError, match=r"generator must be a torch\.Generator"):
+        trace_of(MatrixMap(torch.eye(4)), torch.exp, generator=1)
+
+
+def test_functions_that_are_not_finite_or_not_elementwise():
+    with pytest.raises(ValueError, match="function is not finite at -1, which is about an eigenvalue"):
+        trace_of(MatrixMap(-torch.eye(4)), torch.log)
+    with pytest.raises(ValueError, match="function must return a tensor of the shape of its argument"):
+        trace_of(MatrixMap(torch.eye(4)), torch.sum)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.models import batch_norm, composite_norms, instance_norm, layer_norm
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def affine(size):
+    return {"weight": draw(*size, seed=1).requires_grad_(), "bias": draw(*size, seed=2).requires_grad_()}
+
+
+LAYERS = {
+    "layer": (lambda: nn.LayerNorm(5), (4, 5)),
+    "layer over two axes": (lambda: nn.LayerNorm((3, 5)), (2, 3, 5)),
+    "layer without bias": (lambda: nn.LayerNorm(5, bias=False), (4, 5)),
+    "batch": (lambda: nn.BatchNorm1d(3), (6, 3)),
+    "batch of images": (lambda: nn.BatchNorm2d(3), (4, 3, 2, 2)),
+    "batch in evaluation": (lambda: nn.BatchNorm1d(3).eval(), (6, 3)),
+    "batch without affine or statistics": (
+        lambda: nn.BatchNorm1d(3, affine=False, track_running_stats=False),
+        (6, 3),
+    ),
+    "batch, all batches alike": (lambda: nn.BatchNorm1d(3, momentum=None), (6, 3)),
+    "instance": (lambda: nn.InstanceNorm2d(3), (2, 3, 3, 2)),
+    "instance with affine and statistics": (
+        lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+        (2, 3, 4),
+    ),
+    "instance in evaluation": (
+        lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True).eval(),
+        (2, 3, 4),
+    ),
+}
+
+
+def layer_of(name):
+    make, shape = LAYERS[name]
+    layer = make().double()
+    for index, p in enumerate(layer.parameters()):
+        p.data = draw(*p.shape, seed=10 + index)
+    return layer, draw(*shape).requires_grad_()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_first_gradients_and_statistics_equal_torch(name):
+    (fused, x), (composite, _) = layer_of(name), layer_of(name)
+    expected = fused(x)
+    with composite_norms():
+        found = composite(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dict(composite.named_buffers()), dict(fused.named_buffers()))
+    grads = [
+        torch.autograd.grad((y**3).sum(), [x, *layer.parameters()])
+        for y, layer in ((found, composite), (expected, fused))
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_order(name):
+    layer, x = layer_of(name)
+    names = [n for n, _ in layer.named_parameters()]
+
+    def fn(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
+
+    with composite_norms():
+        assert mg.gradcheck(fn, [x, *layer.parameters()], order=3)
+
+
+@pytest.mark.parametrize("name", ["layer", "batch", "instance"])
+def test_torch_is_wrong_at_order_3(name):
+    """What these functions are for; when this fails, torch has been mended."""
+    layer, x = layer_of(name)
+    with pytest.raises(Exception, match="order 3"):
+        mg.gradcheck(layer, x, order=3)
+
+
+def test_the_hessian_of_a_maml_objective():
+    batch = mg.tasks.Sinusoid(shots=4, queries=4).sample(2, generator=torch.Generator().manual_seed(0))
+    batch = mg.tasks.Batch(*(mg.tasks.Examples(e.x.double(), e.y.double()) for e in batch))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    maml = mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.05), steps=2)
+    params = dict(maml.named_parameters())
+    weight = params["model.0.weight"]
+
+    def gradient():
+        return torch.cat([g.flatten() for g in torch.autograd.grad(maml(batch).loss, list(params.values()))])
+
+    with composite_norms():
+        with mg.hessian(maml(batch).loss, params) as hessian:
+            row = hessian @ torch.eye(hessian.shape[0], dtype=torch.float64)[0]
+        sides = []
+        for step in (1e-5, -2e-5):
+            weight.data[0, 0] += step
+            sides.append(gradient())
+    torch.testing.assert_close(row, (sides[0] - sides[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_bad_input_is_named():
+    x = draw(1, 3)
+    with pytest.raises(ValueError, match=r"layer_norm\(input, normalized_shape\).*\(4,\), got \(1, 3\)"):
+        layer_norm(x, [4])
+    with pytest.raises(ValueError, match=r"batch_norm\(\.\.\., training=False\): expected running_mean"):
+        batch_norm(x, None, None)
+    with pytest.raises(ValueError, match=r"batch_norm\(input.*more than one value.*\(1, 3\)"):
+        batch_norm(x, None, None, training=True)
+    with pytest.raises(ValueError, match=r"instance_norm\(input.*more than one value.*\(1, 3\)"):
+        instance_norm(x)
+
+
+def test_outside_the_block_nothing_is_replaced():
+    x = draw(4, 5).requires_grad_()
+    with composite_norms():
+        F.layer_norm(x, [5])
+    assert "NativeLayerNorm" in type(F.layer_norm(x, [5]).grad_fn).__name__
