@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,8 +88,8 @@ class InnerLoop:
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
         _refuse_inference_mode()
-        fields = () if self.programs is None else (self.programs.fields(self.rule, params, steps),)
-        state, args = (params, self.rule.init(params), used), (x, y, *fields)
+        rules = () if self.programs is None else (self.programs.rule(self.rule, params, steps),)
+        state, args = (params, self.rule.init(params), used), (x, y, *rules)
         first = steps - self.differentiated(steps)
         collected = []
         if first:
@@ -132,11 +132,11 @@ class InnerLoop:
         create_graph = self.order == 2 and keep_graph
 
         def step(
-            state: tuple, t: int, x: Tensor, y: Tensor, fields: dict[str, Any] | None = None
+            state: tuple, t: int, x: Tensor, y: Tensor, compiled: Rule | None = None
         ) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
-            rule = self.rule if fields is None else type(self.rule)(**fields)
-            with phase("inner", t) if fields is None else contextlib.nullcontext():
+            rule = self.rule if compiled is None else compiled
+            with phase("inner", t) if compiled is None else contextlib.nullcontext():
                 losses, grads = self._gradients(loss, params, x, y, create_graph, t)
                 moved = rule.update(grads, rule_state, params)
                 if self.tolerance is None:

@@ -31,7 +31,7 @@ from metagrad.meta.reader import Reader
 from metagrad.meta.result import Adapted, MAMLOutput
 from metagrad.meta.tables import check_tables, find_rows
 from metagrad.meta.work import Work
-from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules import Params, Rule, with_batch_ndim
 from metagrad.optim.rules.walk import hyperparameters_in
 
 
@@ -259,6 +259,8 @@ class MAML(nn.Module):
             located = tasks._replace(rows=find_rows(self.model, self.sparse, inputs, chunk))
             parts = list(located.each() if chunk == 1 else located.split(chunk))
             shared = inner.sharing(len(parts), tasks.support_x.device)
+            if chunk != 1:
+                shared = dataclasses.replace(shared, rule=with_batch_ndim(shared.rule, 1))
             work = Work(self.objective, shared, labels, steps, stacked=chunk != 1)
             if shared.programs is not None:
                 return (*_concatenated([work.compiled(do, params, part) for part in parts]), chunk)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +66,8 @@ class Programs(Kernels):
         handed = [operand(tensor, True) for tensor in tensors]
         check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call)
 
-    def fields(self, rule: Rule, params: Params, steps: int) -> dict[str, Any]:
-        """Return the fields of a rule with every number as a 0-d tensor, so that another one needs no other code.
+    def rule(self, rule: Rule, params: Params, steps: int) -> Rule:
+        """Return a rule with every number as a 0-d tensor, so that another one needs no other code.
 
         Raises:
             ValueError: The rule has no value for the last of the steps, which compiled code cannot see.
@@ -76,7 +75,7 @@ class Programs(Kernels):
         if steps > self._longest.get(rule, 0):
             _take_step(rule, params, steps - 1)
             self._longest[rule] = steps
-        return hyperparameters(rule, params)
+        return with_tensors(rule, params)
 
 
 def _take_step(rule: Rule, params: Params, number: int) -> None:
@@ -86,21 +85,21 @@ def _take_step(rule: Rule, params: Params, number: int) -> None:
         rule.update({name: torch.zeros_like(p) for name, p in params.items()}, state, params)
 
 
-def hyperparameters(rule: Rule, params: Params) -> dict[str, Any]:
-    """Return the fields of a rule with every number as a 0-d tensor.
+def with_tensors(rule: Rule, params: Params) -> Rule:
+    """Return a rule with every number as a 0-d tensor.
 
-    The number 0 stays what it is: a rule leaves out the momentum or the decay that is not used.
+    The number 0 stays a number: a rule leaves out the momentum or the decay that is not used.
     """
     like = next(iter(params.values()))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
 
     def made(leaf: object) -> object:
-        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and leaf != 0:
-            return torch.full((), leaf, dtype=dtype, device=like.device)
-        return leaf
+        if not isinstance(leaf, (int, float)) or isinstance(leaf, bool):
+            return leaf
+        # A float among the arguments would be made a tensor by the loop.
+        return torch.full((), leaf, dtype=dtype, device=like.device) if leaf else 0
 
-    fields = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}  # type: ignore[arg-type]
-    return tree_map(made, {name: dict(v) if isinstance(v, Mapping) else v for name, v in fields.items()})
+    return tree_map(made, rule)
 
 
 def refuse_model(model: nn.Module, rows: Params) -> None:

@@ -24,16 +24,15 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[s
             )
     chosen = {id(table) for table in tables.values()}
     names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
-    for field in dataclasses.fields(rule):  # type: ignore[arg-type]
-        for mapping in _mappings(getattr(rule, field.name)):
-            for name in names:
-                value = mapping.get(name)
-                if isinstance(value, Tensor) and value.ndim > 1:
-                    raise ValueError(
-                        f"MAML(..., inner, sparse): {field.name}[{name!r}] has a value for each row of the table, "
-                        f"its shape is {tuple(value.shape)}, but only some rows are adapted. Give one value, or "
-                        "one for each column, or leave the table out of sparse."
-                    )
+    for mapping in _mappings(rule):
+        for name in names:
+            value = mapping.get(name)
+            if isinstance(value, Tensor) and value.ndim > 1:
+                raise ValueError(
+                    f"MAML(..., inner, sparse): a hyper-parameter has a value for each row of {name!r}, its shape is "
+                    f"{tuple(value.shape)}, but only some rows are adapted. Give one value, or one for each column, "
+                    "or leave the table out of sparse."
+                )
     return names
 
 
@@ -43,6 +42,9 @@ def _mappings(value: object) -> Iterator[Mapping[str, object]]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _mappings(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _mappings(getattr(value, field.name))
 
 
 def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Tensor], chunk: int) -> Params:

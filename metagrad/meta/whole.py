@@ -25,19 +25,17 @@ class MetaBatch(NamedTuple):
     """A meta-batch as a function of a list of tensors.
 
     Attributes:
-        work: What is done; its rule is one of the kind, with hyper-parameters that are among the tensors.
-        kind: The class of the rule.
-        structure: Where the tensors stand: parameters, tasks, fields of the rule.
+        work: What is done, but for the rule.
+        structure: Where the tensors stand: parameters, tasks, hyper-parameters of the rule.
     """
 
     work: Work
-    kind: type
     structure: Structure
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Adapt and judge: support losses, steps used, query losses, predictions."""
-        params, tasks, fields = self.structure.fill(tensors)
-        inner = dataclasses.replace(self.work.inner, rule=self.kind(**fields))
+        params, tasks, rule = self.structure.fill(tensors)
+        inner = dataclasses.replace(self.work.inner, rule=rule)
         return list(self.work._replace(inner=inner).judge(params, tasks))
 
 
@@ -97,10 +95,10 @@ class WholePrograms(Programs):
 
     def judge_all(self, work: Work, params: Params, tasks: Tasks) -> tuple[Tensor, ...]:
         """Return what :meth:`Work.judge` does, from one graph."""
-        rule = work.inner.rule
-        tensors, structure = dissect((params, tasks, self.fields(rule, params, work.steps)))
+        rule = self.rule(work.inner.rule, params, work.steps)
+        tensors, structure = dissect((params, tasks, rule))
         inner = dataclasses.replace(work.inner, programs=None)
-        batch = MetaBatch(work._replace(inner=inner), type(rule), structure)
+        batch = MetaBatch(work._replace(inner=inner), structure)
         if torch.is_grad_enabled():
             return _Whole.apply(self, batch, *tensors)  # type: ignore[return-value]
         operands = [operand(tensor) for tensor in tensors]

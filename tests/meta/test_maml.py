@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
+from metagrad.optim.rules import chain, clip_by_norm, mask
 from metagrad.tasks import Batch, Examples
 
 sgd = mg.optim.rules.sgd
@@ -492,3 +493,16 @@ def test_repr_names_the_algorithm():
     assert "steps=3, order=1, memory='step', inner=SGD" in repr(
         mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, order=1, memory="step")
     )
+
+
+def test_hyper_parameters_of_a_rule_within_a_rule_are_learned(regression):
+    lr = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+    rule = chain(clip_by_norm(1.0), mask(sgd(lr=lr), ["*.weight"]))
+    maml = mg.MAML(mlp(), F.mse_loss, inner=rule, steps=2)
+    assert any(p is lr for p in maml.parameters())
+    (gradient,) = torch.autograd.grad(maml(regression).loss, lr)
+    sides = []
+    for step in (1e-6, -2e-6):
+        lr.data += step
+        sides.append(maml(regression).loss.detach())
+    torch.testing.assert_close(gradient, (sides[0] - sides[1]) / 2e-6, rtol=1e-6, atol=0)

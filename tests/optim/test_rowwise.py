@@ -9,11 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metagrad as mg
-from metagrad.optim.rules.adagrad import adagrad
-from metagrad.optim.rules.adam import adam
-from metagrad.optim.rules.rmsprop import rmsprop
-from metagrad.optim.rules.rowwise import rowwise
-from metagrad.optim.rules.sgd import sgd
+from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, rmsprop, rowwise, sgd
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.row_sparse import RowSparse
 from metagrad.sparse.rows.table import RowTable
@@ -24,7 +20,12 @@ STILL = {
     "sgd": sgd(0.1),
     "momentum": sgd(0.1, momentum=0.9),
     "nesterov": sgd(0.1, momentum=0.9, nesterov=True),
+    "dampening": sgd(0.1, momentum=0.9, dampening=0.3),
+    "maximize": sgd(0.1, maximize=True),
     "adam": adam(0.1),
+    "amsgrad": adam(0.1, amsgrad=True, maximize=True),
+    "adadelta": adadelta(1.0, eps=1e-2),
+    "lion": lion(0.1),
     "adagrad": adagrad(0.1),
     "adagrad, options": adagrad(0.1, lr_decay=0.1, initial_accumulator_value=0.2),
     "rmsprop": rmsprop(0.01),
@@ -35,7 +36,8 @@ STILL = {
 DECAYING = {
     "sgd": sgd(0.1, weight_decay=0.1),
     "nesterov": sgd(0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adamw": adam(0.1, weight_decay=0.1, decoupled=True),
+    "adamw": adamw(0.1, weight_decay=0.1),
+    "lion": lion(0.1, weight_decay=0.1),
     "per column": sgd(0.1, weight_decay={"table": torch.tensor([0.1, 0.0, 0.3], dtype=torch.float64)}),
 }
 RULES = {**{f"still: {k}": r for k, r in STILL.items()}, **{f"decaying: {k}": r for k, r in DECAYING.items()}}
@@ -241,7 +243,7 @@ class Unknown:
 
 
 def test_a_rule_of_an_unknown_kind_is_refused():
-    with pytest.raises(TypeError, match="with their property decays_linearly, got Unknown"):
+    with pytest.raises(TypeError, match="property decays_linearly, got Unknown"):
         rowwise(Unknown())
 
 

@@ -1,19 +1,42 @@
 """Rules: frozen hyper-parameters with a pure ``init`` and ``update``."""
 
+from metagrad.optim.rules.adadelta import Adadelta, AdadeltaState, adadelta
 from metagrad.optim.rules.adagrad import Adagrad, AdagradState, adagrad
-from metagrad.optim.rules.adam import Adam, AdamState, adam
+from metagrad.optim.rules.adam import Adam, AdamState, adam, adamw
+from metagrad.optim.rules.chain import Chain, ChainState, chain
+from metagrad.optim.rules.clip import ClipByNorm, ClipByValue, ClipState, clip_by_norm, clip_by_value
+from metagrad.optim.rules.lion import Lion, LionState, lion
+from metagrad.optim.rules.lookahead import Lookahead, LookaheadState, lookahead
+from metagrad.optim.rules.mask import Mask, MaskState, mask
+from metagrad.optim.rules.muon import Muon, MuonState, muon
 from metagrad.optim.rules.rmsprop import RMSprop, RMSpropState, rmsprop
 from metagrad.optim.rules.rowwise import Rowwise, RowwiseState, rowwise
-from metagrad.optim.rules.rule import Hyperparameter, Params, Rule
+from metagrad.optim.rules.rule import Hyperparameter, Params, Rule, Transform, with_batch_ndim
+from metagrad.optim.rules.schedule import Schedule, ScheduleState, schedule
 from metagrad.optim.rules.sgd import SGD, SGDState, sgd
 
 __all__ = [
     "SGD",
+    "Adadelta",
+    "AdadeltaState",
     "Adagrad",
     "AdagradState",
     "Adam",
     "AdamState",
+    "Chain",
+    "ChainState",
+    "ClipByNorm",
+    "ClipByValue",
+    "ClipState",
     "Hyperparameter",
+    "Lion",
+    "LionState",
+    "Lookahead",
+    "LookaheadState",
+    "Mask",
+    "MaskState",
+    "Muon",
+    "MuonState",
     "Params",
     "RMSprop",
     "RMSpropState",
@@ -21,9 +44,23 @@ __all__ = [
     "RowwiseState",
     "Rule",
     "SGDState",
+    "Schedule",
+    "ScheduleState",
+    "Transform",
+    "adadelta",
     "adagrad",
     "adam",
+    "adamw",
+    "chain",
+    "clip_by_norm",
+    "clip_by_value",
+    "lion",
+    "lookahead",
+    "mask",
+    "muon",
     "rmsprop",
     "rowwise",
+    "schedule",
     "sgd",
+    "with_batch_ndim",
 ]

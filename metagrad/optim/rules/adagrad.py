@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from metagrad.optim.rules.rule import (
-    Hyperparameter,
-    Params,
-    check_hyperparameter,
-    is_used,
-    plus_scaled,
-    root,
-    strided,
-    values_at,
-)
+from metagrad.optim.rules.arithmetic import plus_scaled, root
+from metagrad.optim.rules.hyperparameters import check_hyperparameter, is_used
+from metagrad.optim.rules.per_parameter import PerParameter
+from metagrad.optim.rules.rule import Hyperparameter, Params
 
 
 class AdagradState(NamedTuple):
@@ -27,50 +22,50 @@ class AdagradState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Adagrad:
+class Adagrad(PerParameter):
     """The rule that :func:`adagrad` makes."""
 
     lr: Hyperparameter
     lr_decay: Hyperparameter = 0.0
     eps: Hyperparameter = 1e-10
     weight_decay: Hyperparameter = 0.0
-    initial_accumulator_value: float = 0.0
+    initial_accumulator_value: float | Tensor = 0.0
+    maximize: bool = False
+
+    call, State = "adagrad(...)", AdagradState
+    hyper = ("lr", "lr_decay", "eps", "weight_decay")
+    nested = ("initial_accumulator_value",)
 
     def __post_init__(self) -> None:
-        for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):
-            check_hyperparameter("adagrad(...)", name, getattr(self, name))
+        super().__post_init__()
+        check_hyperparameter(self.call, "initial_accumulator_value", self.initial_accumulator_value)
 
     @property
     def decays_linearly(self) -> bool:
         """A step with a zero gradient is not linear in the parameters: their decay goes through the root."""
         return False
 
-    def init(self, params: Params) -> AdagradState:
-        """Return the state before the first step."""
-        start = self.initial_accumulator_value
-        return AdagradState(0, {key: torch.full_like(p, start) for key, p in params.items()})
+    def slots(self, param: Tensor) -> tuple[Tensor]:
+        """Return the sum before the first step."""
+        return ((torch.zeros_like(param) + self.initial_accumulator_value).to(param.dtype),)
 
-    def update(
-        self, grads: Params, state: AdagradState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, AdagradState]:
-        """Take one step; ``curvature`` is not used."""
-        lrs, shrinkages, epsilons, decays = (
-            values_at(name, getattr(self, name), state.step, params)
-            for name in ("lr", "lr_decay", "eps", "weight_decay")
-        )
-        olds, directions = list(params.values()), strided("adagrad(...)", grads, params)
-        if is_used(self.weight_decay):
-            directions = plus_scaled(directions, decays, olds)
-        totals = [state.total[key] + g * g for key, g in zip(params, directions, strict=True)]
-        news = [
-            w - (lr / (1 + state.step * shrinkage)) * g / (root(total) + eps)
-            for w, g, total, lr, shrinkage, eps in zip(
-                olds, directions, totals, lrs, shrinkages, epsilons, strict=True
-            )
-        ]
-        return dict(zip(params, news, strict=True)), AdagradState(
-            state.step + 1, dict(zip(params, totals, strict=True))
-        )
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        total: Tensor,
+        *,
+        lr: float | Tensor,
+        lr_decay: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a parameter and its sum after one step."""
+        if is_used(weight_decay):
+            g = plus_scaled(g, weight_decay, w)
+        total = total + g * g
+        return w - (lr / (1 + step * lr_decay)) * g / (root(total) + eps), total
 
 
 def adagrad(
@@ -79,7 +74,8 @@ def adagrad(
     lr_decay: Hyperparameter = 0.0,
     eps: Hyperparameter = 1e-10,
     weight_decay: Hyperparameter = 0.0,
-    initial_accumulator_value: float = 0.0,
+    initial_accumulator_value: float | Tensor = 0.0,
+    maximize: bool = False,
 ) -> Adagrad:
     r"""Make the rule of Adagrad; equal to ``torch.optim.Adagrad`` step for step.
 
@@ -95,14 +91,16 @@ def adagrad(
         lr_decay: How fast it shrinks from step to step, :math:`\gamma`.
         eps: What is added to the root.
         weight_decay: The factor of the parameters that is added to their gradients.
-        initial_accumulator_value: The sum :math:`s_0` before the first step, a number.
+        initial_accumulator_value: The sum :math:`s_0` before the first step, a number or a 0-d tensor.
+        maximize: Climb: take the gradient with the other sign.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
         ValueError: A number is negative; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``update``, a gradient is sparse: use ``rowwise``.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse: use ``rowwise``.
 
     Example:
         >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)
@@ -121,4 +119,5 @@ def adagrad(
         eps=eps,
         weight_decay=weight_decay,
         initial_accumulator_value=initial_accumulator_value,
+        maximize=maximize,
     )

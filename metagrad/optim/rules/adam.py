@@ -8,18 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.rule import (
-    Hyperparameter,
-    Params,
-    average,
-    check_fraction,
-    check_hyperparameter,
-    is_used,
-    plus_scaled,
-    root,
-    strided,
-    values_at,
-)
+from metagrad.optim.rules.arithmetic import average, plus_scaled, root
+from metagrad.optim.rules.hyperparameters import is_used
+from metagrad.optim.rules.per_parameter import PerParameter
+from metagrad.optim.rules.rule import Hyperparameter, Params
 
 
 class AdamState(NamedTuple):
@@ -28,63 +20,66 @@ class AdamState(NamedTuple):
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes of the parameters
     square: Params  # averages of their squares
+    peak: Params | None  # the largest of these so far; None unless amsgrad
 
 
 @dataclass(frozen=True, eq=False)
-class Adam:
-    """The rule that :func:`adam` makes."""
+class Adam(PerParameter):
+    """The rule that :func:`adam` and :func:`adamw` make."""
 
     lr: Hyperparameter
     betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999)
     eps: Hyperparameter = 1e-8
     weight_decay: Hyperparameter = 0.0
     decoupled: bool = False
+    amsgrad: bool = False
+    maximize: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_hyperparameter("adam(...)", name, getattr(self, name))
-        for index, beta in enumerate(self.betas):
-            check_fraction("adam(...)", f"betas[{index}]", beta)
+    State = AdamState
+    hyper = ("lr", "betas", "eps", "weight_decay")
+    fractions = ("betas",)
+
+    @property
+    def call(self) -> str:  # type: ignore[reportIncompatibleVariableOverride]
+        """The name that users know."""
+        return "adamw(...)" if self.decoupled else "adam(...)"
 
     @property
     def decays_linearly(self) -> bool:
         """A step with a zero gradient is linear in the parameters and the state."""
         return self.decoupled
 
-    def init(self, params: Params) -> AdamState:
-        """Return the state before the first step."""
-        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
-        return AdamState(0, zeros, dict(zeros))
+    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Return averages of zero, and no peak unless asked."""
+        zeros = torch.zeros_like(param)
+        return zeros, zeros, zeros if self.amsgrad else None
 
-    def update(
-        self, grads: Params, state: AdamState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, AdamState]:
-        """Take one step; ``curvature`` is not used."""
-        at = {name: self._values(name, state.step, params) for name in ("lr", "eps", "weight_decay")}
-        first = values_at("betas[0]", self.betas[0], state.step, params)
-        second = values_at("betas[1]", self.betas[1], state.step, params)
-        olds, directions = list(params.values()), strided("adam(...)", grads, params)
-        if is_used(self.weight_decay) and not self.decoupled:
-            directions = plus_scaled(directions, at["weight_decay"], olds)
-        elif is_used(self.weight_decay):
-            olds = [w * (1 - lr * d) for w, lr, d in zip(olds, at["lr"], at["weight_decay"], strict=True)]
-        means = [average(state.mean[k], b, g) for k, b, g in zip(params, first, directions, strict=True)]
-        squares = [
-            average(state.square[k], b, g * g) for k, b, g in zip(params, second, directions, strict=True)
-        ]
-        steps = state.step + 1
-        news = [
-            w - (lr / (1 - b1**steps)) * m / (root(v) / (1 - b2**steps) ** 0.5 + eps)
-            for w, m, v, lr, b1, b2, eps in zip(
-                olds, means, squares, at["lr"], first, second, at["eps"], strict=True
-            )
-        ]
-        return dict(zip(params, news, strict=True)), AdamState(
-            steps, dict(zip(params, means, strict=True)), dict(zip(params, squares, strict=True))
-        )
-
-    def _values(self, name: str, step: int, params: Params) -> list[float | Tensor]:
-        return values_at(name, getattr(self, name), step, params)
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        peak: Tensor | None,
+        *,
+        lr: float | Tensor,
+        beta1: float | Tensor,
+        beta2: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Return a parameter, its averages and their peak after one step."""
+        if is_used(weight_decay):
+            if self.decoupled:
+                w = w * (1 - lr * weight_decay)
+            else:
+                g = plus_scaled(g, weight_decay, w)
+        steps = step + 1
+        mean, square = average(mean, beta1, g), average(square, beta2, g * g)
+        peak = None if peak is None else torch.maximum(peak, square)
+        scale = root(square if peak is None else peak) / (1 - beta2**steps) ** 0.5
+        return w - (lr / (1 - beta1**steps)) * mean / (scale + eps), mean, square, peak
 
 
 def adam(
@@ -94,8 +89,10 @@ def adam(
     eps: Hyperparameter = 1e-8,
     weight_decay: Hyperparameter = 0.0,
     decoupled: bool = False,
+    amsgrad: bool = False,
+    maximize: bool = False,
 ) -> Adam:
-    r"""Make the rule of Adam; equal to ``torch.optim.Adam`` and ``AdamW`` step for step.
+    r"""Make the rule of Adam; equal to ``torch.optim.Adam`` step for step.
 
     .. math::
         m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2 \\
@@ -111,14 +108,17 @@ def adam(
         eps: What is added to the root; it bounds the step where gradients vanish.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients; if
             ``decoupled``, of the step :math:`\eta \lambda w` that shrinks them beside Adam's.
-        decoupled: Decay the weights apart from the gradients (AdamW, whose default decay is 0.01).
+        decoupled: Decay the weights apart from the gradients, see :func:`adamw`.
+        amsgrad: Divide by the root of the largest :math:`v` so far, so that step sizes never grow.
+        maximize: Climb: take the gradient with the other sign.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
         ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``update``, a gradient is sparse: use ``rowwise``.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse: use ``rowwise``.
 
     Example:
         The first step is as long as ``lr``, whatever the gradient:
@@ -130,7 +130,66 @@ def adam(
         tensor([0.5000, 2.5000])
 
     References:
-        Kingma, Ba, "Adam: a method for stochastic optimization", ICLR 2015, algorithm 1; Loshchilov, Hutter,
-        "Decoupled weight decay regularization", ICLR 2019, algorithm 2.
+        Kingma, Ba, "Adam: a method for stochastic optimization", ICLR 2015, algorithm 1; Reddi, Kale, Kumar, "On
+        the convergence of Adam and beyond", ICLR 2018, algorithm 2, whose bias is corrected here as in torch.
     """
-    return Adam(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=decoupled)
+    return Adam(
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )
+
+
+def adamw(
+    lr: Hyperparameter = 1e-3,
+    *,
+    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999),
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 1e-2,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> Adam:
+    r"""Make the rule of AdamW; equal to ``torch.optim.AdamW`` step for step.
+
+    .. math:: w_t = (1 - \eta \lambda) \, w_{t-1} - \text{the step of Adam}
+
+    Args:
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
+        betas: As for :func:`adam`.
+        eps: As for :func:`adam`.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        amsgrad: As for :func:`adam`.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        ValueError: As for :func:`adam`.
+        TypeError: As for :func:`adam`.
+
+    Example:
+        Without a gradient the weights decay alone:
+
+        >>> rule = metagrad.optim.rules.adamw(lr=0.5, weight_decay=0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> rule.update({"w": torch.zeros(2)}, rule.init(params), params)[0]["w"]
+        tensor([0.7500, 1.5000])
+
+    References:
+        Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019, algorithm 2; the decay is that of
+        torch, scaled by :math:`\eta`.
+    """
+    return adam(
+        lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=True,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )

@@ -6,19 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from metagrad.optim.rules.rule import (
-    Hyperparameter,
-    Params,
-    average,
-    check_fraction,
-    check_hyperparameter,
-    is_used,
-    plus_scaled,
-    root,
-    strided,
-    values_at,
-)
+from metagrad.optim.rules.arithmetic import average, plus_scaled, root
+from metagrad.optim.rules.hyperparameters import is_used
+from metagrad.optim.rules.per_parameter import PerParameter
+from metagrad.optim.rules.rule import Hyperparameter, Params
 
 
 class RMSpropState(NamedTuple):
@@ -31,7 +24,7 @@ class RMSpropState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RMSprop:
+class RMSprop(PerParameter):
     """The rule that :func:`rmsprop` makes."""
 
     lr: Hyperparameter
@@ -40,55 +33,49 @@ class RMSprop:
     weight_decay: Hyperparameter = 0.0
     momentum: Hyperparameter = 0.0
     centered: bool = False
+    maximize: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay", "momentum"):
-            check_hyperparameter("rmsprop(...)", name, getattr(self, name))
-        check_fraction("rmsprop(...)", "alpha", self.alpha)
+    call, State = "rmsprop(...)", RMSpropState
+    hyper = ("lr", "alpha", "eps", "weight_decay", "momentum")
+    fractions = ("alpha",)
 
     @property
     def decays_linearly(self) -> bool:
         """A step with a zero gradient is not linear in the parameters: their decay goes through the root."""
         return False
 
-    def init(self, params: Params) -> RMSpropState:
-        """Return the state before the first step."""
+    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Return averages and a velocity of zero, as far as there are such."""
+        zeros = torch.zeros_like(param)
+        return zeros, zeros if self.centered else None, zeros if is_used(self.momentum) else None
 
-        def zeros(wanted: bool) -> Params | None:
-            return {key: torch.zeros_like(p) for key, p in params.items()} if wanted else None
-
-        squares = zeros(True)
-        assert squares is not None
-        return RMSpropState(0, squares, zeros(self.centered), zeros(is_used(self.momentum)))
-
-    def update(
-        self, grads: Params, state: RMSpropState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, RMSpropState]:
-        """Take one step; ``curvature`` is not used."""
-        lrs, alphas, epsilons, decays, momenta = (
-            values_at(name, getattr(self, name), state.step, params)
-            for name in ("lr", "alpha", "eps", "weight_decay", "momentum")
-        )
-        olds, directions = list(params.values()), strided("rmsprop(...)", grads, params)
-        if is_used(self.weight_decay):
-            directions = plus_scaled(directions, decays, olds)
-        squares = [
-            average(state.square[k], a, g * g) for k, a, g in zip(params, alphas, directions, strict=True)
-        ]
-        means, variances = None, squares
-        if state.mean is not None:
-            means = [average(state.mean[k], a, g) for k, a, g in zip(params, alphas, directions, strict=True)]
-            variances = [square - m * m for square, m in zip(squares, means, strict=True)]
-        moves = [g / (root(v) + eps) for g, v, eps in zip(directions, variances, epsilons, strict=True)]
-        if state.momentum is not None:
-            moves = plus_scaled(moves, momenta, [state.momentum[key] for key in params])
-        news = plus_scaled(olds, lrs, moves, sign=-1)
-        return dict(zip(params, news, strict=True)), RMSpropState(
-            state.step + 1,
-            dict(zip(params, squares, strict=True)),
-            None if means is None else dict(zip(params, means, strict=True)),
-            None if state.momentum is None else dict(zip(params, moves, strict=True)),
-        )
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        square: Tensor,
+        mean: Tensor | None,
+        velocity: Tensor | None,
+        *,
+        lr: float | Tensor,
+        alpha: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+        momentum: float | Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        """Return a parameter, its averages and its velocity after one step."""
+        if is_used(weight_decay):
+            g = plus_scaled(g, weight_decay, w)
+        square = average(square, alpha, g * g)
+        variance = square
+        if mean is not None:
+            mean = average(mean, alpha, g)
+            variance = square - mean * mean
+        direction = g / (root(variance) + eps)
+        if velocity is not None:
+            direction = velocity = plus_scaled(direction, momentum, velocity)
+        return plus_scaled(w, lr, direction, sign=-1), square, mean, velocity
 
 
 def rmsprop(
@@ -99,6 +86,7 @@ def rmsprop(
     weight_decay: Hyperparameter = 0.0,
     momentum: Hyperparameter = 0.0,
     centered: bool = False,
+    maximize: bool = False,
 ) -> RMSprop:
     r"""Make the rule of RMSprop; equal to ``torch.optim.RMSprop`` step for step.
 
@@ -118,13 +106,15 @@ def rmsprop(
         weight_decay: The factor of the parameters that is added to their gradients.
         momentum: The share :math:`\mu` of the last velocity that is kept; 0 keeps none.
         centered: Divide by the root of the variance of the gradients instead of their second moment.
+        maximize: Climb: take the gradient with the other sign.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
         ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``update``, a gradient is sparse: use ``rowwise``.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse: use ``rowwise``.
 
     Example:
         >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)
@@ -139,5 +129,11 @@ def rmsprop(
         ``centered``.
     """
     return RMSprop(
-        lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered
+        lr=lr,
+        alpha=alpha,
+        eps=eps,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        centered=centered,
+        maximize=maximize,
     )

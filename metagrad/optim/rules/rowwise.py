@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.rule import Params, Rule, is_used
+from metagrad.optim.rules.hyperparameters import is_used
+from metagrad.optim.rules.rule import Params, Rule, RuleNode
 from metagrad.sparse.rows.kernels import gather_rows
 from metagrad.sparse.rows.row_sparse import RowSparse
 from metagrad.sparse.rows.table import RowTable
@@ -27,21 +28,23 @@ class RowwiseState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rowwise:
+class Rowwise(RuleNode):
     """The rule that :func:`rowwise` makes."""
 
     rule: Rule
 
+    nested = ("rule",)
+
     def __post_init__(self) -> None:
         if not hasattr(self.rule, "decays_linearly"):
             raise TypeError(
-                f"rowwise(rule): expected sgd, adam, adagrad or rmsprop, or a rule with their property "
-                f"decays_linearly, got {type(self.rule).__name__}."
+                "rowwise(rule): expected sgd, adam, adamw, adagrad, rmsprop, adadelta or lion, or a rule with their "
+                f"property decays_linearly, got {type(self.rule).__name__}, which does not move rows one by one."
             )
         if self._decays and not self.rule.decays_linearly:  # type: ignore[reportAttributeAccessIssue]
             raise ValueError(
                 f"rowwise(rule): with weight decay in its gradients, {type(self.rule).__name__} moves every row in "
-                "its own way, touched or not. Use adam(..., decoupled=True) or sgd, or no weight decay."
+                "its own way, touched or not. Use adamw, lion or sgd, or no weight decay."
             )
 
     @property
@@ -131,17 +134,18 @@ def rowwise(rule: Rule) -> Rowwise:
 
     Without weight decay the result is the dense rule's, bit for bit: the same operations on the same numbers.
     With it, the factor is a product that the dense rule takes one multiplication at a time, and results are equal
-    to rounding. Weight decay must be linear in the weights: of ``sgd``, or decoupled (``adam(decoupled=True)``).
+    to rounding. Weight decay must be linear in the weights: of ``sgd``, or decoupled (``adamw``, ``lion``).
 
     New parameters are :class:`RowTable`, which :func:`embedding` looks up, and whose ``write_()`` writes them back
     into the table; they and the state are differentiable, and keep their structure in :func:`metagrad.unroll`.
 
     Args:
-        rule: ``sgd``, ``adam``, ``adagrad`` or ``rmsprop``. Hyper-parameters with a value for each element of a
-            parameter have the shape of a row, ``[D...]``.
+        rule: ``sgd``, ``adam``, ``adamw``, ``adagrad``, ``rmsprop``, ``adadelta`` or ``lion``. Hyper-parameters with
+            a value for each element of a parameter have the shape of a row, ``[D...]``.
 
     Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``, for tables alone.
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``, for tables alone: in a model,
+        ``mask(rowwise(rule), tables, other=rule)``.
 
     Raises:
         ValueError: The rule decays weights through its gradients' squares; in ``init``, it moves rows whose

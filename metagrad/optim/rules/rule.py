@@ -1,14 +1,13 @@
-"""What a rule is, and the forms its hyper-parameters take."""
+"""What a rule is, and how one knows of tasks that are stacked."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
-
-from metagrad.sparse.rows.row_sparse import RowSparse
+from torch.utils import _pytree as pytree
 
 Params: TypeAlias = dict[str, Tensor]
 """Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
@@ -17,9 +16,16 @@ Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Seq
 """A number; a 0-d tensor; a 1-d tensor or a sequence with one value for each step; or a mapping with one value
 for each parameter by name: a number, a 0-d tensor, or a tensor of the parameter's shape, for its elements."""
 
+R = TypeVar("R")
+
 
 class Rule(Protocol):
-    """An optimizer as two pure functions; its hyper-parameters are the fields of a frozen dataclass."""
+    """An optimizer as two pure functions; its hyper-parameters are the fields of a frozen dataclass.
+
+    A rule that treats an element of a parameter by itself does not care whether tasks are stacked. Any other
+    (matrices, norms) declares a field ``batch_ndim: int = 0``, says in ``init`` and ``update`` that so many first
+    axes of each parameter count tasks, and :func:`with_batch_ndim` sets it wherever it occurs in a rule.
+    """
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step: a tree of tensors and constants."""
@@ -32,144 +38,95 @@ class Rule(Protocol):
         ...
 
 
-def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, above: float = 0.0) -> None:
-    """Refuse a value of an unknown form, or a number below a bound (tensors may be learned: they pass)."""
-    if isinstance(value, Tensor):
-        if value.ndim > 1:
-            raise ValueError(
-                f"{call}: {name} must be a scalar, or 1-d with a value for each step, got shape "
-                f"{tuple(value.shape)}. Values for each parameter are a dict by parameter name."
-            )
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(item, (int, float, Tensor)):
-                raise TypeError(
-                    f"{call}: {name}[{key!r}] must be a number or a tensor, got {type(item).__name__}."
-                )
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            check_hyperparameter(call, name, item, above=above)
-    elif not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{call}: {name} must be a number, a tensor, a sequence with one value for each step, or a dict by "
-            f"parameter name, got {type(value).__name__}."
-        )
-    elif not value >= above:
-        raise ValueError(f"{call}: {name} must be at least {above:g}, got {value}.")
+class Transform(Protocol):
+    """What stands before the rule in a chain: it makes other gradients of the gradients."""
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step: a tree of tensors and constants."""
+        ...
+
+    def transform(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        """Return new gradients and a new state, both differentiable; nothing is written in place."""
+        ...
 
 
-def check_fraction(call: str, name: str, value: Hyperparameter) -> None:
-    """Refuse a value of an unknown form, or a number outside of [0, 1)."""
-    check_hyperparameter(call, name, value)
-    if isinstance(value, (int, float)) and value >= 1:
-        raise ValueError(f"{call}: {name} must be below 1, got {value}.")
+class RuleNode:
+    """A rule, or a part of one, that is a node of torch's trees.
 
-
-def at_step(
-    name: str, value: Hyperparameter, step: int | Tensor
-) -> float | Tensor | Mapping[str, float | Tensor]:
-    """Choose the value of one step; its number is a tensor where the step is compiled."""
-    per_step = value.ndim == 1 if isinstance(value, Tensor) else isinstance(value, Sequence)
-    if not per_step:
-        return value  # type: ignore[return-value]
-    if isinstance(step, Tensor):
-        return _selected(value, step)  # type: ignore[arg-type]
-    if step >= len(value):  # type: ignore[arg-type]
-        raise ValueError(
-            f"rule.update: {name} has one value for each of {len(value)} steps, but this is "  # type: ignore[arg-type]
-            f"step {step} (the first is 0). Give more values, or take fewer steps."
-        )
-    return value[step]  # type: ignore[index]
-
-
-def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[str, Tensor]:
-    """Choose the value of a step without looking at its number; beyond the last it is NaN."""
-    if not isinstance(values, Tensor):
-        if isinstance(values[0], Mapping):
-            return {key: _selected([value[key] for value in values], step) for key in values[0]}  # type: ignore[misc]
-        values = torch.stack([torch.as_tensor(value, device=step.device) for value in values])
-    chosen = values.index_select(0, step.clamp(max=len(values) - 1).reshape(1)).squeeze(0)
-    return torch.where(step < len(values), chosen, torch.nan)
-
-
-def by_parameter(
-    name: str, value: float | Tensor | Mapping[str, float | Tensor], params: Params
-) -> list[float | Tensor]:
-    """Choose the value of each parameter, in the order of ``params``."""
-    if not isinstance(value, Mapping):
-        return [value] * len(params)
-    if value.keys() != params.keys():
-        unknown, missing = sorted(value.keys() - params.keys()), sorted(params.keys() - value.keys())
-        raise ValueError(
-            f"rule.update: {name} must have one entry for each parameter by name; "
-            f"unknown: {unknown}, missing: {missing}. The parameters are {sorted(params)}."
-        )
-    return [_fitting(name, key, value[key], param) for key, param in params.items()]
-
-
-def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
-    """Choose the value of each parameter at one step, in the order of ``params``."""
-    return by_parameter(name, at_step(name, value, step), params)
-
-
-def is_used(value: Hyperparameter) -> bool:
-    """Say whether a hyper-parameter is anything but the number 0."""
-    return not (isinstance(value, (int, float)) and value == 0)
-
-
-def plus_scaled(
-    bases: list[Tensor], scales: list[float | Tensor], directions: list[Tensor], sign: int = 1
-) -> list[Tensor]:
-    """Compute ``base + sign * scale * direction`` for each parameter.
-
-    Not by ``torch._foreach_add``, which keeps its operands for a backward that needs none of them.
+    So whatever takes trees (``unroll``, ``torch.func``, a compiled loop) finds the hyper-parameters of a rule, also
+    within the rules that it is made of. Subclasses are frozen dataclasses; all fields but ``hyper`` and ``nested``
+    are structure: flags, counts, names, functions.
     """
-    return [
-        _plus_scaled(base, scale, direction, sign)
-        for base, scale, direction in zip(bases, scales, directions, strict=True)
-    ]
+
+    hyper: ClassVar[tuple[str, ...]] = ()
+    """The fields that are hyper-parameters."""
+    nested: ClassVar[tuple[str, ...]] = ()
+    """The fields that are trees of anything else: rules, and constants."""
+
+    def __init_subclass__(cls, **keywords: object) -> None:
+        super().__init_subclass__(**keywords)
+        pytree.register_pytree_node(
+            cls,
+            _flatten,
+            lambda children, context: _unflatten(cls, children, context),
+            flatten_with_keys_fn=_flatten_with_keys,  # type: ignore[reportArgumentType]
+        )
 
 
-def _plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: int) -> Tensor:
-    if not isinstance(scale, Tensor):
-        return torch.add(base, direction, alpha=sign * scale)
-    if isinstance(base, RowSparse) or isinstance(direction, RowSparse):
-        return torch.add(base, direction * scale, alpha=sign)
-    return torch.addcmul(base, direction, scale, value=sign)
+def _flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    leaves = (*node.hyper, *node.nested)
+    names = [field.name for field in dataclasses.fields(node)]
+    # A mapping of another kind would be a leaf: nn.ParameterDict is one.
+    children = [_plain(getattr(node, name)) for name in names if name in leaves]
+    return children, tuple((name, None if name in leaves else getattr(node, name)) for name in names)
 
 
-def average(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
-    """Update a running average, of which the share ``kept`` stays."""
-    return kept * old + (1 - kept) * new
+def _flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    children, context = _flatten(node)
+    keys = [pytree.GetAttrKey(name) for name, _ in context if name in (*node.hyper, *node.nested)]
+    return list(zip(keys, children, strict=True)), context
 
 
-def root(value: Tensor) -> Tensor:
-    r"""Compute :math:`\sqrt{x}`, with all derivatives 0 at :math:`x = 0`.
+def _unflatten(cls: Any, children: Any, context: tuple[Any, ...]) -> Any:
+    supply = iter(children)
+    leaves = (*cls.hyper, *cls.nested)
+    return cls(**{name: next(supply) if name in leaves else static for name, static in context})
 
-    The derivative of the root is infinite there, and zero times infinity is NaN: a second moment that is zero,
-    as in a row whose gradient is zero, would make every meta-gradient NaN.
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def with_batch_ndim(rule: R, batch_ndim: int) -> R:
+    """Return a rule for parameters whose first axes, so many, count tasks.
+
+    Args:
+        rule: Any rule, or a chain or another composition of rules.
+        batch_ndim: 1 for parameters ``[tasks, ...]``; 0 for those of one task.
+
+    Returns:
+        The rule, with every field ``batch_ndim`` in it set; the rule itself where it has none, which is to say that
+        it treats elements one by one.
+
+    Example:
+        >>> from metagrad.optim.rules.rule import with_batch_ndim
+        >>> rules = metagrad.optim.rules
+        >>> stacked = with_batch_ndim(rules.chain(rules.clip_by_norm(1.0), rules.sgd(1.0)), 1)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> gradients = {"w": torch.tensor([[0.0, 4.0], [0.5, 0.0]])}
+        >>> stacked.update(gradients, stacked.init(params), params)[0]["w"]
+        tensor([[ 0.0000, -1.0000],
+                [-0.5000,  0.0000]])
     """
-    zero = value == 0
-    return torch.where(zero, 0, torch.where(zero, 1, value).sqrt())
-
-
-def strided(call: str, grads: Params, params: Params) -> list[Tensor]:
-    """Return the gradients in the order of ``params``; refuse sparse ones, whose update would be dense."""
-    for key in params:
-        if isinstance(grads[key], RowSparse):
-            raise TypeError(
-                f"{call}.update: the gradient of {key!r} is RowSparse, and this rule moves every row. Use "
-                f"rowwise({call}) for its table, or make the gradient dense by .to_dense()."
-            )
-    return [grads[key] for key in params]
-
-
-def _fitting(name: str, key: str, value: float | Tensor, param: Tensor) -> float | Tensor:
-    if isinstance(value, Tensor) and value.ndim:
-        trailing = param.shape[max(param.ndim - value.ndim, 0) :]
-        if value.shape != trailing:
-            raise ValueError(
-                f"rule.update: {name}[{key!r}] must be a scalar or have the parameter's shape "
-                f"{tuple(trailing)}, got {tuple(value.shape)}."
-            )
-    return value
+    if isinstance(rule, tuple):
+        parts = tuple(with_batch_ndim(part, batch_ndim) for part in rule)
+        return rule if all(new is old for new, old in zip(parts, rule, strict=True)) else parts  # type: ignore[return-value]
+    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+        return rule
+    changes = {}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        new = batch_ndim if field.name == "batch_ndim" else with_batch_ndim(value, batch_ndim)
+        if new is not value:
+            changes[field.name] = new
+    return dataclasses.replace(rule, **changes) if changes else rule

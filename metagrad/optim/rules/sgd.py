@@ -8,14 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.rule import (
-    Hyperparameter,
-    Params,
-    check_hyperparameter,
-    is_used,
-    plus_scaled,
-    values_at,
-)
+from metagrad.optim.rules.arithmetic import plus_scaled
+from metagrad.optim.rules.hyperparameters import is_used
+from metagrad.optim.rules.per_parameter import PerParameter
+from metagrad.optim.rules.rule import Hyperparameter, Params
 
 
 class SGDState(NamedTuple):
@@ -26,63 +22,76 @@ class SGDState(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SGD:
+class SGD(PerParameter):
     """The rule that :func:`sgd` makes."""
 
     lr: Hyperparameter
     momentum: Hyperparameter = 0.0
+    dampening: Hyperparameter = 0.0
     weight_decay: Hyperparameter = 0.0
     nesterov: bool = False
+    maximize: bool = False
+
+    call, State = "sgd(...)", SGDState
+    hyper = ("lr", "momentum", "dampening", "weight_decay")
+    takes_rows = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and not is_used(self.momentum):
+            raise ValueError("sgd(..., nesterov=True): Nesterov's momentum needs momentum, got 0.")
+        if self.nesterov and isinstance(self.dampening, (int, float)) and self.dampening != 0:
+            raise ValueError(
+                f"sgd(..., nesterov=True): Nesterov's momentum is not dampened, got dampening={self.dampening}."
+            )
 
     @property
     def decays_linearly(self) -> bool:
         """A step with a zero gradient is linear in the parameters and the velocities."""
         return True
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            check_hyperparameter("sgd(...)", name, getattr(self, name))
-        if self.nesterov and not is_used(self.momentum):
-            raise ValueError("sgd(..., nesterov=True): Nesterov's momentum needs momentum, got 0.")
+    def slots(self, param: Tensor) -> tuple[Tensor | None]:
+        """Return a velocity of zero, if there is one."""
+        return (torch.zeros_like(param) if is_used(self.momentum) else None,)
 
-    def init(self, params: Params) -> SGDState:
-        """Return the state before the first step."""
-        if not is_used(self.momentum):
-            return SGDState(0, None)
-        return SGDState(0, {key: torch.zeros_like(p) for key, p in params.items()})
-
-    def update(
-        self, grads: Params, state: SGDState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, SGDState]:
-        """Take one step; ``curvature`` is not used."""
-        olds = list(params.values())
-        directions = [grads[key] for key in params]
-        if is_used(self.weight_decay):
-            directions = plus_scaled(directions, self._values("weight_decay", state, params), olds)
-        velocities = state.momentum
-        if velocities is not None:
-            momenta = self._values("momentum", state, params)
-            moving = plus_scaled(directions, momenta, [velocities[key] for key in params])
-            directions = plus_scaled(directions, momenta, moving) if self.nesterov else moving
-            velocities = dict(zip(params, moving, strict=True))
-        news = plus_scaled(olds, self._values("lr", state, params), directions, sign=-1)
-        return dict(zip(params, news, strict=True)), SGDState(state.step + 1, velocities)
-
-    def _values(self, name: str, state: SGDState, params: Params) -> list[float | Tensor]:
-        return values_at(name, getattr(self, name), state.step, params)
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        velocity: Tensor | None,
+        *,
+        lr: float | Tensor,
+        momentum: float | Tensor,
+        dampening: float | Tensor,
+        weight_decay: float | Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a parameter and its velocity after one step."""
+        if is_used(weight_decay):
+            g = plus_scaled(g, weight_decay, w)
+        if velocity is not None:
+            fresh = g
+            if is_used(dampening):
+                begun = step.clamp(max=1) if isinstance(step, Tensor) else min(step, 1)
+                fresh = g * (1 - begun * dampening)
+            velocity = plus_scaled(fresh, momentum, velocity)
+            g = plus_scaled(g, momentum, velocity) if self.nesterov else velocity
+        return plus_scaled(w, lr, g, sign=-1), velocity
 
 
 def sgd(
     lr: Hyperparameter,
     *,
     momentum: Hyperparameter = 0.0,
+    dampening: Hyperparameter = 0.0,
     weight_decay: Hyperparameter = 0.0,
     nesterov: bool = False,
+    maximize: bool = False,
 ) -> SGD:
     r"""Make the rule of stochastic gradient descent; equal to ``torch.optim.SGD`` step for step.
 
     .. math::
-        d_t &= g_t + \lambda w_t, \qquad v_{t+1} = \mu v_t + d_t \\
+        d_t &= g_t + \lambda w_t, \qquad v_{t+1} = \mu v_t + (1 - \tau) d_t \\
         w_{t+1} &= w_t - \eta \, (d_t + \mu v_{t+1} \text{ if nesterov, else } v_{t+1})
 
     Every hyper-parameter is a number or a tensor that may require grad, and takes the forms of
@@ -91,16 +100,18 @@ def sgd(
     Args:
         lr: The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.
         momentum: The share :math:`\mu` of the last velocity that is kept; 0 keeps none.
+        dampening: The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients.
         nesterov: Look ahead along the new velocity.
+        maximize: Climb: take the gradient with the other sign.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
 
     Raises:
-        ValueError: A number is negative, or ``nesterov`` without momentum; in ``update``, when a value for a
-            step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form.
+        ValueError: A number is negative, ``nesterov`` without momentum or with dampening; in ``update``, a value
+            for a step or a parameter is missing, or a gradient.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex.
 
     Example:
         >>> rule = metagrad.optim.rules.sgd(lr=0.5)
@@ -113,4 +124,11 @@ def sgd(
         Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013,
         section 2; Li et al., "Meta-SGD", arXiv:1707.09835.
     """
-    return SGD(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
+    return SGD(
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+    )

@@ -1,0 +1,215 @@
+"""One table of rules: every row is held to every invariant. Adding a rule means adding a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from metagrad.optim import rules
+
+SHAPES = {"w": (3, 2), "b": (2,), "scale": ()}
+MATRICES = {"w": (3, 2), "v": (2, 4)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, with hyper-parameters to be given as numbers, tensors and whatever else they may be."""
+
+    make: Callable[..., Any]
+    hyper: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    counterpart: Callable[..., torch.optim.Optimizer] | None = None  # takes hyper and flags as they are
+    renamed: dict[str, Any] = field(default_factory=dict)  # flags, as the counterpart knows them, if others
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
+    smooth: dict[str, Any] = field(
+        default_factory=dict
+    )  # hyper-parameters and flags with which differences work
+    for_all: tuple[str, ...] = ()  # hyper-parameters that are not by parameter
+    no_elements: tuple[str, ...] = ()  # those that have no value for each element
+    by_step: bool = True  # whether hyper-parameters may have a value for each step, or each parameter
+
+    def rule(self, form: Callable[[Any], Any] = lambda value: value, **more: Any) -> Any:
+        """Make the rule, with its hyper-parameters in a form."""
+        return self.make(**formed({**self.hyper, **more}, form), **self.flags)
+
+    def smooth_hyper(self) -> dict[str, Any]:
+        """Return the numbers with which finite differences can follow."""
+        return {**self.hyper, **{k: v for k, v in self.smooth.items() if type(v) is float}}
+
+    def smooth_flags(self) -> dict[str, Any]:
+        """Return the flags that go with them."""
+        return {**self.flags, **{k: v for k, v in self.smooth.items() if type(v) is not float}}
+
+    def params(self, dtype=torch.float64, seed=0, tasks=()):
+        """Draw parameters that require grad."""
+        return {key: p.requires_grad_() for key, p in draw(self.shapes, dtype, seed, tasks).items()}
+
+    def grads(self, dtype=torch.float64, seed=1, tasks=()):
+        """Draw gradients."""
+        return draw(self.shapes, dtype, seed, tasks)
+
+    def loss(self, p):
+        """Return a smooth loss that uses all parameters."""
+        if self.shapes is MATRICES:
+            return torch.tanh(p["w"] @ p["v"]).pow(2).sum() + p["w"].pow(4).sum() / 4
+        return (torch.tanh(p["w"] + p["b"]) * p["scale"]).pow(2).sum() + p["b"].pow(4).sum()
+
+
+def formed(hyper, form):
+    """Give every number a form; betas are two."""
+    return {k: tuple(map(form, v)) if isinstance(v, tuple) else form(v) for k, v in hyper.items()}
+
+
+def draw(shapes, dtype=torch.float64, seed=0, tasks=()):
+    """Draw a tensor for each shape; 0.1 away from zero, where derivatives have kinks."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        key: torch.randn((*tasks, *shape), generator=generator, dtype=torch.float64)
+        for key, shape in shapes.items()
+    }
+    return {key: (p + 0.1 * p.sign()).to(dtype) for key, p in drawn.items()}
+
+
+def scalar(value, dtype=torch.float64):
+    """Make a number a tensor that requires grad."""
+    return torch.tensor(value, dtype=dtype, requires_grad=True)
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A schedule that can be pickled."""
+
+    start: Any
+
+    def __call__(self, step):
+        return self.start * 0.5**step
+
+
+def is_vector(name):
+    return name != "w"
+
+
+def clipped(lr, max_norm, max_value):
+    return rules.chain(
+        rules.clip_by_value(max_value), rules.clip_by_norm(max_norm), rules.sgd(lr, momentum=0.9)
+    )
+
+
+def scheduled(lr, momentum):
+    return rules.schedule(rules.rmsprop(momentum=0.5, eps=1e-2), lr=Decay(lr), momentum=Decay(momentum))
+
+
+def masked(lr, other_lr):
+    return rules.mask(rules.adam(lr, eps=1e-2), is_vector, other=rules.sgd(other_lr, momentum=0.5))
+
+
+def mixed(lr, max_norm):
+    """Matrices by one rule and the rest by another, under a clip, two steps forward and one back."""
+    hidden = rules.muon(lr, ns_dtype=None, ns_steps=1, eps=1e-2)
+    both = rules.mask(hidden, ["w"], other=rules.adamw(lr, eps=1e-2))
+    return rules.lookahead(rules.chain(rules.clip_by_norm(max_norm), both), k=2)
+
+
+def muon_of_torch(params, **options):
+    optimizer = getattr(torch.optim, "Muon", None)
+    return pytest.skip("torch has Muon from 2.9 on") if optimizer is None else optimizer(params, **options)
+
+
+def climbing(*rows):
+    return {
+        f"{name}, maximize": Case(*row, flags={"maximize": True}, counterpart=other)
+        for name, other, *row in rows
+    }
+
+
+sgd, adam, adamw, rmsprop, adagrad = rules.sgd, rules.adam, rules.adamw, rules.rmsprop, rules.adagrad
+SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta = (
+    getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta")
+)
+EPS = {"eps": 1e-2}
+CASES = {
+    "sgd": Case(sgd, {"lr": 0.05}, counterpart=SGD),
+    "sgd, momentum": Case(sgd, {"lr": 0.05, "momentum": 0.9}, counterpart=SGD),
+    "sgd, decay": Case(sgd, {"lr": 0.05, "weight_decay": 0.1}, counterpart=SGD),
+    "sgd, dampening": Case(
+        sgd, {"lr": 0.05, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}, counterpart=SGD
+    ),
+    "sgd, nesterov": Case(
+        sgd, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}, {"nesterov": True}, counterpart=SGD
+    ),
+    "adam": Case(adam, {"lr": 0.05}, counterpart=Adam, smooth=EPS),
+    "adam, betas": Case(adam, {"lr": 0.05, "eps": 1e-3, "betas": (0.5, 0.6)}, counterpart=Adam, smooth=EPS),
+    "adam, decay": Case(adam, {"lr": 0.05, "weight_decay": 0.1}, counterpart=Adam, smooth=EPS),
+    "adam, decoupled": Case(
+        adam, {"lr": 0.05, "weight_decay": 0.1}, {"decoupled": True}, AdamW, {"decoupled": None}, smooth=EPS
+    ),
+    "adam, amsgrad": Case(
+        adam, {"lr": 0.05, "betas": (0.9, 0.5)}, {"amsgrad": True}, counterpart=Adam, smooth=EPS
+    ),
+    "adamw": Case(adamw, {"lr": 0.05}, counterpart=AdamW, smooth=EPS),
+    "adamw, all": Case(
+        adamw,
+        {"lr": 0.05, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-3},
+        {"amsgrad": True, "maximize": True},
+        counterpart=AdamW,
+        smooth=EPS,
+    ),
+    "adagrad": Case(adagrad, {"lr": 0.05}, counterpart=Adagrad, smooth=EPS),
+    "adagrad, options": Case(
+        adagrad, {"lr": 0.05, "lr_decay": 0.2, "eps": 1e-3, "weight_decay": 0.1}, counterpart=Adagrad, smooth=EPS
+    ),
+    "adagrad, start": Case(
+        adagrad, {"lr": 0.05}, {"initial_accumulator_value": 0.3}, counterpart=Adagrad, smooth=EPS
+    ),
+    "rmsprop": Case(rmsprop, {"lr": 0.05}, counterpart=RMSprop, smooth=EPS),
+    "rmsprop, options": Case(
+        rmsprop, {"lr": 0.05, "alpha": 0.5, "eps": 1e-3, "weight_decay": 0.1}, counterpart=RMSprop, smooth=EPS
+    ),
+    "rmsprop, momentum": Case(rmsprop, {"lr": 0.05, "momentum": 0.9}, counterpart=RMSprop, smooth=EPS),
+    "rmsprop, centered": Case(
+        rmsprop,
+        {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.1},
+        {"centered": True},
+        counterpart=RMSprop,
+        smooth=EPS,
+    ),
+    "adadelta": Case(rules.adadelta, {"lr": 1.0}, counterpart=Adadelta, smooth=EPS),
+    "adadelta, options": Case(
+        rules.adadelta, {"lr": 0.5, "rho": 0.6, "eps": 1e-3, "weight_decay": 0.1}, counterpart=Adadelta, smooth=EPS
+    ),
+    "lion": Case(rules.lion, {"lr": 0.05}),
+    "lion, options": Case(rules.lion, {"lr": 0.05, "betas": (0.5, 0.6), "weight_decay": 0.1}, {"maximize": True}),
+    **climbing(
+        ("sgd", SGD, sgd, {"lr": 0.001, "momentum": 0.5, "weight_decay": 0.1}),
+        ("adam", Adam, adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-2}),
+        ("rmsprop", RMSprop, rmsprop, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-2}),
+        ("adagrad", Adagrad, adagrad, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-2}),
+        ("adadelta", Adadelta, rules.adadelta, {"lr": 1.0, "weight_decay": 0.1, "eps": 1e-2}),
+    ),
+    "muon": Case(
+        rules.muon,
+        {"lr": 0.05},
+        counterpart=muon_of_torch,
+        shapes=MATRICES,
+        no_elements=("eps",),
+        smooth={**EPS, "ns_dtype": None, "ns_steps": 2},
+    ),
+    "muon, options": Case(
+        rules.muon,
+        {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.2, "eps": 1e-6},
+        {"nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (2.0, -1.5, 0.5)},
+        counterpart=muon_of_torch,
+        shapes=MATRICES,
+        no_elements=("eps",),
+        smooth={**EPS, "ns_dtype": None, "ns_steps": 1},
+    ),
+    "clip": Case(clipped, {"lr": 0.05, "max_norm": 0.5, "max_value": 0.7}, for_all=("max_norm",)),
+    "schedule": Case(scheduled, {"lr": 0.05, "momentum": 0.5}, by_step=False),
+    "mask": Case(masked, {"lr": 0.05, "other_lr": 0.1}, for_all=("lr", "other_lr")),
+    "all at once": Case(mixed, {"lr": 0.05, "max_norm": 0.5}, for_all=("lr", "max_norm")),
+}  # fmt: skip
+over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
