@@ -20,9 +20,12 @@ from metagrad.autograd.compiled_unroll import unroll_compiled
 from metagrad.autograd.lint import refuse_defects
 from metagrad.autograd.schedule import Step, plain
 from metagrad.autograd.unroll import unroll
+from metagrad.meta.curvature import inner_curvature
+from metagrad.meta.objective import LossFn
 from metagrad.meta.programs import Programs
 from metagrad.meta.tables import look_up
 from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules.curvature import Curvature, needs_curvature
 
 Loss = Callable[[Params, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
@@ -54,6 +57,7 @@ class InnerLoop:
         tolerance: The gradient norm at which a task stops; None means that it never does.
         chain: The model by blocks and its loss, where gradients are taken block by block.
         programs: What has been compiled; None compiles nothing.
+        loss_fn: The loss of predictions and targets, of which a rule may ask the Gauss-Newton matrix.
     """
 
     rule: Rule
@@ -63,6 +67,7 @@ class InnerLoop:
     tolerance: float | None = None
     chain: Chain | None = None
     programs: Programs | None = None
+    loss_fn: LossFn | None = None
 
     @property
     def kept(self) -> Memory | Literal["block"]:
@@ -137,8 +142,8 @@ class InnerLoop:
             params, rule_state, used = state
             rule = self.rule if compiled is None else compiled
             with phase("inner", t) if compiled is None else contextlib.nullcontext():
-                losses, grads = self._gradients(loss, params, x, y, create_graph, t)
-                moved = rule.update(grads, rule_state, params)
+                losses, grads, curvature = self._gradients(loss, params, x, y, create_graph, t)
+                moved = rule.update(grads, rule_state, params, curvature)
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
                 active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
@@ -148,19 +153,30 @@ class InnerLoop:
 
     def _gradients(
         self, loss: Loss, params: Params, x: Tensor, y: Tensor, create_graph: bool, t: int
-    ) -> tuple[Tensor, Params]:
+    ) -> tuple[Tensor, Params, Curvature | None]:
         if torch.compiler.is_compiling():
-            return _functional_gradients(loss, params, x, y, self.order)
+            return *_functional_gradients(loss, params, x, y, self.order), None
+        is_due = needs_curvature(self.rule, t)
         if self.chain is not None:
-            losses, grads = block_gradient(self.chain, params, x, y)
-            return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
+            predictions, (losses, grads) = None, block_gradient(self.chain, params, x, y)
+        else:
+            losses, predictions = self._losses(loss, params, x, y)
+            total = losses.sum()
+            if (create_graph or is_due) and t == 0:
+                refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
+            grads = _gradients(total, params, create_graph or is_due)
+        curvature = None
+        if is_due:
+            curvature = inner_curvature(
+                params, grads, self.loss_fn, predictions, y, losses.ndim > 0, create_graph=create_graph
+            )
+        return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
+
+    def _losses(self, loss: Loss, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         losses, predictions = loss(params, x, y)
         if self.programs is not None:
             self.programs.prediction = tuple(predictions.shape[losses.ndim :])
-        total = losses.sum()
-        if create_graph and t == 0:
-            refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
-        return losses, _gradients(total, params, create_graph)
+        return losses, predictions
 
 
 def _functional_gradients(

@@ -123,7 +123,7 @@ class MAML(nn.Module):
         self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
-        self.inner = InnerLoop(inner, order, "full", truncate, tolerance, programs=programs)
+        self.inner = InnerLoop(inner, order, "full", truncate, tolerance, programs=programs, loss_fn=loss_fn)
         if memory == "block":
             if sparse:
                 raise ValueError(

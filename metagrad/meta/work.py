@@ -18,6 +18,7 @@ from metagrad.meta.objective import Labels, Objective, check_labels
 from metagrad.meta.programs import refuse_model
 from metagrad.meta.whole import WholePrograms
 from metagrad.optim.rules import Params
+from metagrad.optim.rules.curvature import needs_curvature
 
 
 class Work(NamedTuple):
@@ -72,6 +73,8 @@ class Work(NamedTuple):
             raise UncompilableError(
                 'memory="block" sweeps the blocks of a model by graphs of their own (memory="step" can be compiled)'
             )
+        if needs_curvature(self.inner.rule, 0):
+            raise UncompilableError("its rule asks for curvature, which is taken from the tape")
         refuse_model(self.objective.model, tasks.rows)
         assert self.inner.programs is not None
         if self.inner.programs.prediction is not None:

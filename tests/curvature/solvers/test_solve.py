@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metagrad as mg
-from metagrad.curvature.solvers import implicit
 from metagrad.curvature.operators.hessian import hessian
+from metagrad.curvature.solvers import implicit
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
