@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -61,3 +62,11 @@ class AutocastState:
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
             yield
+
+
+@contextlib.contextmanager
+def forward_mode() -> Iterator[None]:
+    """Keep torch's word about itself to itself: it builds decompositions with torch.jit, on their first use."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)
+        yield

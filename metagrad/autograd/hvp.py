@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.autograd.ambient import forward_mode
 from metagrad.autograd.blocks import BlockwiseGradient, block_gradient, filled
 from metagrad.autograd.chain_record import record_chain
 from metagrad.autograd.chain_types import Chain
@@ -136,7 +137,7 @@ def _forward(
     weights: list[Tensor],
     create_graph: bool,
 ) -> Products:
-    with torch.set_grad_enabled(create_graph):
+    with torch.set_grad_enabled(create_graph), forward_mode():
         try:
             (gradient, loss), (product, _) = torch.func.jvp(  # type: ignore[reportAssignmentType]
                 torch.func.grad_and_value(fn), (leaves,), (weights,)

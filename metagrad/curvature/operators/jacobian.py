@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from metagrad.autograd.ambient import AutocastState
+from metagrad.autograd.ambient import AutocastState, forward_mode
 from metagrad.autograd.graph import graph_nodes
 from metagrad.autograd.missing import MissingDerivative, named_if_missing, refuse_missing
 from metagrad.autograd.variables import end_nodes, stacked
@@ -177,10 +177,11 @@ class Jacobian:
                     together=False,
                     create_graph=True,
                 )
-            rest = iter(found)
-            parts = [
-                [g if (g := next(rest)) is None else g.squeeze(0) for _ in v.inputs] for v in self.variables
-            ]
+                rest = iter(found)
+                parts = [
+                    [g if (g := next(rest)) is None else g.squeeze(0) for _ in v.inputs]
+                    for v in self.variables
+                ]
             self._pulled = _Pulled(cotangents, parts)
         return self._pulled
 
@@ -219,9 +220,7 @@ class Jacobian:
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Draw the random numbers and cast as the graph did."""
-        with self._evaluation.random.restored(), self._autocast.restored(), warnings.catch_warnings():
-            # torch builds decompositions of forward mode with torch.jit, on their first use.
-            warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)
+        with self._evaluation.random.restored(), self._autocast.restored(), forward_mode():
             yield
 
 
