@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from metagrad.optim import rules
+from metagrad.optim.rules.shampoo import shampoo
+from metagrad.optim.rules.soap import soap
 
 SHAPES = {"w": (3, 2), "b": (2,), "scale": ()}
 MATRICES = {"w": (3, 2), "v": (2, 4)}
@@ -206,6 +208,27 @@ CASES = {
         shapes=MATRICES,
         no_elements=("eps",),
         smooth={**EPS, "ns_dtype": None, "ns_steps": 1},
+    ),
+    "shampoo": Case(shampoo, {"lr": 0.05, "eps": 1e-2}, no_elements=("decay", "eps")),
+    "shampoo, options": Case(
+        shampoo,
+        {"lr": 0.05, "eps": 1e-2, "momentum": 0.5, "decay": 0.9, "weight_decay": 0.1, "graft_eps": 1e-2},
+        {"graft": "adam", "exponent": 3, "block_size": 2, "root_every": 2},
+        no_elements=("decay", "eps"),
+    ),
+    "shampoo, grafted": Case(
+        shampoo, {"lr": 0.05, "eps": 1e-2, "graft_eps": 1e-2}, {"graft": "adagrad", "maximize": True}, no_elements=("eps",)
+    ),
+    "soap": Case(soap, {"lr": 0.05}, smooth=EPS, no_elements=("betas", "eps", "shift")),
+    "soap, options": Case(
+        soap,
+        {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1, "shift": 1e-2, "eps": 1e-3},
+        {"basis_every": 2, "precondition_1d": True},
+        smooth=EPS,
+        no_elements=("betas", "eps", "shift"),
+    ),
+    "soap, matrices": Case(
+        soap, {"lr": 0.05, "shift": 1e-2}, {"basis_every": 1}, smooth=EPS, shapes=MATRICES, no_elements=("betas", "eps", "shift")
     ),
     "clip": Case(clipped, {"lr": 0.05, "max_norm": 0.5, "max_value": 0.7}, for_all=("max_norm",)),
     "schedule": Case(scheduled, {"lr": 0.05, "momentum": 0.5}, by_step=False),

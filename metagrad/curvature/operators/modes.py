@@ -76,7 +76,7 @@ class Reverse:
         products = torch.empty_like(vectors)
         for place, parts in pieces:
             for part, columns in zip(parts, block.slices.values(), strict=True):
-                products[place, columns] = part.flatten(1)
+                products[place, columns] = part.reshape(len(part), -1)
         return products
 
     def close(self) -> None:
