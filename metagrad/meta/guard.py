@@ -18,6 +18,7 @@ from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import AutocastState
 from metagrad.meta.batching import Tasks
 from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules.curvature import needs_curvature
 from metagrad.optim.rules.walk import hyperparameters_in, with_hyperparameters
 from metagrad.sparse.rows.row_sparse import RowSparse
 
@@ -67,8 +68,7 @@ class Guard:
             with autocast.restored():
                 return self._repaired(params, rule, tasks, cotangents)
 
-        # Each with a node of its own: what leads to one is not to be walked for the gradient of another.
-        aliases = [alias.view_as(alias) for alias in _Entry.apply(repaired, *leaves)]
+        aliases = _Entry.apply(repaired, *leaves)
         values, spec = tree_flatten(self.compute(*_exchanged(params, rule, leaves, aliases), tasks))
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
@@ -134,6 +134,9 @@ class _WatchedRule:
         self.found = found
         self.steps = 0
 
+    def needs_curvature(self, step: int) -> bool:
+        return needs_curvature(self.rule, step)
+
     def init(self, params: Params) -> Any:
         self._watch(params)
         return self.rule.init(params)
@@ -195,7 +198,8 @@ def _exchanged(
 ) -> tuple[Params, Rule]:
     """Put other tensors into the places of some."""
     exchange = {id(leaf): other for leaf, other in zip(leaves, others, strict=True)}
-    rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
+    if any(id(tensor) in exchange for _, tensor in hyperparameters_in(rule)):
+        rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
     return {name: exchange.get(id(p), p) for name, p in params.items()}, rule
 
 

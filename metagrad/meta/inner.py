@@ -234,8 +234,14 @@ def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
         rows: Of tables, which rows to take instead.
         num_tasks: How many tasks are stacked; None means one, without an axis of its own.
     """
+    if num_tasks is None:
+        # Each with a node of its own: what leads to a table is not to be walked for the gradient of another.
+        return {
+            name: look_up(p, rows[name]) if name in rows else p.view_as(p) if rows else p
+            for name, p in params.items()
+        }
     return {
-        name: look_up(p, rows[name]) if name in rows else p if num_tasks is None else _repeated(p, num_tasks)
+        name: look_up(p, rows[name]) if name in rows else _repeated(p, num_tasks)
         for name, p in params.items()
     }
 

@@ -1,0 +1,79 @@
+"""The curvature of the inner loss, for rules that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.operators.output_losses import OutputLoss
+from metagrad.curvature.operators.recognition import evaluate
+from metagrad.optim.rules import Params
+from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
+
+
+def inner_curvature(
+    params: Params,
+    grads: Params,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
+    predictions: Tensor | None,
+    y: Tensor,
+    stacked: bool,
+    *,
+    create_graph: bool,
+) -> TapeCurvature:
+    """Make the curvature of the loss of a task, or of the sum of the losses of stacked tasks.
+
+    Args:
+        params: The parameters of the step.
+        grads: The gradient, with its graph.
+        loss_fn: What the loss is, by which its form is known; None if it is not.
+        predictions: ``[n, ...]``, or ``[tasks, n, ...]``; None if they are not known.
+        y: Targets likewise.
+        stacked: Whether there is a task axis.
+        create_graph: Whether the step is differentiated through.
+    """
+
+    def losses() -> Sequence[WeightedLoss]:
+        if loss_fn is None or predictions is None:
+            return ()
+        parts = zip(predictions, y, strict=True) if stacked else [(predictions, y)]
+        known = [evaluate(loss_fn, prediction, target).known for prediction, target in parts]
+        if any(part is None for part in known):
+            return ()
+        loss = StackedLoss(known) if stacked else known[0]  # type: ignore[arg-type]
+        return [WeightedLoss(loss, loss.output.new_ones(()))]  # type: ignore[union-attr, list-item]
+
+    return TapeCurvature(params, grads, losses=losses, create_graph=create_graph)
+
+
+class StackedLoss(OutputLoss):
+    """The sum of the losses of several tasks, each of a prediction of its own.
+
+    Args:
+        parts: The losses of the tasks, of outputs of one shape.
+    """
+
+    def __init__(self, parts: Sequence[OutputLoss]) -> None:
+        self.parts = parts
+        self.output = torch.stack([part.output for part in parts])
+        self.scale = torch.stack([part.scale for part in parts])
+        self.count = None
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian, which is block-diagonal over tasks."""
+        return torch.stack([part.hessian_product(v) for part, v in zip(self.parts, vectors, strict=True)])
+
+    def fisher_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Fisher matrix, likewise."""
+        return torch.stack([part.fisher_product(v) for part, v in zip(self.parts, vectors, strict=True)])
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
+        """Multiply by the square root, likewise."""
+        pairs = zip(self.parts, vectors, strict=True)
+        return torch.stack([part.root_product(v, transpose=transpose) for part, v in pairs])
+
+    def score(self, generator: torch.Generator | None) -> Tensor:
+        """Draw labels for every task."""
+        return torch.stack([part.score(generator) for part in self.parts])

@@ -1,0 +1,1 @@
+"""Optimizers of ``torch.optim``'s kind, made of rules."""

@@ -1,0 +1,175 @@
+"""What makes a ``torch.optim.Optimizer`` of a rule that uses curvature."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.lint import refuse_defects
+from metagrad.curvature.operators.recognition import Evaluated
+from metagrad.optim.rules.curvature import needs_curvature
+from metagrad.optim.rules.tape_curvature import WeightedLoss
+from metagrad.optim.shells.gradients import Recording, accumulate, leaves_behind, weights_of
+from metagrad.optim.shells.optimizer import ParameterGroups, RuleOptimizer
+
+
+class CurvatureOptimizer(RuleOptimizer):
+    """An optimizer whose rule asks for curvature, which it takes while the graph of a loss is there.
+
+    A closure of the usual form works unchanged: while it runs, ``Tensor.backward`` is handed to the optimizer, which
+    takes a gradient that keeps its graph, observes what the rule asks for, adds the gradient to ``.grad`` and lets
+    go of the graph. Nothing is patched, and no graph outlives the step. Without a closure, ``opt.backward(loss)``
+    does that, or ``with opt.recording():`` around the computation of the loss and its ``backward``. What several
+    backward passes give adds up, as their gradients do, until a step is taken or gradients are set to zero. At steps
+    whose rule needs no curvature, nothing of this happens.
+
+    What does not work: ``torch.compile`` of the model and fused attention kernels, which cannot be differentiated
+    twice; DistributedDataParallel, whose reduction does not see the gradients; and hooks on a parameter, which see
+    the products with the Hessian too.
+
+    A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
+    has seen in ``_curvature``.
+
+    Args:
+        params: Parameters, or groups of them.
+        hyperparameters: The defaults of a group.
+        foreach: Move parameters as one long vector; None does so for small ones.
+        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+            ``torch.initial_seed()``.
+    """
+
+    shell_options = RuleOptimizer.shell_options | {"seed"}
+    notes_losses = False
+    """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
+    differentiates_twice = True
+    """Whether gradients are taken with their graph."""
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        hyperparameters: Mapping[str, Any],
+        *,
+        foreach: bool | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._forget()
+        seed = torch.initial_seed() if seed is None else seed
+        super().__init__(params, {**hyperparameters, "seed": seed}, foreach=foreach)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        super().__setstate__(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and forget the curvature taken with them."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:
+        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and take what the rule needs.
+
+        Args:
+            loss: A tensor, with its graph.
+            gradient: As for ``Tensor.backward``, of a loss of several elements.
+            retain_graph: Keep the graph for another backward pass.
+            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
+        """
+        if self._is_curvature_due():
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs, ())
+        else:
+            loss.backward(gradient, retain_graph, inputs=inputs)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hand every ``Tensor.backward`` inside to the optimizer, as a closure does for its duration."""
+        if not self._is_curvature_due():
+            yield
+            return
+
+        def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs, mode.losses)
+
+        mode = Recording(backward, note_losses=self.notes_losses)
+        try:
+            with mode:
+                yield
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            mode.losses.clear()
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad(), self.recording():
+            return closure()
+
+    def _move(self) -> None:
+        try:
+            super()._move()
+        finally:
+            self._forget()
+
+    def _is_curvature_due(self) -> bool:
+        return any(needs_curvature(self._rule(group), group["step"]) for group in self.param_groups)
+
+    def _backward_with_curvature(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        retain_graph: bool | None,
+        inputs: Tensor | Sequence[Tensor] | None,
+        noted: Sequence[Evaluated],
+    ) -> None:
+        leaves = leaves_behind(loss) if inputs is None else _as_list(inputs)
+        if "_is_linted" not in self.__dict__:
+            refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
+            self._is_linted = True
+        found = torch.autograd.grad(
+            loss,
+            leaves,
+            gradient,
+            create_graph=self.differentiates_twice,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
+        weights = weights_of(loss, gradient, [evaluated.value for evaluated in noted])
+        losses = [
+            WeightedLoss(evaluated.known, weight)
+            for evaluated, weight in zip(noted, weights, strict=True)
+            if weight is not None and evaluated.known is not None
+        ]
+        self._observe(grads, losses, retain_graph=bool(retain_graph))
+        for leaf, g in grads.items():
+            accumulate(leaf, g)
+
+    def _observe(
+        self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
+    ) -> None:
+        """Take what the rule needs of a graph, in addition to what was taken since the last step.
+
+        Args:
+            grads: The gradient of each leaf, with its graph if ``differentiates_twice``.
+            losses: The losses of known form that the whole contains, if ``notes_losses``.
+            retain_graph: Keep the graph for another backward pass.
+        """
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """Drop what was taken since the last step."""
+        raise NotImplementedError
+
+
+def _as_list(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs)

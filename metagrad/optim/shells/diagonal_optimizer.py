@@ -1,0 +1,168 @@
+"""What makes a ``torch.optim.Optimizer`` of a rule that works with an estimate of a diagonal."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.rules.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
+from metagrad.optim.rules.rule import Params
+from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
+from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.shells.move import working
+from metagrad.optim.shells.optimizer import Group
+from metagrad.optim.shells.randomness import generators_of
+from metagrad.sparse.rows.row_sparse import RowSparse
+
+
+class DiagonalOptimizer(CurvatureOptimizer):
+    """An optimizer whose rule has a ``request`` for an estimate of a diagonal.
+
+    The estimate is made in the backward pass, so that of micro-batches one graph is alive at a time; the probes are
+    those of the step, and the estimates of micro-batches add up to that of the whole batch.
+
+    With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
+    unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
+    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
+    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
+    found_inf: Tensor
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and estimate the diagonal.
+
+        Args:
+            loss: A tensor, with its graph.
+            gradient: As for ``Tensor.backward``, of a loss of several elements.
+            retain_graph: Keep the graph for another backward pass.
+            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
+            scaler: Scales the loss, which is given without its scale.
+        """
+        if scaler is not None:
+            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
+            loss = scaler.scale(loss)  # type: ignore[assignment]
+        super().backward(loss, gradient, retain_graph=retain_graph, inputs=inputs)
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
+                "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
+            )
+        return super()._evaluated(closure)
+
+    def _observe(
+        self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
+    ) -> None:
+        requests = self._requests()
+        first = self.param_groups[0]
+        generators = generators_of(first["seed"], first["step"])
+        estimates = dict(self._estimates or {})
+        for index, (request, named) in enumerate(requests.items()):
+            params = {key: p for key, p in named.items() if p in grads}
+            if not params:
+                continue
+            if request.matrix == "gauss_newton" and not losses:
+                raise ValueError(_unknown_loss(type(self).__name__))
+            own = {key: grads[p] for key, p in params.items()}
+            curvature = TapeCurvature(params, own, losses=losses, generators=generators)
+            keep = retain_graph or index + 1 < len(requests)
+            for key, estimate in curvature.diagonal(request, retain_graph=keep).items():
+                p = params[key]
+                estimates[p] = estimates[p] + estimate if p in estimates else estimate
+        self._estimates = estimates
+
+    def _requests(self) -> dict[Diagonal, Params]:
+        """Return the parameters by what their groups ask for: one estimate serves those that ask for the same."""
+        requests: dict[Diagonal, Params] = defaultdict(dict)
+        for index, group in enumerate(self.param_groups):
+            rule = self._rule(group)
+            if needs_curvature(rule, group["step"]):
+                requests[rule.request].update(self._named(index))
+        return requests
+
+    def _forget(self) -> None:
+        self._estimates: dict[Tensor, Tensor] | None = None
+        self._scale: Tensor | None = None
+
+    def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
+        if not needs_curvature(self._rule(group), group["step"]):
+            return KnownDiagonal({})
+        if self._estimates is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
+                "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
+                "and returns it, or opt.backward(loss) in place of loss.backward()."
+            )
+        # What no loss depended on has no curvature, as it has no gradient.
+        return KnownDiagonal(
+            {
+                key: working(self._estimates[p] if p in self._estimates else grads[key] * 0)
+                for key, p in params.items()
+            }
+        )
+
+    def _move(self) -> None:
+        try:
+            if not hasattr(self, "found_inf") or self._unscaled():
+                super()._move()
+        finally:
+            self._forget()
+
+    def _unscaled(self) -> bool:
+        """Take the scale of a GradScaler off gradients and curvature; say whether nothing has overflowed."""
+        if float(self.found_inf) > 0:
+            return False
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(_inverse(self._scale, p.device))
+        if not self._estimates:
+            return True
+        if self._scale is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: scaler.unscale_(opt) took the scale off the gradients, and that of the "
+                "curvature is not known. Call opt.backward(loss, scaler=scaler) in place of "
+                "opt.backward(scaler.scale(loss))."
+            )
+        self._estimates = {p: e * _inverse(self._scale, p.device) for p, e in self._estimates.items()}
+        if not all(bool(_values(e).isfinite().all()) for e in self._estimates.values()):
+            warnings.warn(
+                f"{type(self).__name__}.step: under the scale of GradScaler the curvature has overflowed, though the "
+                "gradients have not, and the step is skipped. A smaller init_scale leaves room for products with the "
+                "Hessian.",
+                stacklevel=5,
+            )
+            return False
+        return True
+
+
+def _inverse(scale: Tensor, device: torch.device) -> Tensor:
+    return scale.double().reciprocal().float().to(device)
+
+
+def _values(estimate: Tensor) -> Tensor:
+    return estimate.values if isinstance(estimate, RowSparse) else estimate
+
+
+def _unknown_loss(name: str) -> str:
+    return (
+        f"{name}: the loss contains none whose Gauss-Newton matrix is known. Compute it inside the closure, or "
+        "within `with opt.recording():`, by F.cross_entropy, F.mse_loss, F.nll_loss, F.gaussian_nll_loss, "
+        "F.binary_cross_entropy or F.binary_cross_entropy_with_logits, reduced to a mean or a sum."
+    )

@@ -1,0 +1,97 @@
+"""One step of a rule, written into parameters: whole ones, and the touched rows of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.rules.curvature import Curvature, KnownDiagonal
+from metagrad.optim.rules.rule import Params, Rule
+from metagrad.optim.shells.state import ParameterState, joined, keep
+from metagrad.sparse.rows.kernels import gather_rows
+from metagrad.sparse.rows.row_sparse import RowSparse
+
+
+def move_whole(
+    rule: Rule,
+    params: Params,
+    grads: Params,
+    states: Mapping[str, ParameterState],
+    curvature: Curvature | None,
+) -> None:
+    """Move parameters that have taken the same number of steps."""
+    values = {key: working(p) for key, p in params.items()}
+    is_new = "step" not in next(iter(states.values()))
+    state = rule.init(values) if is_new else joined(rule, states)
+    moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    keep(state, states)
+    for key, p in params.items():
+        p.copy_(moved[key])
+
+
+def move_rows(
+    rule: Rule,
+    key: str,
+    table: Tensor,
+    gradient: Tensor,
+    kept: ParameterState,
+    curvature: Curvature | None,
+) -> None:
+    """Move the rows of a table that were ever touched, which is what the dense rule moves.
+
+    The state has a slot ``rows``, int64 and ascending, and holds of every other slot those rows alone.
+    """
+    known = _known_rows(kept, table)
+    rows = torch.unique(torch.cat([known, _touched_rows(gradient)]))
+    values = {key: working(table.index_select(0, rows))}
+    state = rule.init(values)
+    if "step" in kept:
+        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))})
+    g = {key: working(_gathered(gradient, rows))}
+    moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
+    keep(state, {key: kept})
+    kept["rows"] = rows
+    table.index_copy_(0, rows, moved[key].to(table.dtype))
+
+
+def working(value: Tensor) -> Tensor:
+    """Return a tensor in the dtype that steps are calculated in: float32 for half precision."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
+    """Return the rows that the state holds: of a table whose gradients were dense, all of them."""
+    if "step" not in kept:
+        return torch.empty(0, dtype=torch.int64, device=table.device)
+    return kept["rows"] if "rows" in kept else torch.arange(len(table), device=table.device)
+
+
+def _touched_rows(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, RowSparse):
+        return gradient.rows
+    return torch.arange(len(gradient), device=gradient.device)
+
+
+def _gathered(value: Tensor, rows: Tensor) -> Tensor:
+    if isinstance(value, RowSparse):
+        return gather_rows(value, rows, unique=True)
+    return value.index_select(0, rows)
+
+
+def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> ParameterState:
+    """Put what is kept of rows into the state of more of them."""
+    grown = dict(kept)
+    for field, value in zip(fresh._fields, fresh, strict=True):  # type: ignore[attr-defined]
+        if isinstance(value, dict):
+            grown[field] = value[key].index_copy(0, places, kept[field])
+    return grown
+
+
+def _at_rows(rule: Rule, curvature: Curvature | None, key: str, rows: Tensor) -> Curvature | None:
+    """Return the estimates of some rows of a table; like its gradient, they may be sparse."""
+    if curvature is None:
+        return None
+    found = curvature.diagonal(rule.request).get(key)  # type: ignore[attr-defined]
+    return KnownDiagonal({} if found is None else {key: _gathered(found, rows)})

@@ -1,0 +1,205 @@
+"""What makes a ``torch.optim.Optimizer`` of a rule."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.rules.curvature import Curvature
+from metagrad.optim.rules.hyperparameters import is_used
+from metagrad.optim.rules.probes import as_rows
+from metagrad.optim.rules.rule import Params
+from metagrad.optim.shells.move import move_rows, move_whole
+from metagrad.optim.shells.sizes import is_large, is_small, move_flat, move_pieces
+from metagrad.optim.shells.state import keeping_dtypes
+from metagrad.sparse.rows.row_sparse import RowSparse
+
+ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
+"""Parameters, parameters with their names, or groups of them with hyper-parameters of their own."""
+
+Group: TypeAlias = dict[str, Any]
+"""One of an optimizer's ``param_groups``."""
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose steps are those of a rule.
+
+    A subclass names what makes its rule, and its constructor passes on every hyper-parameter: these live in
+    ``param_groups`` alone, where schedulers find them, and a rule is made of a group's at each step. The rule does
+    the arithmetic; here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
+
+    Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
+    loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
+    moved at every step, which equals the dense rule.
+
+    Args:
+        params: Parameters, or groups of them.
+        hyperparameters: The defaults of a group.
+        foreach: Move parameters as one long vector, which costs a copy and saves operations; False, each by itself;
+            None, small ones as one vector, and large ones on a CPU in pieces.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or not a number or a 0-d tensor.
+        TypeError: A parameter is complex.
+    """
+
+    make_rule: ClassVar[Callable[..., Any]]
+    """What makes the rule of hyper-parameters by keyword."""
+    elementwise: ClassVar[bool] = True
+    """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
+    alone whose gradient has always been zero."""
+    shell_options: ClassVar[frozenset[str]] = frozenset({"step", "foreach", "differentiable"})
+    """The keys of ``defaults`` that the rule does not know: ``step`` counts the steps, torch adds the last."""
+
+    def __init__(
+        self, params: ParameterGroups, hyperparameters: Mapping[str, Any], *, foreach: bool | None = None
+    ) -> None:
+        super().__init__(params, {**hyperparameters, "foreach": foreach, "step": 0})  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        param_group["step"] = max(group["step"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns the loss.
+
+        Returns:
+            What the closure returned, without its graph.
+        """
+        loss = None if closure is None else self._evaluated(closure)
+        self._move()
+        return loss.detach() if isinstance(loss, Tensor) else loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
+        with keeping_dtypes(self):
+            super().load_state_dict(state_dict)
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            return closure()
+
+    def _move(self) -> None:
+        """Move every parameter that has a gradient."""
+        for index, group in enumerate(self.param_groups):
+            params = {key: p for key, p in self._named(index).items() if p.grad is not None}
+            grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
+            if params:
+                self._move_group(group, params, grads, self._curvature(group, params, grads))
+            group["step"] += 1
+
+    def _move_group(self, group: Group, params: Params, grads: Params, curvature: Curvature | None) -> None:
+        rule = self._rule(group)
+        together: dict[Hashable, list[str]] = defaultdict(list)
+        for key, p in params.items():
+            state = self.state[p]
+            if isinstance(grads[key], RowSparse) or "rows" in state:
+                self._check_rows(group, key)
+                move_rows(rule, key, p, grads[key], state, curvature)
+            elif self.elementwise and group["foreach"] is None and is_large(p):
+                move_pieces(rule, key, p, grads[key], state, curvature)
+            else:
+                together[state.get("step"), self._flat_with(group, rule, p)].append(key)
+        for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
+            move = move_whole if alike is None or len(keys) == 1 else move_flat
+            some, gradients = {key: params[key] for key in keys}, {key: grads[key] for key in keys}
+            move(rule, some, gradients, {key: self.state[params[key]] for key in keys}, curvature)
+
+    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> Hashable:
+        """Return what parameters have in common that are moved as one vector; None of one that is not."""
+        # A rule with batch_ndim treats the dimensions behind the first two of a parameter in a way of its own.
+        if not self.elementwise or (hasattr(rule, "batch_ndim") and param.ndim > 2):
+            return None
+        is_flat = is_small(param) if group["foreach"] is None else group["foreach"]
+        return (param.device, param.dtype) if is_flat else None
+
+    def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
+        """Return what the rule is told of the curvature: here, nothing."""
+        return None
+
+    def _rule(self, group: Group) -> Any:
+        """Make the rule of a group's hyper-parameters."""
+        names = [name for name in self.defaults if name not in self.shell_options]
+        return _made(type(self).make_rule, tuple((name, _as_number(group[name])) for name in names))
+
+    def _named(self, index: int) -> Params:
+        """Return the parameters of a group by name; those without are named by their place."""
+        group = self.param_groups[index]
+        places = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+        return dict(zip(group.get("param_names", places), group["params"], strict=True))
+
+    def _check_group(self, index: int) -> None:
+        name, group = type(self).__name__, self.param_groups[index]
+        for option in self.defaults:
+            _check_form(name, option, group[option])
+        rule = self._rule(group)
+        for key, p in self._named(index).items():
+            if not p.is_floating_point():
+                raise TypeError(
+                    f"{name}(params): {key!r} is {p.dtype}, and must be of a real floating point dtype. A complex "
+                    "parameter can be kept as a real one of shape [..., 2], and made complex by "
+                    "torch.view_as_complex in the model."
+                )
+            if hasattr(rule, "check"):
+                rule.check(key, p)
+
+    def _check_rows(self, group: Group, key: str) -> None:
+        name = type(self).__name__
+        if not self.elementwise:
+            raise TypeError(
+                f"{name}.step: the gradient of {key!r} is sparse, and a step of {name} is not one of its rows. Use "
+                "nn.Embedding(sparse=False), or SparseAdam for this table."
+            )
+        if is_used(group.get("weight_decay", 0)):
+            raise ValueError(
+                f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
+                "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _made(make: Callable[..., Any], hyperparameters: tuple[tuple[str, Hashable], ...]) -> Any:
+    return make(**dict(hyperparameters))
+
+
+def _as_number(value: Any) -> Any:
+    """Read a tensor on the CPU, which costs no wait and spares parameters elsewhere a mixture of devices."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_as_number, value))
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.device.type == "cpu" else value.reshape(())
+
+
+def _check_form(name: str, option: str, value: Any) -> None:
+    """Refuse the forms of a hyper-parameter that an optimizer's group has no use for, and negative tensors."""
+    if isinstance(value, (tuple, list)) and option.startswith(("betas", "ns_")):
+        for item in value:
+            _check_form(name, option, item)
+    elif isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name}(params): {option} must have one element, got shape {tuple(value.shape)}."
+            )
+        if not float(value) >= 0:
+            raise ValueError(f"{name}(params): {option} must be at least 0, got {float(value)}.")
+    elif isinstance(value, (tuple, list, dict)):
+        raise TypeError(
+            f"{name}(params): {option} must be a number or a 0-d tensor, got {type(value).__name__}. Values for "
+            "some parameters go into a group, values for each step into a scheduler."
+        )

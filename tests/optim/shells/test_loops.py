@@ -1,0 +1,514 @@
+"""Training loops as people write them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.optim.shells.adahessian import AdaHessian
+from metagrad.optim.shells.first_order import Lion, SparseAdam
+from metagrad.optim.shells.sophia import SophiaG, SophiaH
+from tests.optim.shells.cases import (
+    CASES,
+    assert_equal,
+    batch,
+    classification,
+    closure_of,
+    every,
+    every_with_curvature,
+    network,
+    optimizer,
+    run,
+    snapshot,
+)
+
+F64 = torch.float64
+
+
+def backward(opt, loss):
+    """Write the loop without a closure, as each kind of optimizer has it."""
+    opt.backward(loss) if hasattr(opt, "backward") else loss.backward()
+
+
+def after(case, loop, steps=4, dtype=F64, **options):
+    model = network(dtype)
+    opt = optimizer(case, model.parameters(), **options)
+    for _ in range(steps):
+        loop(model, opt)
+    return snapshot(model)
+
+
+def by_closure(model, opt):
+    opt.step(closure_of(opt, classification(model, F64)))
+
+
+@every
+def test_without_a_closure(case):
+    def loop(model, opt):
+        model.zero_grad()
+        if isinstance(opt, SophiaG):
+            with opt.recording():
+                classification(model, F64)().backward()
+        else:
+            backward(opt, classification(model, F64)())
+        opt.step()
+
+    assert_equal(after(case, loop), after(case, by_closure))
+
+
+@every
+@pytest.mark.parametrize("form", ["autograd_mean", "twice", "function", "keeps", "number", "nothing"])
+def test_forms_of_a_closure(case, form):
+    def loop(model, opt):
+        def closure():
+            model.zero_grad()
+            loss = classification(model, F64)()
+            if form == "autograd_mean":
+                loss.reshape(1).backward(torch.ones(1, dtype=F64))
+            elif form == "twice":
+                (0.25 * loss).backward(retain_graph=True)
+                (0.75 * loss).backward()
+            elif form == "function":
+                torch.Tensor.backward(loss, None, False)
+            else:
+                loss.backward(inputs=list(model.parameters()) if form == "keeps" else None)
+            return {"number": loss.item(), "nothing": None}.get(form, loss)
+
+        loss = opt.step(closure)
+        assert {"number": float, "nothing": type(None)}.get(form, torch.Tensor) is type(loss)
+
+    if form == "twice" and not case.exact_over_micro_batches:
+        pytest.skip("labels are drawn anew for each backward pass")
+    for a, b in zip(after(case, loop), after(case, by_closure), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@every
+def test_micro_batches_give_what_the_batch_gives(case):
+    if not case.exact_over_micro_batches:
+        pytest.skip("labels are drawn anew for each micro-batch")
+    x, y = batch(F64)
+
+    def parts(model):
+        return [F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) / 3 for i in (0, 4, 8)]
+
+    def in_a_closure(model, opt):
+        def closure():
+            opt.zero_grad()
+            losses = parts(model)
+            for loss in losses:
+                loss.backward()
+            return sum(losses)
+
+        opt.step(closure)
+
+    def without(model, opt):
+        opt.zero_grad()
+        for loss in parts(model):
+            backward(opt, loss)
+        opt.step()
+
+    for loop in (in_a_closure, without):
+        for a, b in zip(after(case, loop), after(case, by_closure), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@every
+def test_maximize_climbs_as_minimizing_the_negative_descends(case):
+    def climbing(model, opt):
+        opt.step(closure_of(opt, lambda: -classification(model, F64)()))
+
+    assert_equal(after(case, climbing, maximize=True), after(case, by_closure))
+
+
+@every
+def test_gradients_are_clipped_between_backward_and_step(case):
+    model = network()
+    opt = optimizer(case, model.parameters())
+    for _ in range(3):
+        opt.zero_grad()
+        if isinstance(opt, SophiaG):
+            with opt.recording():
+                classification(model)().backward()
+        else:
+            backward(opt, classification(model)())
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 1.001e-3
+        opt.step()
+    mean = {"mean", "momentum"} & set(opt.state[model.first.weight])
+    for name in mean:
+        assert opt.state[model.first.weight][name].norm() < 1.01e-3
+
+
+@every
+def test_schedulers(case):
+    model = network()
+    opt = optimizer(case, model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.0)
+    run(opt, classification(model), 1)
+    scheduler.step()
+    before = snapshot(model)
+    assert opt.param_groups[0]["lr"] == 0
+    run(opt, classification(model), 1)
+    assert_equal(before, snapshot(model))
+
+
+def test_schedulers_of_other_hyperparameters():
+    model = network()
+    opt = AdaHessian(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10, base_momentum=0.5)
+    run(opt, classification(model), 1)
+    scheduler.step()
+    assert 0.5 <= opt.param_groups[0]["betas"][0] < 0.95
+    opt.param_groups[0]["hessian_power"] = -1.0
+    with pytest.raises(ValueError, match="hessian_power must be at least 0"):
+        run(opt, classification(model), 1)
+
+
+@every
+def test_hooks(case):
+    model, seen = network(), []
+    opt = optimizer(case, model.parameters())
+    opt.register_step_pre_hook(lambda opt, args, kwargs: seen.append("before"))
+    opt.register_step_post_hook(lambda opt, args, kwargs: seen.append("after"))
+    opt.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[model.first.weight]["step"]))
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    run(opt, classification(model), 1)
+    opt.load_state_dict(opt.state_dict())
+    assert seen == ["before", "accumulated", "after", 1]
+
+
+def test_a_closure_that_keeps_the_graph_itself_leaves_none_behind():
+    """Loops written for other implementations say create_graph=True, which leaks where .grad holds the graph."""
+
+    def loop(model, opt):
+        def closure():
+            opt.zero_grad()
+            loss = classification(model, F64)()
+            loss.backward(create_graph=True)
+            assert not any(p.grad.requires_grad for p in model.parameters())
+            return loss
+
+        opt.step(closure)
+
+    case = CASES[0]
+    assert_equal(after(case, loop), after(case, by_closure))
+
+
+@every_with_curvature
+def test_leaves_of_others_get_their_gradients(case):
+    """A closure's backward writes every .grad that it would write without the optimizer."""
+    model = network()
+    x, y = batch()
+    x.requires_grad_()
+    opt = optimizer(case, model.second.parameters())
+    run(opt, lambda: F.cross_entropy(model(x), y), 1)
+    other = network()
+    expected = batch()[0].requires_grad_()
+    F.cross_entropy(other(expected), y).backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+    torch.testing.assert_close(model.first.weight.grad, other.first.weight.grad)
+    assert not any(t.grad.requires_grad for t in (x, *model.parameters()))
+
+
+@every_with_curvature
+def test_gradients_of_two_parameters_are_two_tensors(case):
+    """Autograd hands the same tensor to both operands of a sum; clipped in place it must be clipped once."""
+    a, b = torch.ones(1, 2, requires_grad=True), torch.ones(1, 2, requires_grad=True)
+    opt = optimizer(case, [a, b])
+    with opt.recording():
+        F.mse_loss(a + b, torch.zeros(1, 2)).backward()
+    assert a.grad.data_ptr() != b.grad.data_ptr()
+
+
+@every_with_curvature
+def test_a_step_without_curvature_is_refused(case):
+    model = network()
+    opt = optimizer(case, model.parameters())
+    classification(model)().backward()
+    with pytest.raises(
+        RuntimeError, match=rf"{case}.step: there are gradients, but no curvature.*opt.backward"
+    ):
+        opt.step()
+    opt.zero_grad()
+    run(opt, classification(model), 1)
+
+
+@every_with_curvature
+def test_zeroed_gradients_take_their_curvature_along(case):
+    model = network()
+    opt = optimizer(case, model.parameters())
+    with opt.recording():
+        classification(model)().backward()
+    opt.zero_grad()
+    classification(model)().backward()
+    with pytest.raises(RuntimeError, match="no curvature"):
+        opt.step()
+
+
+@every_with_curvature
+def test_a_defect_of_the_graph_is_refused(case):
+    if case.make is SophiaG:
+        pytest.skip("differentiates once")
+    weight = torch.ones(3, 2, requires_grad=True)
+    opt = optimizer(case, [weight])
+    ids = torch.tensor([0, 0, 2])
+    with pytest.raises(ValueError, match=rf"{case}.backward\(loss\): .*scale_grad_by_freq"):
+        opt.backward(F.embedding(ids, weight, scale_grad_by_freq=True).pow(2).sum())
+
+
+def test_between_two_estimates_backward_is_torchs_own():
+    model = network()
+    opt = SophiaH(model.parameters(), lr=0.01, curvature_every=3)
+    modes = []
+
+    def closure():
+        opt.zero_grad()
+        modes.append(torch._C._len_torch_function_stack())
+        loss = classification(model)()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        opt.step(closure)
+    assert modes == [1, 0, 0, 1, 0, 0]
+    opt.zero_grad()
+    opt.backward(classification(model)())
+    assert opt._estimates is not None
+    opt.step()
+    opt.backward(classification(model)())
+    assert opt._estimates is None
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda z, y: z.square().mean(),
+        lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
+    ],
+)
+def test_sophia_g_refuses_a_loss_that_it_does_not_know(loss_of):
+    model = network()
+    x, y = batch()
+    opt = SophiaG(model.parameters())
+    with pytest.raises(ValueError, match=r"SophiaG: the loss contains none.*F\.cross_entropy"):
+        run(opt, lambda: loss_of(model(x), y), 1)
+    assert opt._estimates is None
+
+
+def test_sophia_g_without_a_closure_says_how():
+    model = network()
+    opt = SophiaG(model.parameters())
+    with pytest.raises(ValueError, match=r"within `with opt.recording\(\):`"):
+        opt.backward(classification(model)())
+
+
+# Of memory ----------------------------------------------------------------------------------------------------
+
+
+def watched(model):
+    """Remember what every layer returns, weakly."""
+    seen = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    return seen
+
+
+@every
+def test_no_graph_outlives_a_step(case):
+    model = network()
+    seen = watched(model)
+    opt = optimizer(case, model.parameters())
+    gc.disable()
+    try:
+        kept = [opt.step(closure_of(opt, classification(model))) for _ in range(3)]
+        assert seen
+        assert not [ref for ref in seen if ref() is not None]
+        assert all(loss.grad_fn is None for loss in kept)
+    finally:
+        gc.enable()
+
+
+@every_with_curvature
+def test_no_graph_outlives_an_exception(case):
+    model = network()
+    seen = watched(model)
+    opt = optimizer(case, model.parameters())
+
+    def closure():
+        classification(model)().backward()
+        raise KeyError("of the program")
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError) as caught:
+            opt.step(closure)
+        del caught
+        assert not [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+    assert opt._estimates is None
+    assert torch._C._len_torch_function_stack() == 0
+    run(opt, classification(model), 1)
+
+
+@every
+def test_nothing_leaks_over_200_steps(case):
+    model = network()
+    opt = optimizer(case, model.parameters())
+
+    def new_tensors_after(steps):
+        run(opt, classification(model), steps)
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    gc.disable()
+    gc.freeze()  # what exists now is not looked through
+    try:
+        assert new_tensors_after(20) >= new_tensors_after(200)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_backward_frees_the_graph_that_a_loop_holds():
+    """As in a loop of torch's, where the loss of the last step is alive while the next is computed."""
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    alive = []
+    x, y = batch()
+
+    def pack(tensor):
+        holder = [tensor]
+        alive.append(weakref.ref(tensor))
+        return holder
+
+    opt = AdaHessian(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder[0]):
+        loss = F.cross_entropy(model(x), y)
+    opt.backward(loss)
+    params = {p.data_ptr() for p in model.parameters()} | {x.data_ptr(), y.data_ptr()}
+    left = [t for ref in alive if (t := ref()) is not None and t.data_ptr() not in params]
+    assert (
+        sum(t.nbytes for t in left) <= 2 * 12 * 3 * 4 + 16
+    )  # what the loss itself keeps; a hidden layer is 12 * 64 * 4
+    assert loss.grad_fn is not None
+
+
+# Of mixed precision -------------------------------------------------------------------------------------------
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, **options)
+
+
+def scaled_step(model, opt, scale, *, unscale=False, told=False):
+    opt.zero_grad()
+    loss_of = classification(model, F64)
+    if isinstance(opt, SophiaG):
+        with opt.recording():
+            scale.scale(loss_of()).backward()
+    elif told:
+        opt.backward(loss_of(), scaler=scale)
+    else:
+        backward(opt, scale.scale(loss_of()))
+    if unscale:
+        scale.unscale_(opt)
+    scale.step(opt)
+    scale.update()
+
+
+@every
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_scaler_changes_nothing(case, enabled):
+    """Public implementations take their curvature of the scaled loss, 1024 times too large."""
+    scale = scaler(enabled=enabled)
+    results = after(case, lambda model, opt: scaled_step(model, opt, scale))
+    for a, b in zip(results, after(case, by_closure), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.make is not SophiaG], ids=str)
+def test_grad_scaler_unscaled_before(case):
+    scale = scaler()
+
+    def loop(model, opt):
+        scaled_step(model, opt, scale, unscale=True, told=case.curvature)
+
+    for a, b in zip(after(case, loop), after(case, by_closure), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@every_with_curvature
+def test_grad_scaler_unscaled_before_without_being_told_is_refused(case):
+    model = network(F64)
+    opt = optimizer(case, model.parameters())
+    with pytest.raises(RuntimeError, match=r"backward\(loss, scaler=scaler\)"):
+        scaled_step(model, opt, scaler(), unscale=True)
+    assert opt._estimates is None
+
+
+@every
+def test_grad_scaler_skips_a_step_that_overflows(case):
+    model = network(F64)
+    opt = optimizer(case, model.parameters())
+    scale = scaler()
+    scaled_step(model, opt, scale)
+    before, steps = snapshot(model), opt.param_groups[0]["step"]
+    x, y = batch(F64)
+    x[0] = math.inf
+    opt.zero_grad()
+    if isinstance(opt, SophiaG):
+        return  # labels cannot be drawn from NaN
+    backward(opt, scale.scale(F.cross_entropy(model(x), y)))
+    scale.step(opt)
+    scale.update()
+    assert scale.get_scale() == 512.0
+    assert_equal(before, snapshot(model))
+    assert opt.param_groups[0]["step"] == steps
+    scaled_step(model, opt, scale)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_curvature_that_overflows_alone_skips_the_step_with_a_warning():
+    w = torch.full((1, 2), 1e-3, requires_grad=True)
+    opt = AdaHessian([w], lr=0.1)
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    opt.backward(scale.scale((1e17 * w).sin().sum()))
+    with pytest.warns(UserWarning, match=r"AdaHessian.step: .*curvature has overflowed.*init_scale"):
+        scale.step(opt)
+    assert w.tolist() == [[pytest.approx(1e-3)] * 2]
+    assert w not in opt.state
+
+
+@every_with_curvature
+def test_grad_scaler_takes_no_closure(case):
+    model = network()
+    opt = optimizer(case, model.parameters())
+    run(opt, classification(model), 1)
+    scale = scaler()
+    scale.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=rf"{case}.step\(closure\): GradScaler takes no closure"):
+        scale.step(opt, closure_of(opt, classification(model)))
+
+
+def test_the_rules_arithmetic_is_the_steps():
+    w = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    opt = Lion([w], lr=0.5, weight_decay=0.25)
+    w.grad = torch.tensor([[3.0, -0.1]])
+    opt.step()
+    assert w.tolist() == [[0.375, -1.25]]
+
+
+def test_sparse_adam_is_adam():
+    model, twin = network(F64), network(F64)
+    run(SparseAdam(model.parameters(), lr=0.1), classification(model, F64), 5)
+    adam = torch.optim.Adam(twin.parameters(), lr=0.1)
+    for _ in range(5):
+        adam.step(closure_of(adam, classification(twin, F64)))
+    for a, b in zip(snapshot(model), snapshot(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
