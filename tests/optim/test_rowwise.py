@@ -9,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metagrad as mg
-from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, rmsprop, rowwise, sgd
+from metagrad.optim.rules import (
+    TapeCurvature,
+    adadelta,
+    adagrad,
+    adahessian,
+    adam,
+    adamw,
+    lion,
+    rmsprop,
+    rowwise,
+    sgd,
+    sophia_h,
+)
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.row_sparse import RowSparse
 from metagrad.sparse.rows.table import RowTable
@@ -278,3 +290,35 @@ def test_parameters_that_are_not_those_of_the_last_step_are_refused():
     new["table"].write_()
     with pytest.raises(ValueError, match=r"was written into since init, by write_"):
         rule.update(grads, new_state, new)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        adahessian(0.1),
+        adahessian(0.1, weight_decay=0.1),
+        sophia_h(0.1, curvature_every=2),
+        sophia_h(0.1, weight_decay=0.1),
+    ],
+    ids=["adahessian", "adahessian, decay", "sophia_h", "sophia_h, decay"],
+)
+def test_curvature_at_rows_is_that_of_the_dense_rule(rule):
+    """The loss is a sum over looked up numbers, so its Hessian is diagonal, and one probe of signs is exact."""
+
+    def adapt(rule, lookup, weight):
+        params, state = {"table": weight}, rule.init({"table": weight})
+        for ids in BATCHES:
+            loss = (lookup(ids, params["table"]) ** 4).sum()
+            grads = mg.grad(loss, params, create_graph=True)
+            curvature = TapeCurvature(params, grads, create_graph=True)
+            params, state = rule.update(grads, state, params, curvature)
+        return params["table"]
+
+    (rows, dense), read = (table(), table()), torch.tensor([0, 4, 7, 1, 2])
+    got = embedding(read, adapt(rowwise(rule), embedding, rows))
+    expected = F.embedding(read, adapt(rule, F.embedding, dense))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    grads = [
+        torch.autograd.grad((value**3).sum(), leaf)[0] for value, leaf in ((got, rows), (expected, dense))
+    ]
+    torch.testing.assert_close(grads[0].to_dense(), grads[1], rtol=1e-10, atol=1e-12)

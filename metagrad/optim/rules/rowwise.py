@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.optim.rules.curvature import Diagonal, KnownDiagonal
 from metagrad.optim.rules.hyperparameters import is_used
 from metagrad.optim.rules.rule import Params, Rule, RuleNode
 from metagrad.sparse.rows.kernels import gather_rows
@@ -80,7 +81,7 @@ class Rowwise(RuleNode):
     def update(
         self, grads: Params, state: RowwiseState, params: Params, curvature: object | None = None
     ) -> tuple[Params, RowwiseState]:
-        """Take one step; the new parameters are row tables. ``curvature`` is not used."""
+        """Take one step; the new parameters are row tables, and ``curvature`` is taken at their rows."""
         for key in params:
             _check_step(key, grads[key], state, params[key])
         rows = {key: _union(grads[key], params[key]) for key in params}
@@ -92,11 +93,12 @@ class Rowwise(RuleNode):
             {key: at_rows(key, grads[key]) for key in params},
             _map_tables(at_rows, state.state),
             {key: at_rows(key, table) for key, table in params.items()},
+            None if curvature is None else _RowDiagonal(curvature, rows),
         )
         scales, scale_state = state.scales, state.scale_state
         if scales is not None:
             zeros = {key: torch.zeros_like(scale) for key, scale in scales.items()}
-            scales, scale_state = self.rule.update(zeros, scale_state, scales)
+            scales, scale_state = self.rule.update(zeros, scale_state, scales, KnownDiagonal(zeros))
 
         def overlaid(key: str, values: Tensor, old: Tensor, scale: Tensor | None = None) -> Tensor:
             # Without decay what a state holds of untouched rows is a constant.
@@ -116,7 +118,8 @@ class Rowwise(RuleNode):
     def _check_zero_gradient(self, units: Params, state: Any) -> None:
         """Hold the rule to what makes rows without a gradient predictable."""
         with torch.no_grad():
-            moved, _ = self.rule.update({key: torch.zeros_like(u) for key, u in units.items()}, state, units)
+            zeros = {key: torch.zeros_like(unit) for key, unit in units.items()}
+            moved, _ = self.rule.update(zeros, state, units, KnownDiagonal(zeros))
         for key, unit in units.items():
             if not bool(moved[key].isfinite().all()) or not (self._decays or torch.equal(moved[key], unit)):
                 raise ValueError(
@@ -140,8 +143,9 @@ def rowwise(rule: Rule) -> Rowwise:
     into the table; they and the state are differentiable, and keep their structure in :func:`metagrad.unroll`.
 
     Args:
-        rule: ``sgd``, ``adam``, ``adamw``, ``adagrad``, ``rmsprop``, ``adadelta`` or ``lion``. Hyper-parameters with
-            a value for each element of a parameter have the shape of a row, ``[D...]``.
+        rule: ``sgd``, ``adam``, ``adamw``, ``adagrad``, ``rmsprop``, ``adadelta``, ``lion``, ``adahessian`` or
+            ``sophia_h``. Hyper-parameters with a value for each element of a parameter have the shape of a row,
+            ``[D...]``.
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``, for tables alone: in a model,
@@ -169,6 +173,19 @@ def rowwise(rule: Rule) -> Rowwise:
         ``torch.optim.SparseAdam``.
     """
     return Rowwise(rule)
+
+
+class _RowDiagonal(KnownDiagonal):
+    """A diagonal at some rows of tables; outside of the rows of a gradient it is zero."""
+
+    def __init__(self, curvature: object, rows: dict[str, Tensor]) -> None:
+        self._curvature = curvature
+        self._rows = rows
+
+    def diagonal(self, request: Diagonal) -> Params:
+        """Estimate, and choose the rows."""
+        found = self._curvature.diagonal(request)  # type: ignore[reportAttributeAccessIssue]
+        return {key: gather_rows(table, self._rows[key], unique=True) for key, table in found.items()}
 
 
 def _union(gradient: Tensor, table: Tensor) -> Tensor:
