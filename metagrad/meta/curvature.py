@@ -10,11 +10,14 @@ from torch import Tensor
 from metagrad.curvature.operators.output_losses import OutputLoss
 from metagrad.curvature.operators.recognition import evaluate
 from metagrad.optim.rules import Params
-from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
+from metagrad.optim.rules.objective import TapeObjective
+from metagrad.optim.rules.tape_curvature import WeightedLoss
 
 
 def inner_curvature(
+    loss: Callable[[Params], Tensor],
     params: Params,
+    values: Tensor,
     grads: Params,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
     predictions: Tensor | None,
@@ -22,11 +25,13 @@ def inner_curvature(
     stacked: bool,
     *,
     create_graph: bool,
-) -> TapeCurvature:
+) -> TapeObjective:
     """Make the curvature of the loss of a task, or of the sum of the losses of stacked tasks.
 
     Args:
+        loss: Parameters to the loss of the task, or the losses of stacked tasks.
         params: The parameters of the step.
+        values: The loss at them.
         grads: The gradient, with its graph.
         loss_fn: What the loss is, by which its form is known; None if it is not.
         predictions: ``[n, ...]``, or ``[tasks, n, ...]``; None if they are not known.
@@ -45,7 +50,7 @@ def inner_curvature(
         loss = StackedLoss(known) if stacked else known[0]  # type: ignore[arg-type]
         return [WeightedLoss(loss, loss.output.new_ones(()))]  # type: ignore[union-attr, list-item]
 
-    return TapeCurvature(params, grads, losses=losses, create_graph=create_graph)
+    return TapeObjective.known(loss, params, values, grads, losses=losses, create_graph=create_graph)
 
 
 class StackedLoss(OutputLoss):

@@ -168,7 +168,15 @@ class InnerLoop:
         curvature = None
         if is_due:
             curvature = inner_curvature(
-                params, grads, self.loss_fn, predictions, y, losses.ndim > 0, create_graph=create_graph
+                lambda params: loss(params, x, y)[0],
+                params,
+                losses,
+                grads,
+                self.loss_fn,
+                predictions,
+                y,
+                losses.ndim > 0,
+                create_graph=create_graph,
             )
         return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
 

@@ -1,17 +1,36 @@
 """Optimizers: pure rules, for inner loops that are differentiated through, and ``torch.optim`` shells of them."""
 
 from metagrad.optim import rules
+from metagrad.optim.kfac import KFAC
 from metagrad.optim.shells.adahessian import AdaHessian
 from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
+from metagrad.optim.shells.kronecker import SOAP, Shampoo
+from metagrad.optim.shells.newton import (
+    LBFGS,
+    CubicNewton,
+    GaussNewton,
+    NaturalGradient,
+    NewtonCG,
+    TrustRegionNewton,
+)
 from metagrad.optim.shells.sophia import SophiaG, SophiaH
 
 __all__ = [
+    "KFAC",
+    "LBFGS",
+    "SOAP",
     "AdaHessian",
+    "CubicNewton",
+    "GaussNewton",
     "Lion",
     "Muon",
+    "NaturalGradient",
+    "NewtonCG",
+    "Shampoo",
     "SophiaG",
     "SophiaH",
     "SparseAdagrad",
     "SparseAdam",
+    "TrustRegionNewton",
     "rules",
 ]

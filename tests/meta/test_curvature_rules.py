@@ -11,6 +11,9 @@ import metagrad as mg
 from metagrad.optim.rules.adahessian import adahessian
 from metagrad.optim.rules.chain import chain
 from metagrad.optim.rules.clip import clip_by_norm
+from metagrad.optim.rules.gauss_newton import gauss_newton
+from metagrad.optim.rules.natural_gradient import natural_gradient
+from metagrad.optim.rules.newton_cg import newton_cg
 from metagrad.optim.rules.sophia import sophia_g, sophia_h
 
 F64 = torch.float64
@@ -20,6 +23,10 @@ RULES = {
     "adahessian": lambda: adahessian(lr=0.05, eps=0.5),
     "sophia_h": lambda: sophia_h(**GENTLE),
     "sophia_g": lambda: sophia_g(**GENTLE),
+    "newton_cg": lambda: newton_cg(lr=0.5, damping=20.0, adapt=False, progress=None),
+    "newton_cg, adapted": lambda: newton_cg(lr=0.5, damping=20.0),
+    "gauss_newton": lambda: gauss_newton(lr=0.5, damping=2.0),
+    "natural_gradient": lambda: natural_gradient(lr=0.1, damping=2.0),
     "chain": lambda: chain(clip_by_norm(100.0), adahessian(lr=0.05, eps=0.5)),
 }
 every_rule = pytest.mark.parametrize("name", RULES)

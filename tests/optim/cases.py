@@ -217,7 +217,10 @@ CASES = {
         no_elements=("decay", "eps"),
     ),
     "shampoo, grafted": Case(
-        shampoo, {"lr": 0.05, "eps": 1e-2, "graft_eps": 1e-2}, {"graft": "adagrad", "maximize": True}, no_elements=("eps",)
+        shampoo,
+        {"lr": 0.05, "eps": 1e-2, "graft_eps": 1e-2},
+        {"graft": "adagrad", "maximize": True},
+        no_elements=("eps",),
     ),
     "soap": Case(soap, {"lr": 0.05}, smooth=EPS, no_elements=("betas", "eps", "shift")),
     "soap, options": Case(
@@ -228,7 +231,12 @@ CASES = {
         no_elements=("betas", "eps", "shift"),
     ),
     "soap, matrices": Case(
-        soap, {"lr": 0.05, "shift": 1e-2}, {"basis_every": 1}, smooth=EPS, shapes=MATRICES, no_elements=("betas", "eps", "shift")
+        soap,
+        {"lr": 0.05, "shift": 1e-2},
+        {"basis_every": 1},
+        smooth=EPS,
+        shapes=MATRICES,
+        no_elements=("betas", "eps", "shift"),
     ),
     "clip": Case(clipped, {"lr": 0.05, "max_norm": 0.5, "max_value": 0.7}, for_all=("max_norm",)),
     "schedule": Case(scheduled, {"lr": 0.05, "momentum": 0.5}, by_step=False),

@@ -88,7 +88,7 @@ CASES = [
         {"lr": 0.02},
         negative=("lr", "eps", "weight_decay", "shift"),
         elementwise=False,
-        options={"basis_every": 2},
+        options={"basis_every": 2, "shift": 1e-2},
     ),
 ]
 

@@ -1,0 +1,182 @@
+"""The schema of a curvature run: every key and its type. Values live in `conf/curvature.yaml` and `conf/problem/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+from experiments.config import register
+from experiments.schema import Algorithm, Config, Device, Logger, Loss, Model, Optimizer, Schedule, Task
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Objective(Enum):
+    """What is trained, and the loss whose curvature is measured."""
+
+    meta = "meta"
+    adapted = "adapted"
+    supervised = "supervised"
+
+
+class Matrix(Enum):
+    """Which curvature matrix; `ggn` is the Gauss-Newton matrix, `fisher` the exact one."""
+
+    hessian = "hessian"
+    ggn = "ggn"
+    fisher = "fisher"
+
+
+class TraceMethod(Enum):
+    """How the trace of the whole matrix is estimated; `auto` chooses by budget and size."""
+
+    auto = "auto"
+    hutchinson = "hutchinson"
+    hutchpp = "hutch++"
+    xtrace = "xtrace"
+
+
+@dataclass
+class Trace:
+    """Traces: `probes` products for the whole matrix, and as many for all layers together."""
+
+    method: TraceMethod = MISSING
+    probes: int = MISSING
+
+
+@dataclass
+class Eigenvalues:
+    """The `count` largest eigenvalues, to `rtol` times the norm of the matrix."""
+
+    count: int = MISSING
+    rtol: float = MISSING
+    max_products: int = MISSING
+
+
+@dataclass
+class Spectrum:
+    """The density of the spectrum: `steps` products for each of `probes` probes."""
+
+    steps: int = MISSING
+    probes: int = MISSING
+
+
+@dataclass
+class Measure:
+    """When curvature is measured, and on how many tasks; `steps` wins over `count`."""
+
+    steps: list[int] | None = MISSING
+    count: int = MISSING
+    tasks: int = MISSING
+
+
+@dataclass
+class CurvatureConfig:
+    """A whole run."""
+
+    seed: int = MISSING
+    device: Device = MISSING
+    threads: int | None = MISSING
+    anomaly: bool = MISSING
+    checkpoint: str | None = MISSING
+    objective: Objective = MISSING
+    matrix: Matrix = MISSING
+    iterations: int = MISSING
+    meta_batch: int = MISSING
+    task: Task = MISSING
+    loss: Loss = MISSING
+    model: Model = MISSING
+    algorithm: Algorithm = MISSING
+    optimizer: Optimizer = MISSING
+    schedule: Schedule = MISSING
+    logger: Logger = MISSING
+    measure: Measure = field(default_factory=Measure)
+    trace: Trace = field(default_factory=Trace)
+    eigenvalues: Eigenvalues = field(default_factory=Eigenvalues)
+    density: Spectrum = field(default_factory=Spectrum)
+
+
+def register_curvature() -> None:
+    """Store the schemas where `conf/curvature.yaml` finds them."""
+    register()
+    ConfigStore.instance().store(name="curvature_schema", node=CurvatureConfig)
+
+
+def typed(config: DictConfig) -> CurvatureConfig:
+    """Resolve a composed config and return it as a `CurvatureConfig`.
+
+    Raises:
+        ValueError: A key was added that the schema does not have, or a number is out of its range.
+    """
+    resolved: Any = OmegaConf.to_object(config)
+    _check_keys(resolved, "")
+    _check_counts(resolved)
+    _check_order(resolved)
+    return resolved
+
+
+def training(config: CurvatureConfig) -> Config:
+    """Return what `experiments.build` and `experiments.train` read: the keys that both programs have."""
+    shared = {item.name for item in fields(Config)} & {item.name for item in fields(CurvatureConfig)}
+    return Config(**{name: getattr(config, name) for name in shared - {"checkpoint"}})
+
+
+def steps_of(config: CurvatureConfig) -> list[int]:
+    """Return the steps at which to measure: those given, or 0 and then evenly on a logarithmic axis."""
+    if config.measure.steps is not None:
+        return sorted(set(config.measure.steps))
+    later = config.measure.count - 1
+    return sorted({0, *(round(config.iterations ** (i / later)) for i in range(1, later + 1))})
+
+
+def _check_keys(node: Any, prefix: str) -> None:
+    """Refuse what `+key=value` adds, which Hydra lets through."""
+    known = [item.name for item in fields(node)]
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ValueError(
+                f"curvature: there is no key {prefix}{name}; the keys there are {', '.join(known)}."
+            )
+        if is_dataclass(value):
+            _check_keys(value, f"{prefix}{name}.")
+
+
+def _check_counts(config: CurvatureConfig) -> None:
+    least = {
+        "seed": (config.seed, 0),
+        "threads": (1 if config.threads is None else config.threads, 1),
+        "iterations": (config.iterations, 1),
+        "meta_batch": (config.meta_batch, 1),
+        "measure.count": (config.measure.count, 2),
+        "measure.tasks": (config.measure.tasks, 1),
+        "trace.probes": (config.trace.probes, 6),
+        "eigenvalues.count": (config.eigenvalues.count, 1),
+        "eigenvalues.max_products": (config.eigenvalues.max_products, 1),
+        "density.steps": (config.density.steps, 1),
+        "density.probes": (config.density.probes, 1),
+    }
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise ValueError(f"curvature: {name} must be at least {smallest}, got {value}.")
+    outside = [step for step in config.measure.steps or [] if not 0 <= step <= config.iterations]
+    if outside or config.measure.steps == []:
+        raise ValueError(
+            f"curvature: measure.steps must be some of 0 to iterations = {config.iterations}, got "
+            f"{config.measure.steps}."
+        )
+
+
+def _check_order(config: CurvatureConfig) -> None:
+    """Refuse objectives whose adaptation is a constant in part: their derivatives are not those of the objective."""
+    algorithm = config.algorithm
+    if config.objective is Objective.meta and (algorithm.order != 2 or algorithm.truncate is not None):
+        raise ValueError(
+            "curvature: objective=meta differentiates through adaptation, so algorithm.order must be 2 and "
+            f"algorithm.truncate null, got {algorithm.order} and {algorithm.truncate}. Set objective=adapted for the "
+            "curvature at adapted parameters."
+        )

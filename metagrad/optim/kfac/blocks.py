@@ -1,0 +1,69 @@
+"""What is kept of a layer's block of the Fisher matrix, and the direction that it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.kfac.factors import (
+    Eigenbasis,
+    Factors,
+    Sums,
+    eigenbasis_of,
+    factors_of,
+    inverses_of,
+    preconditioned,
+    preconditioned_in_basis,
+    scaling_of,
+)
+
+
+def renewed(
+    state: dict[str, Any],
+    sums: Sums,
+    weight: float | Tensor,
+    rows: Sequence[tuple[Tensor, Tensor]],
+    group: Mapping[str, Any],
+    *,
+    is_due: bool,
+) -> None:
+    """Take what was seen of a layer in one step into its state.
+
+    Args:
+        state: ``updates``, the number of those before; ``inputs`` and ``outputs``, averages of the factors; and what
+            is computed of these when ``is_due``, or for the first time: their inverses, or a basis and a ``scaling``.
+        sums: Of the rows of the step.
+        weight: As of :func:`~metagrad.optim.kfac.factors.factors_of`.
+        rows: Inputs and output gradients of each call; needed for a scaling alone.
+        group: The hyper-parameters.
+        is_due: Whether inverses are computed.
+
+    References:
+        Martens, Grosse, ICML 2015, section 5, for the average.
+    """
+    count = state.get("updates", 0) + 1
+    kept = min(1 - 1 / count, float(group["decay"]))
+    for name, factor in zip(("inputs", "outputs"), factors_of(sums, weight), strict=True):
+        state[name] = factor if count == 1 else torch.lerp(factor, state[name], kept)
+    state["updates"] = count
+    factors = Factors(state["inputs"], state["outputs"])
+    is_new = is_due or count == 1
+    if group["eigen"]:
+        if is_new:
+            state["input_basis"], state["output_basis"] = eigenbasis_of(factors)
+        basis = (state["input_basis"], state["output_basis"])
+        scaling = weight * torch.stack([scaling_of(*pair, basis) for pair in rows]).sum(0)
+        state["scaling"] = scaling if is_new else torch.lerp(scaling, state["scaling"], kept)
+    elif is_new:
+        state["input_inverse"], state["output_inverse"] = inverses_of(factors, group["damping"])
+
+
+def direction_of(gradient: Tensor, state: Mapping[str, Any], damping: float | Tensor) -> Tensor:
+    """Multiply a gradient with the inverse that is kept."""
+    if "scaling" in state:
+        basis = Eigenbasis(state["input_basis"], state["output_basis"], state["scaling"])
+        return preconditioned_in_basis(gradient, basis, damping)
+    return preconditioned(gradient, Factors(state["input_inverse"], state["output_inverse"]))

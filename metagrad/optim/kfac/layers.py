@@ -1,0 +1,141 @@
+"""The layers that K-FAC knows: their inputs and gradients as rows, one for each example and position."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
+
+_KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def known_layers(model: nn.Module) -> dict[str, Layer]:
+    """Find the layers of a model whose weight is trained, by name.
+
+    Raises:
+        ValueError: A convolution is grouped, or the weights of a layer are another module's as well.
+
+    Warns:
+        UserWarning: Other modules have parameters, which K-FAC moves along the plain gradient.
+    """
+    layers: dict[str, Layer] = {}
+    others = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        # A subclass may compute anything: only the layers themselves are known.
+        if type(module) in _KNOWN and module.weight.requires_grad:  # type: ignore[reportAttributeAccessIssue]
+            _check_groups(name, module)
+            layers[name] = module  # type: ignore[assignment]
+        elif own:
+            others.append(f"{name or 'the model itself'} ({type(module).__name__})")
+    _check_sharing(model, layers)
+    if others:
+        warnings.warn(
+            f"KFAC(model): these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
+            f"gradient: {', '.join(others)}.",
+            stacklevel=4,
+        )
+    return layers
+
+
+def _check_groups(name: str, module: nn.Module) -> None:
+    if getattr(module, "groups", 1) != 1:
+        raise ValueError(
+            f"KFAC(model): {name!r} is a convolution of {module.groups} groups, whose Fisher block is not a "
+            "Kronecker product. Use groups=1, or freeze its weight and give it to another optimizer."
+        )
+
+
+def _check_sharing(model: nn.Module, layers: dict[str, Layer]) -> None:
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            owners[p].append(name)
+    for name, layer in layers.items():
+        for p in layer.parameters(recurse=False):
+            if len(owners[p]) > 1:
+                raise ValueError(
+                    f"KFAC(model): {name!r} shares a parameter with {[n for n in owners[p] if n != name]}, and the "
+                    "factors of shared layers are not known. Give each a parameter of its own, or use another "
+                    "optimizer for them."
+                )
+
+
+def has_bias(layer: Layer) -> bool:
+    """Say whether the layer has a bias that is trained, which is the weight of one more input, always 1."""
+    return layer.bias is not None and layer.bias.requires_grad
+
+
+def input_rows(layer: Layer, value: Tensor) -> Tensor:
+    """Return what a layer multiplies its weights with, ``[examples, positions, inputs]``.
+
+    Of a convolution these are patches, in the order of its flat weights; a trained bias adds a column of ones.
+    """
+    if isinstance(layer, nn.Linear):
+        rows = _rows(value)
+    else:
+        rows = _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
+    return F.pad(rows, (0, 1), value=1.0) if has_bias(layer) else rows
+
+
+def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
+    """Return the gradient of a layer's output as ``[examples, positions, outputs]``."""
+    if isinstance(layer, nn.Linear):
+        return _rows(gradient)
+    batched = gradient if gradient.ndim == layer.weight.ndim else gradient.unsqueeze(0)
+    return batched.flatten(2).mT
+
+
+def joined_gradient(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the gradients of weight and bias as one matrix, ``[outputs, inputs]``."""
+    flat = weight.flatten(1)
+    if not has_bias(layer):
+        return flat
+    column = flat.new_zeros(len(flat)) if bias is None else bias
+    return torch.cat([flat, column.unsqueeze(1)], 1)
+
+
+def split_gradient(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Undo :func:`joined_gradient`."""
+    if not has_bias(layer):
+        return matrix.reshape(layer.weight.shape), None
+    return matrix[:, :-1].reshape(layer.weight.shape), matrix[:, -1]
+
+
+def _rows(value: Tensor) -> Tensor:
+    if value.ndim == 1:
+        return value.reshape(1, 1, -1)
+    return value.reshape(len(value), math.prod(value.shape[1:-1]), value.shape[-1])
+
+
+def _patches(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
+    value = _padded(layer, value)
+    num_axes = value.ndim - 2
+    for axis in range(num_axes):
+        size, stride, dilation = layer.kernel_size[axis], layer.stride[axis], layer.dilation[axis]
+        value = value.unfold(2 + axis, (size - 1) * dilation + 1, stride)[..., ::dilation]
+    # [examples, channels, *positions, *kernel] -> [examples, *positions, channels, *kernel]
+    value = value.movedim(1, 1 + num_axes)
+    num_positions = math.prod(value.shape[1 : 1 + num_axes])
+    return value.reshape(len(value), num_positions, math.prod(value.shape[1 + num_axes :]))
+
+
+def _padded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
+    widths: list[int] = []
+    for axis in reversed(range(value.ndim - 2)):
+        if layer.padding == "same":
+            total = (layer.kernel_size[axis] - 1) * layer.dilation[axis]
+            widths += [total // 2, total - total // 2]
+        elif layer.padding == "valid":
+            widths += [0, 0]
+        else:
+            widths += [int(layer.padding[axis])] * 2
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(value, widths, mode=mode) if any(widths) else value

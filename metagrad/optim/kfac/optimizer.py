@@ -1,0 +1,287 @@
+"""K-FAC as an optimizer of torch's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.optim.kfac.blocks import direction_of, renewed
+from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
+from metagrad.optim.kfac.observer import LayerOptimizer
+from metagrad.optim.rules.adahessian import check_count
+from metagrad.optim.rules.curvature import Curvature
+from metagrad.optim.rules.hyperparameters import check_hyperparameter
+from metagrad.optim.rules.rule import Params
+from metagrad.optim.rules.sgd import sgd
+from metagrad.optim.shells.move import working
+from metagrad.optim.shells.optimizer import Group
+
+
+class KFAC(LayerOptimizer):
+    r"""Optimize by K-FAC: natural gradients, with the Fisher matrix of a layer taken as a Kronecker product.
+
+    .. math::
+        A &= \mathbb{E}[a a^\top], \qquad G = \mathbb{E}[g g^\top] \\
+        D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
+        \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
+        V &\leftarrow \mu V + \nu D + \lambda W, \qquad W \leftarrow W - \eta V
+
+    with :math:`a` the inputs of a layer and :math:`g` the gradients of its outputs, seen by hooks. It knows
+    ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at several positions; the
+    parameters of other modules are moved along the plain gradient, with one warning that names them. Grouped
+    convolutions, and layers that are shared or called twice in one backward pass, are refused by name.
+
+    With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
+    ``"sampled"`` the labels are drawn from what the model predicts, which is the Fisher matrix proper and costs one
+    backward pass more; the loss is then computed in the closure, or within ``with opt.recording():``, by one of
+    torch's losses, as for :class:`~metagrad.optim.shells.sophia.SophiaG`.
+
+    At a step with an estimate, the patches of a convolution are laid out, which takes the memory of its input times
+    the size of its kernel. A step costs two products of matrices for each layer, of the sizes of its factors: little
+    where batches are large or convolutions have many positions, and as much as a gradient where a layer is wider than
+    three batches.
+
+    What does not work: ``torch.compile`` of the model; DistributedDataParallel gives each process factors of its own
+    batches. On recurrent use of a layer there is the error that says so.
+
+    Args:
+        model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
+            gone.
+        lr: The step size :math:`\eta`.
+        momentum: How much of the last steps is kept, :math:`\mu`.
+        damping: What is added to the Fisher matrix, :math:`\gamma`; with ``eigen``, to its eigenvalues.
+        weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
+        decay: How much of the running averages of the factors is kept; of the first, ``1 - 1 / k`` if that is less.
+        curvature_every: Steps from one estimate of the factors to the next.
+        inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
+        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over the layers of a group, near to twice the
+            change of the model's predictions; a longer direction is shortened by :math:`\nu`. None: no limit.
+        eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
+        fisher: Of what labels: ``"empirical"``, the data's, or ``"sampled"``, drawn.
+        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
+            ``"empirical"``.
+        maximize: Climb.
+        params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
+            follows the group of its weight.
+        seed: Of the drawn labels; None takes ``torch.initial_seed()``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        With a squared error, of whose Fisher matrix the labels drawn give the outputs' factor, one step solves a
+        linear regression:
+
+        >>> from metagrad.optim.kfac.factors import Factors, inverses_of, preconditioned
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> fisher = Factors(x.T @ x / 2, torch.eye(1))
+        >>> gradient = (x @ torch.zeros(2, 1) - torch.tensor([[3.0], [7.0]])).T @ x / 2
+        >>> -preconditioned(gradient, inverses_of(fisher, 1e-12)).round(decimals=3)
+        tensor([[3., 2.]])
+
+        In a loop:
+
+        >>> from metagrad.optim.kfac.optimizer import KFAC
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> opt = KFAC(model, lr=0.1)
+        >>> loss = torch.nn.functional.mse_loss(model(x), torch.tensor([[3.0], [7.0]]))
+        >>> loss.backward()
+        >>> opt.step()
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015;
+        Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; George et
+        al., "Fast approximate natural gradient descent in a Kronecker-factored eigenbasis", NeurIPS 2018; Ba, Grosse,
+        Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR 2017, for
+        ``kl_clip``.
+    """
+
+    make_rule = staticmethod(sgd)
+    shell_options = LayerOptimizer.shell_options | {
+        "damping",
+        "decay",
+        "curvature_every",
+        "inverse_every",
+        "kl_clip",
+        "eigen",
+        "fisher",
+        "loss_reduction",
+    }
+    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
+    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | Tensor = 1e-2,
+        momentum: float | Tensor = 0.9,
+        damping: float | Tensor = 1e-2,
+        weight_decay: float | Tensor = 0.0,
+        *,
+        decay: float | Tensor = 0.95,
+        curvature_every: int = 10,
+        inverse_every: int = 10,
+        kl_clip: float | Tensor | None = 1e-2,
+        eigen: bool = False,
+        fisher: Literal["empirical", "sampled"] = "empirical",
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        maximize: bool = False,
+        params: Sequence[dict[str, Any]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "damping": damping,
+                "weight_decay": weight_decay,
+                "decay": decay,
+                "curvature_every": curvature_every,
+                "inverse_every": inverse_every,
+                "kl_clip": kl_clip,
+                "eigen": eigen,
+                "fisher": fisher,
+                "loss_reduction": loss_reduction,
+                "maximize": maximize,
+            },
+            seed=seed,
+        )
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does.
+
+        Args:
+            loss: A tensor, with its graph.
+            gradient: As for ``Tensor.backward``, of a loss of several elements.
+            retain_graph: Keep the graph for another backward pass.
+            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
+            scaler: Scales the loss, which is given without its scale.
+        """
+        if scaler is not None:
+            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
+            loss = scaler.scale(loss)  # type: ignore[assignment]
+        super().backward(loss, gradient, retain_graph=retain_graph, inputs=inputs)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._scale: Tensor | None = None
+
+    def _move(self) -> None:
+        try:
+            if not hasattr(self, "found_inf") or self._unscaled():
+                super()._move()
+        finally:
+            self._forget()
+
+    def _unscaled(self) -> bool:
+        """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
+        if float(self.found_inf) > 0:
+            return False
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(self.grad_scale.double().reciprocal().float().to(p.device))
+        if self._scale is None and (self._calls or self._sums):
+            raise RuntimeError(
+                "KFAC.step: scaler.unscale_(opt) took the scale off the gradients, and that of the factors is not "
+                "known. Call opt.backward(loss, scaler=scaler) in place of scaler.scale(loss).backward()."
+            )
+        return True
+
+    def _move_group(self, group: Group, params: Params, grads: Params, curvature: Curvature | None) -> None:
+        keys = {p: key for key, p in params.items()}
+        directions, gradients = {}, {}
+        for name, layer in self._layers.items():
+            if layer.weight in keys:
+                self._renew(group, name)
+                gradients[name] = self._gradient(layer, keys, grads)
+                state = self.state[layer.weight]
+                directions[name] = direction_of(gradients[name], state, group["damping"])
+        length = self._length(group, directions, gradients)
+        grads = dict(grads)
+        for name, direction in directions.items():
+            layer = self._layers[name]
+            parts = split_gradient(layer, direction * length)
+            for p, part in zip((layer.weight, layer.bias), parts, strict=True):
+                if p is not None and part is not None and p in keys:
+                    grads[keys[p]] = part
+        super()._move_group(group, params, grads, curvature)
+
+    def _gradient(self, layer: Layer, keys: Mapping[Tensor, str], grads: Params) -> Tensor:
+        bias = None if layer.bias is None or layer.bias not in keys else working(grads[keys[layer.bias]])
+        return joined_gradient(layer, working(grads[keys[layer.weight]]), bias)
+
+    def _renew(self, group: Group, name: str) -> None:
+        """Bring the factors and the inverse of a layer up to date."""
+        rows = list(self._rows(name)) if group["eigen"] else []
+        self._reduce(name)
+        sums, state = self._sums.get(name), self.state[self._layers[name].weight]
+        if sums is not None:
+            weight = self._weight(group, sums.num_examples)
+            with torch.no_grad():
+                renewed(state, sums, weight, rows, group, is_due=group["step"] % group["inverse_every"] == 0)
+        elif "updates" not in state:
+            raise RuntimeError(
+                f"KFAC.step: {name!r} has a gradient, but no curvature: its call was not seen, or no labels were "
+                "drawn. The forward pass must run after KFAC(model) was made, by calling the layer; with "
+                'fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
+            )
+
+    def _weight(self, group: Group, num_examples: int) -> float | Tensor:
+        is_sampled = group["fisher"] == "sampled"
+        weight = num_examples if not is_sampled and group["loss_reduction"] == "mean" else 1
+        if self._scale is None:
+            return weight
+        inverse = self._scale.double().reciprocal()
+        return weight * float(inverse if is_sampled else inverse**2)
+
+    def _length(self, group: Group, directions: Params, gradients: Params) -> float | Tensor:
+        if group["kl_clip"] is None or not directions:
+            return 1.0
+        products = [(directions[name] * gradients[name]).sum() for name in directions]
+        device = products[0].device
+        change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
+        change = change.clamp(min=torch.finfo(change.dtype).tiny)
+        return (group["kl_clip"] / change).sqrt().clamp(max=1.0)
+
+    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
+        return None  # one vector would take what is kept of factors along
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        group = self.param_groups[index]
+        for name in ("damping", "decay"):
+            check_hyperparameter(
+                "KFAC(model)", name, group[name], **({"below": 1.0} if name == "decay" else {})
+            )
+        if group["kl_clip"] is not None:
+            check_hyperparameter("KFAC(model)", "kl_clip", group["kl_clip"])
+        for name in ("curvature_every", "inverse_every"):
+            check_count("KFAC(model)", name, group[name])
+        if group["inverse_every"] % group["curvature_every"]:
+            raise ValueError(
+                f"KFAC(model): inverse_every must be a multiple of curvature_every, got {group['inverse_every']} and "
+                f"{group['curvature_every']}."
+            )
+        for name, choices in (("fisher", ("empirical", "sampled")), ("loss_reduction", ("mean", "sum"))):
+            if group[name] not in choices:
+                raise ValueError(
+                    f"KFAC(model): {name} must be {choices[0]!r} or {choices[1]!r}, got {group[name]!r}."
+                )
+        if group["fisher"] != self.param_groups[0]["fisher"]:
+            raise ValueError("KFAC(model): fisher must be the same in all groups.")

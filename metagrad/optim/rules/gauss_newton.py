@@ -1,0 +1,103 @@
+"""Levenberg's and Marquardt's method: damped Gauss-Newton steps by conjugate gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metagrad.optim.rules.damped import Damped
+from metagrad.optim.rules.rule import Hyperparameter
+
+
+@dataclass(frozen=True, eq=False)
+class GaussNewton(Damped):
+    """The rule that :func:`gauss_newton` makes."""
+
+    lr: Hyperparameter = 1.0
+    damping: Hyperparameter = 1e-3
+    warm_start: Hyperparameter = 0.0
+    adapt: bool = True
+    change: float = 3.0
+    rtol: float = 1e-10
+    progress: float | None = 5e-4
+    max_steps: int = 250
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, matrix, searches = "gauss_newton(...)", "gauss_newton_products", False
+    hyper = ("lr", "damping", "warm_start")
+
+
+def gauss_newton(
+    lr: Hyperparameter = 1.0,
+    *,
+    damping: Hyperparameter = 1e-3,
+    warm_start: Hyperparameter = 0.0,
+    adapt: bool = True,
+    change: float = 3.0,
+    rtol: float = 1e-10,
+    progress: float | None = 5e-4,
+    max_steps: int = 250,
+    maximize: bool = False,
+) -> GaussNewton:
+    r"""Make the rule of Levenberg and Marquardt, for any loss whose curvature in the output is known.
+
+    .. math::
+        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, d_t
+
+    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss in them; for squares,
+    that is nonlinear least squares. The matrix has no negative curvature. A step is taken where the loss falls by
+    more than :math:`10^{-4}` of what the quadratic model says; after others, only the damping has changed: it is
+    multiplied by ``change`` where the ratio is below 1/4, and divided by it above 3/4.
+
+    Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
+
+    Args:
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
+            require grad, as may the next two.
+        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
+        adapt: Look at the loss at the end of a step; else every step is taken and the damping is constant.
+        change: The factor of the damping, above 1.
+        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
+        max_steps: The most steps of conjugate gradients.
+        maximize: Climb, where the loss is the negative of one of known form.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
+        what the step did.
+
+    Raises:
+        ValueError: A number is out of its range; in ``init``, parameters are of several dtypes or devices; in
+            ``update``, there is no curvature, no loss of known form, or a gradient is missing.
+        TypeError: As for :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
+
+    Example:
+        Linear least squares in one step:
+
+        >>> from metagrad.optim.rules.gauss_newton import gauss_newton
+        >>> from metagrad.optim.rules.curvature import KnownDiagonal
+        >>> class Known(KnownDiagonal):  # J^T J of the residuals [w_0 - 1, 2 w_1 - 4]
+        ...     def gauss_newton_products(self, v):
+        ...         return {"w": torch.tensor([1.0, 4.0]) * v["w"]}
+        >>> rule, params = gauss_newton(damping=0.0, adapt=False), {"w": torch.zeros(2)}
+        >>> new, _ = rule.update({"w": torch.tensor([-1.0, -8.0])}, rule.init(params), params, Known({}))
+        >>> new["w"].round(decimals=4)
+        tensor([1., 2.])
+
+    References:
+        Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963;
+        Schraudolph, "Fast curvature matrix-vector products", Neural Computation 14(7), 2002; Nocedal, Wright,
+        "Numerical optimization", 2006, section 10.3.
+    """
+    return GaussNewton(
+        lr=lr,
+        damping=damping,
+        warm_start=warm_start,
+        adapt=adapt,
+        change=change,
+        rtol=rtol,
+        progress=progress,
+        max_steps=max_steps,
+        maximize=maximize,
+    )

@@ -1,0 +1,110 @@
+"""Newton's method by conjugate gradients, damped: Hessian-free optimization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from metagrad.optim.rules.damped import Damped
+from metagrad.optim.rules.rule import Hyperparameter
+
+
+@dataclass(frozen=True, eq=False)
+class NewtonCG(Damped):
+    """The rule that :func:`newton_cg` makes."""
+
+    lr: Hyperparameter = 1.0
+    damping: Hyperparameter = 0.0
+    warm_start: Hyperparameter = 0.0
+    adapt: bool = True
+    change: float = 1.5
+    rtol: float = 1e-10
+    progress: float | None = 5e-4
+    max_steps: int = 250
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, matrix, searches = "newton_cg(...)", "products", True
+    hyper = ("lr", "damping", "warm_start")
+
+
+def newton_cg(
+    lr: Hyperparameter = 1.0,
+    *,
+    damping: Hyperparameter = 0.0,
+    warm_start: Hyperparameter = 0.0,
+    adapt: bool = True,
+    change: float = 1.5,
+    rtol: float = 1e-10,
+    progress: float | None = 5e-4,
+    max_steps: int = 250,
+    maximize: bool = False,
+) -> NewtonCG:
+    r"""Make the rule of Hessian-free Newton steps.
+
+    .. math::
+        (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, \alpha_t d_t, \qquad
+        \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{g_t^\top d_t + d_t^\top H_t d_t / 2}
+
+    with the Hessian :math:`H` known by its products and :math:`d` from conjugate gradients. The length
+    :math:`\alpha` is the largest of 1, 1/2, 1/4, ... at which the loss falls by :math:`10^{-4}` of the slope. The
+    damping :math:`\lambda` is divided by ``change`` where :math:`\rho > 3/4`, and multiplied where
+    :math:`\rho < 1/4`; from 0 it begins at a tenth of the curvature along the step.
+
+    Where conjugate gradients meet a direction :math:`p` of negative curvature, they take one last step along it, by
+    the absolute value of the curvature, which descends, and leaves saddle points that gradient descent is slow to
+    leave. A gradient of exactly zero is taken for a minimum.
+
+    Derivatives with respect to parameters and hyper-parameters are those of the steps that conjugate gradients took,
+    and hold the graph of each; numbers that jump (lengths, factors of the damping, how many steps) are constants.
+
+    Args:
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
+            require grad, as may the next two.
+        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
+            at 0. Martens begins at the whole of it.
+        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
+            more; else both are constant, and the steps those of a damped Newton's method without safeguards.
+        change: The factor of the damping, above 1.
+        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
+        max_steps: The most steps of conjugate gradients.
+        maximize: Climb.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
+        what the step did.
+
+    Raises:
+        ValueError: A number is out of its range; in ``init``, parameters are of several dtypes or devices; in
+            ``update``, there is no curvature or a gradient is missing.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse, or ``adapt`` is set and the curvature cannot evaluate the loss.
+
+    Example:
+        One step to the minimum of a quadratic:
+
+        >>> from metagrad.optim.rules.newton_cg import newton_cg
+        >>> from metagrad.optim.rules.objective import TapeObjective
+        >>> rule, params = newton_cg(), {"w": torch.zeros(2, requires_grad=True)}
+        >>> objective = TapeObjective(lambda p: (torch.tensor([1.0, 4.0]) * (p["w"] - 3) ** 2).sum(), params)
+        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
+        >>> torch.allclose(new["w"], torch.tensor(3.0)), int(state.report.steps), round(float(state.report.ratio), 4)
+        (True, 2, 1.0)
+
+    References:
+        Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4; Nocedal, Wright, "Numerical
+        optimization", 2006, section 7.1; Dauphin et al., "Identifying and attacking the saddle point problem in
+        high-dimensional non-convex optimization", NeurIPS 2014.
+    """
+    return NewtonCG(
+        lr=lr,
+        damping=damping,
+        warm_start=warm_start,
+        adapt=adapt,
+        change=change,
+        rtol=rtol,
+        progress=progress,
+        max_steps=max_steps,
+        maximize=maximize,
+    )

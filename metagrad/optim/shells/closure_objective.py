@@ -1,0 +1,228 @@
+"""What second-order rules are told of the loss that a closure computes: its curvature, and its values elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.rules.curvature import Diagonal
+from metagrad.optim.rules.objective import fisher_products
+from metagrad.optim.rules.rule import Params
+from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
+from metagrad.optim.shells.gradients import Recording
+from metagrad.optim.shells.move import working
+
+
+class KnownPart(NamedTuple):
+    """A loss of known form, and the parameters that its output depends on."""
+
+    loss: WeightedLoss
+    leaves: frozenset[Tensor]
+
+
+class BackwardPass(NamedTuple):
+    """One call of ``backward``, whose graph is alive."""
+
+    value: Tensor  # what was differentiated, 0-d
+    grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
+    parts: Sequence[KnownPart]
+
+
+class GraphCurvature:
+    """The curvature of a sum of losses whose graphs are alive, in some of the parameters.
+
+    Args:
+        params: Parameters by name.
+        passes: The losses.
+        curved: Those whose curvature is taken, if others: of a part of the data.
+        inverse_scale: What undoes the scale of the losses.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        passes: Sequence[BackwardPass],
+        curved: Sequence[BackwardPass] | None = None,
+        *,
+        inverse_scale: float = 1.0,
+    ) -> None:
+        self._params = params
+        self._passes = passes
+        self._curved = passes if curved is None else curved
+        self._inverse_scale = inverse_scale
+
+    @property
+    def value(self) -> Tensor:
+        """The sum of the losses."""
+        return self._inverse_scale * torch.stack([working(one.value) for one in self._passes]).sum()
+
+    def products(self, v: Params) -> Params:
+        """Return the Hessian times ``v``."""
+        total = {key: torch.zeros_like(value) for key, value in v.items()}
+        for one in self._curved:
+            params = {key: p for key, p in self._params.items() if p in one.grads}
+            if params:
+                tape = TapeCurvature(params, {key: one.grads[p] for key, p in params.items()})
+                self._add(total, tape.products(_in_dtypes_of(params, v)))
+        return total
+
+    def gauss_newton_products(self, v: Params) -> Params:
+        """Return the Gauss-Newton matrix times ``v``."""
+        return self._of_parts(v, TapeCurvature.gauss_newton_products)
+
+    def fisher_products(self, v: Params) -> Params:
+        """Return the Fisher matrix times ``v``."""
+        return self._of_parts(v, fisher_products)
+
+    def diagonal(self, request: Diagonal) -> Params:
+        """Refuse: no optimizer of this kind asks."""
+        raise TypeError(f"GraphCurvature.diagonal({request}): there are products alone.")
+
+    def _of_parts(self, v: Params, multiply: Callable[[TapeCurvature, Params], Params]) -> Params:
+        total = {key: torch.zeros_like(value) for key, value in v.items()}
+        for one in self._curved:
+            for part in one.parts:
+                params = {key: p for key, p in self._params.items() if p in part.leaves and p in one.grads}
+                if params:
+                    grads = {key: one.grads[p] for key, p in params.items()}
+                    tape = TapeCurvature(params, grads, losses=[part.loss])
+                    self._add(total, multiply(tape, _in_dtypes_of(params, v)))
+        return total
+
+    def _add(self, total: Params, products: Params) -> None:
+        for key, product in products.items():
+            total[key] = total[key] + self._inverse_scale * working(product)
+
+
+def _in_dtypes_of(params: Params, v: Params) -> Params:
+    return {key: v[key].to(p.dtype) for key, p in params.items()}
+
+
+class ClosureObjective(GraphCurvature):
+    """The same, with the values of the loss at other parameters, by calling the closure again.
+
+    Args:
+        params: Parameters by name.
+        passes: The losses.
+        curved: Those whose curvature is taken, if others.
+        closure: Computes them, and calls ``backward``, which does nothing here.
+        every: All parameters of the optimizer, whose ``.grad`` is left as it is.
+        random: The states of random numbers that the closure began with, so that dropout is that of the step.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        passes: Sequence[BackwardPass],
+        curved: Sequence[BackwardPass] | None,
+        closure: Callable[[], object],
+        every: Sequence[Tensor],
+        random: RandomState,
+    ) -> None:
+        super().__init__(params, passes, curved)
+        self._closure = closure
+        self._every = every
+        self._random = random
+
+    def evaluate(self, params: Params) -> Tensor:
+        """Return the loss at other parameters."""
+        return self._evaluated(params, with_gradient=False)[0]
+
+    def gradient(self, params: Params) -> tuple[Tensor, Params]:
+        """Return the loss and its gradient at other parameters."""
+        return self._evaluated(params, with_gradient=True)
+
+    def _evaluated(self, params: Params, *, with_gradient: bool) -> tuple[Tensor, Params]:
+        first = next(iter(params.values()))
+        total = first.new_zeros(())
+        grads = {key: torch.zeros_like(p) for key, p in params.items()}
+
+        def backward(
+            loss: Tensor, gradient: Tensor | None = None, retain_graph=None, create_graph=False, inputs=None
+        ) -> None:
+            nonlocal total
+            total = total + working(scalar_of(loss, gradient)).detach()
+            if not with_gradient:
+                return
+            leaves = [self._params[key] for key in grads]
+            found = torch.autograd.grad(loss, leaves, gradient, retain_graph=retain_graph, allow_unused=True)
+            for key, g in zip(grads, found, strict=True):
+                if g is not None:
+                    grads[key] = grads[key] + working(g)
+
+        with (
+            self._random.again(),
+            without_gradients(self._every),
+            _at(self._params, params),
+            torch.enable_grad(),
+            Recording(backward, note_losses=False),
+        ):
+            self._closure()
+        return total, grads
+
+
+class RandomState:
+    """The states of the random number generators of the CPU and of some devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type != "cpu"]
+        self._states = self._read()
+
+    def _read(self) -> list[Tensor]:
+        modules = [torch.get_device_module(device) for device in self._devices]
+        found = [m.get_rng_state(d) for m, d in zip(modules, self._devices, strict=True)]
+        return [torch.get_rng_state(), *found]
+
+    def _write(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Return to the states for a while."""
+        now = self._read()
+        self._write(self._states)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+
+def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the number that ``loss.backward(gradient)`` differentiates."""
+    return loss.reshape(()) if gradient is None else (loss * gradient).sum()
+
+
+@contextlib.contextmanager
+def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values for a while.
+
+    Their storages are exchanged, not written: graphs of the loss hold the parameters, and shall find them as they
+    were.
+    """
+    kept: dict[str, Any] = {key: p.data for key, p in params.items()}
+    try:
+        for key, p in params.items():
+            p.data = values[key].to(p.dtype)
+        yield
+    finally:
+        for key, p in params.items():
+            p.data = kept[key]
+
+
+@contextlib.contextmanager
+def without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    """Keep what a closure does to ``.grad`` from it."""
+    kept = [p.grad for p in params]
+    try:
+        for p in params:
+            p.grad = None
+        yield
+    finally:
+        for p, g in zip(params, kept, strict=True):
+            p.grad = g

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments import bench_curvature as bench
+
+# The first forward derivative of a process scripts decompositions (torch 2.13).
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+
+def tiny() -> bench.Work:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return bench.Work(model, torch.randn(8, 4), torch.randint(3, (8,)))
+
+
+@pytest.fixture
+def program(monkeypatch):
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(bench, "WORKLOADS", {"tiny": tiny})
+        monkeypatch.setattr(bench, "PROBES", 4)
+        monkeypatch.setattr(sys, "argv", ["bench_curvature", *arguments])
+        bench.main()
+
+    return run
+
+
+@pytest.fixture
+def no_rival(monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvlinops", None)
+
+
+def test_prints_time_and_peak_of_every_method(program, no_rival, capsys):
+    program("--rounds", "1")
+    title, header, *lines = capsys.readouterr().out.strip().splitlines()
+    assert title.startswith("tiny: one gradient takes")
+    assert header.split() == ["x", "its", "time", "x", "its", "peak"]
+    assert [line[:30].strip() for line in lines] == list(bench.METHODS)
+    assert lines[0].split()[-2:] == ["1.00", "1.00"]
+    assert lines[-1].split(maxsplit=4)[-1] == "curvlinops is not installed"
+
+
+def test_goals_are_judged():
+    assert bench.goal(bench.HVP, bench.Result(2.5, 9)) == "   time <= 2.5: met"
+    assert bench.goal(bench.HVP, bench.Result(2.6, 1)) == "   time <= 2.5: MISSED"
+    assert bench.goal(bench.TRACE, bench.Result(1.8, 3)) == "   time <= 1.8: met   peak < 3: MISSED"
+    assert bench.goal(bench.GGN, bench.Result(9, 9)) == ""
+    (line,) = bench.against(bench.Result(6, 15), bench.Result(2, 3), bench.TRACE)
+    assert line.endswith(
+        "3.0 times faster and 5.0 times smaller than curvlinops   faster >= 3: met   smaller >= 10: MISSED"
+    )
+    assert bench.against(bench.Result(note="raised"), bench.Result(2, 3), bench.TRACE) == []
+
+
+@pytest.mark.parametrize("method", [bench.hessian_product, bench.forward_over_reverse])
+def test_hessian_products_are_those_of_the_dense_hessian(method):
+    work = tiny().few()
+    shapes = [p.shape for p in work.params.values()]
+    sizes = [shape.numel() for shape in shapes]
+
+    def loss(flat):
+        values = [part.reshape(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        W1, b1, W2, b2 = values
+        return F.cross_entropy(torch.tanh(work.x @ W1.t() + b1) @ W2.t() + b2, work.y)
+
+    flat = torch.cat([p.detach().reshape(-1) for p in work.params.values()])
+    H = torch.autograd.functional.hessian(loss, flat)
+    torch.testing.assert_close(method(work)(), H @ work.vector)
+
+
+def test_a_product_that_is_wrong_ends_the_program(program, monkeypatch):
+    monkeypatch.setattr(bench, "hessian_product", lambda work: lambda: 1.001 * work.vector)
+    with pytest.raises(SystemExit, match="Hessian product does not agree with forward-over-reverse: off by"):
+        program("--rounds", "1")
+
+
+def test_a_method_that_raises_says_so(program, monkeypatch, capsys):
+    def failing(work: bench.Work) -> bench.Run:
+        raise RuntimeError("is not implemented\nand more")
+
+    monkeypatch.setattr(bench, "METHODS", {**bench.METHODS, bench.RIVAL: failing})
+    program("--rounds", "1")
+    assert capsys.readouterr().out.strip().endswith("each     RuntimeError: is not implemented")
+
+
+def test_a_rival_has_the_same_number_of_probes(monkeypatch):
+    asked = {}
+
+    def hutchinson_trace(operator, num_matvecs):
+        asked["probes"] = num_matvecs
+        return torch.zeros(())
+
+    rival = SimpleNamespace(
+        HessianLinearOperator=lambda *args, **options: asked.update(options),
+        hutchinson_trace=hutchinson_trace,
+    )
+    monkeypatch.setitem(sys.modules, "curvlinops", rival)
+    bench.curvlinops_trace(tiny())()
+    assert asked == {"check_deterministic": False, "probes": bench.PROBES}
+
+
+@pytest.mark.parametrize("workload", bench.WORKLOADS)
+def test_workloads_have_second_derivatives(workload):
+    bench.check(bench.WORKLOADS[workload]())
+
+
+def test_unknown_workloads_are_named(program, capsys):
+    with pytest.raises(SystemExit):
+        program("huge")
+    assert "expected workloads among tiny" in capsys.readouterr().err

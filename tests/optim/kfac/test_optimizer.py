@@ -1,0 +1,511 @@
+"""K-FAC in training loops as people write them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from metagrad.optim.kfac.factors import Factors, inverses_of, preconditioned
+from metagrad.optim.kfac.optimizer import KFAC
+from tests.optim.shells.cases import assert_equal, batch, classification, closure_of, network, run, snapshot
+from tests.optim.shells.test_state import saved_and_loaded
+
+F64 = torch.float64
+OPTIONS = [
+    {},
+    {"eigen": True},
+    {"fisher": "sampled", "seed": 3},
+    {"curvature_every": 2, "inverse_every": 4, "kl_clip": None, "weight_decay": 0.01},
+]
+every = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "eigen", "sampled", "intervals"])
+
+every_with_labels = pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if "fisher" not in o], ids=["plain", "eigen", "intervals"]
+)
+
+
+def kfac(model, options=None, **more):
+    return KFAC(model, **{"lr": 0.05, "curvature_every": 1, "inverse_every": 2, **(options or {}), **more})
+
+
+def seeded(make):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def after(loop, options=None, steps=4, **more):
+    model = network(F64)
+    opt = kfac(model, options, **more)
+    for _ in range(steps):
+        loop(model, opt)
+    return snapshot(model)
+
+
+def by_closure(model, opt):
+    opt.step(closure_of(opt, classification(model, F64)))
+
+
+def by_hand(model, opt, loss=None):
+    """Take a step without a closure."""
+    opt.zero_grad()
+    with opt.recording():
+        (classification(model, F64)() if loss is None else loss()).backward()
+    opt.step()
+
+
+def assert_near(one, other):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@every
+def test_descends_on_a_network(options):
+    model = network()
+    losses = run(kfac(model, options, lr=0.1), classification(model), 60)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@every
+@pytest.mark.parametrize("make", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_descends_with_convolutions_and_norms(options, make):
+    axes = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[make]
+
+    def layers():
+        convolutions = [make(1, 4, 2), nn.ReLU(inplace=True), make(4, 4, 2, padding=1), nn.GroupNorm(2, 4)]
+        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 4**axes, 3))
+
+    model = seeded(layers)
+    x = torch.randn(12, 1, *[4] * axes, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(12) % 3
+    with pytest.warns(UserWarning, match=r"plain gradient: 3 \(GroupNorm\)"):
+        opt = kfac(model, options)
+    losses = run(opt, lambda: F.cross_entropy(model(x), y), 40)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_one_step_solves_linear_regression():
+    """With the labels' noise of unit variance the Fisher matrix is the Hessian, and the step is Newton's."""
+    model = seeded(lambda: nn.Linear(3, 2, dtype=F64))
+    x = torch.randn(2000, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
+    y = x @ torch.tensor([[1.0, 2.0], [0.0, -1.0], [3.0, 1.0]], dtype=F64) + 5
+    opt = KFAC(model, lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None, fisher="sampled", seed=0)
+    first, last = run(opt, lambda: F.mse_loss(model(x), y, reduction="sum") / 2 / len(x), 2)
+    # The outputs' factor is a sample covariance of 2000 draws, which is near the identity.
+    assert last < 0.02 * first
+
+
+def test_a_step_is_the_formula():
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    x, y = batch(F64)
+    opt = KFAC(model, lr=0.5, momentum=0.0, damping=0.1, kl_clip=None, weight_decay=0.1)
+    before = copy.deepcopy(model)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+    hidden = before[0](x)
+    output = before[2](hidden.tanh())
+    at_hidden, at_output = torch.autograd.grad(F.cross_entropy(output, y, reduction="sum"), [hidden, output])
+    for index, a, g in ((0, x, at_hidden), (2, hidden.tanh().detach(), at_output)):
+        a = torch.cat([a, torch.ones(12, 1, dtype=F64)], 1)
+        factors = Factors(a.T @ a / 12, g.T @ g / 12)
+        direction = preconditioned(g.T @ a / 12, inverses_of(factors, 0.1))
+        old = torch.cat([before[index].weight, before[index].bias[:, None]], 1)
+        new = torch.cat([model[index].weight, model[index].bias[:, None]], 1)
+        torch.testing.assert_close(new, old - 0.5 * (direction + 0.1 * old), rtol=1e-10, atol=1e-12)
+
+
+def test_factors_are_averages_and_inverses_are_renewed_at_intervals():
+    model = network(F64)
+    opt = kfac(model, curvature_every=2, inverse_every=4, decay=0.6)
+    state, seen = opt.state[model.first.weight], []
+    x, _ = batch(F64)
+    for step in range(9):
+        scale = 1.0 + step
+        by_hand(model, opt, lambda scale=scale: model(x * scale).square().mean())
+        seen.append((state["inputs"], state["input_inverse"], state["updates"]))
+    assert [u for *_, u in seen] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+    moment = x.T @ x / 12
+    expected = moment
+    for k, step in enumerate(range(0, 9, 2), 1):
+        kept = min(1 - 1 / k, 0.6)
+        expected = kept * expected + (1 - kept) * moment * (1 + step) ** 2
+        torch.testing.assert_close(seen[step][0], expected, rtol=1e-10, atol=1e-12)
+    renewed = [not torch.equal(b[1], a[1]) for a, b in itertools.pairwise(seen)]
+    assert renewed == [False, False, False, True, False, False, False, True]
+
+
+def test_directions_are_shortened_to_kl_clip():
+    moved = []
+    for clip in (None, 1e-6):
+        model = network(F64)
+        before = snapshot(model)
+        by_closure(model, kfac(model, kl_clip=clip, momentum=0.0, lr=0.5))
+        moved.append(torch.cat([(a - b).flatten() for a, b in zip(snapshot(model), before, strict=True)]))
+    gradient = torch.autograd.grad(classification(twin := network(F64), F64)(), list(twin.parameters()))
+    flat = torch.cat([g.flatten() for g in gradient])
+    ratio = moved[1].norm() / moved[0].norm()
+    torch.testing.assert_close(moved[1], ratio * moved[0])
+    assert float(-0.5 * moved[0] @ flat) * float(ratio) ** 2 == pytest.approx(1e-6, rel=1e-6)
+
+
+@every_with_labels
+def test_forms_of_a_loop(options):
+    expected = after(by_closure, options)
+
+    def plain(model, opt):
+        model.zero_grad()
+        classification(model, F64)().backward()
+        opt.step()
+
+    def of_the_optimizer(model, opt):
+        opt.zero_grad()
+        opt.backward(classification(model, F64)())
+        opt.step()
+
+    def twice(model, opt):
+        opt.zero_grad()
+        loss = classification(model, F64)()
+        (0.25 * loss).backward(retain_graph=True)
+        (0.75 * loss).backward()
+        opt.step()
+
+    def micro_batches(model, opt):
+        opt.zero_grad()
+        x, y = batch(F64)
+        for i in (0, 4, 8):
+            (F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) / 3).backward()
+        opt.step()
+
+    def evaluating(model, opt):
+        opt.zero_grad()
+        classification(model, F64)()
+        loss = classification(model, F64)()
+        loss.backward()
+        with torch.no_grad():
+            model(batch(F64)[0] * 7)
+        opt.step()
+
+    for loop in (plain, of_the_optimizer, twice, micro_batches, evaluating):
+        assert_near(after(loop, options), expected)
+
+
+def test_checkpointing_changes_nothing():
+    def loop(model, opt):
+        opt.zero_grad()
+        x, y = batch(F64)
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        opt.step()
+
+    assert_equal(after(loop), after(by_closure))
+
+
+def test_under_autocast_factors_are_float32():
+    model = network()
+    opt = kfac(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = classification(model)()
+    loss.backward()
+    opt.step()
+    tensors = [v for v in opt.state[model.first.weight].values() if isinstance(v, torch.Tensor)]
+    assert len(tensors) == 5
+    assert all(v.dtype == torch.float32 and v.isfinite().all() for v in tensors)
+
+
+def test_a_loop_with_drawn_labels():
+    assert_equal(after(by_hand, OPTIONS[2]), after(by_closure, OPTIONS[2]))
+
+
+@every_with_labels
+def test_maximize_climbs_as_minimizing_the_negative_descends(options):
+    def climbing(model, opt):
+        opt.step(closure_of(opt, lambda: -classification(model, F64)()))
+
+    options = {**options, "weight_decay": 0.0}
+    assert_near(after(climbing, options, maximize=True), after(by_closure, options))
+
+
+@every
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16], ids=str)
+def test_resumes_bit_for_bit(options, dtype):
+    model = network(dtype)
+    opt = kfac(model, options)
+    run(opt, classification(model, dtype), 3)
+    other = network(dtype)
+    other.load_state_dict(saved_and_loaded(model.state_dict()))
+    resumed = KFAC(other, lr=0.7)
+    resumed.load_state_dict(saved_and_loaded(opt.state_dict()))
+    tensors = [v for v in resumed.state[other.first.weight].values() if isinstance(v, torch.Tensor)]
+    assert all(v.dtype == (F64 if dtype == F64 else torch.float32) for v in tensors)
+    run(opt, classification(model, dtype), 5)
+    run(resumed, classification(other, dtype), 5)
+    assert_equal(snapshot(model), snapshot(other))
+    assert all(p.dtype == dtype for p in model.parameters())
+
+
+@every
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"]
+)
+def test_copies_with_its_model(options, again):
+    model = network()
+    opt = kfac(model, options)
+    run(opt, classification(model), 2)
+    twin, other = again((model, opt))
+    assert len(twin.first._forward_hooks) == 1
+    run(other, classification(twin), 3)
+    run(opt, classification(model), 3)
+    assert_equal(snapshot(model), snapshot(twin))
+
+
+def test_a_copy_of_the_model_alone_tells_nobody():
+    model = network()
+    opt = kfac(model)
+    twin = copy.deepcopy(model)
+    classification(twin)().backward()
+    assert not opt._calls
+    assert not opt._waiting
+
+
+def test_hooks_are_removed_on_close_and_with_the_optimizer():
+    model = network()
+    opt = kfac(model)
+    assert all(len(layer._forward_hooks) == 1 for layer in model.children())
+    opt.close()
+    assert not any(layer._forward_hooks for layer in model.children())
+    opt.close()
+    opt = kfac(model)
+    ref = weakref.ref(opt)
+    run(opt, classification(model), 1)
+    del opt
+    gc.collect()
+    assert ref() is None
+    assert not any(layer._forward_hooks for layer in model.children())
+
+
+@every
+def test_nothing_leaks_over_200_steps(options):
+    model = network()
+    opt = kfac(model, options)
+
+    def new_tensors_after(steps):
+        run(opt, classification(model), steps)
+        classification(model)()  # a loss that is dropped
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    gc.disable()
+    gc.freeze()
+    try:
+        assert new_tensors_after(20) >= new_tensors_after(200)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+@every
+def test_no_graph_outlives_a_step(options):
+    model, seen = network(), []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    opt = kfac(model, options)
+    gc.disable()
+    try:
+        kept = [opt.step(closure_of(opt, classification(model))) for _ in range(3)]
+        assert seen
+        assert not [ref for ref in seen if ref() is not None]
+        assert all(loss.grad_fn is None for loss in kept)
+    finally:
+        gc.enable()
+
+
+@every
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_scaler_changes_nothing(options, enabled):
+    """The factors of gradients that are scaled by 1024 would be 1024**2 too large."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+
+    def loop(model, opt):
+        opt.zero_grad()
+        with opt.recording():
+            scaler.scale(classification(model, F64)()).backward()
+        scaler.step(opt)
+        scaler.update()
+
+    assert_near(after(loop, options), after(by_closure, options))
+
+
+def test_grad_scaler_unscaled_before():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def loop(model, opt, *, told=True):
+        opt.zero_grad()
+        loss = classification(model, F64)()
+        if told:
+            opt.backward(loss, scaler=scaler)
+        else:
+            scaler.scale(loss).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    assert_near(after(loop), after(by_closure))
+    model = network(F64)
+    with pytest.raises(RuntimeError, match=r"KFAC.step: scaler.unscale_.*backward\(loss, scaler=scaler\)"):
+        loop(model, kfac(model), told=False)
+
+
+def test_grad_scaler_skips_a_step_that_overflows():
+    model = network(F64)
+    opt, scaler = kfac(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    by_closure(model, opt)
+    before, state = snapshot(model), dict(opt.state[model.first.weight].items())
+    x, y = batch(F64)
+    x[0] = math.inf
+    opt.zero_grad()
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(opt)
+    assert_equal(before, snapshot(model))
+    assert all(v is opt.state[model.first.weight][k] for k, v in state.items())
+    assert not opt._calls
+
+
+def test_layers_called_twice_are_refused_by_name():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    opt = kfac(model)
+    with pytest.raises(ValueError, match="layer '0' was called twice in one backward pass"):
+        model(model(torch.ones(2, 3))).sum().backward()
+    opt.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    opt.step()
+
+
+def test_a_gradient_without_a_call_is_refused():
+    model = network()
+    loss = classification(model)()
+    opt = kfac(model)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"KFAC.step: 'first' has a gradient, but no curvature"):
+        opt.step()
+    model.zero_grad()
+    opt = kfac(model, OPTIONS[2])
+    classification(model)().backward()
+    with pytest.raises(RuntimeError, match=r"fisher=\"sampled\", use opt.step\(closure\)"):
+        opt.step()
+
+
+def test_a_loss_without_labels_is_refused():
+    model = network()
+    opt = kfac(model, OPTIONS[2])
+    with pytest.raises(ValueError, match=r"labels can be drawn.*F\.cross_entropy"):
+        run(opt, lambda: model(batch()[0]).square().mean(), 1)
+    assert not opt._draws
+
+
+def test_a_layer_that_is_used_later_begins_then():
+    model = network()
+    opt = kfac(model, curvature_every=4, inverse_every=4)
+    x, _ = batch()
+    run(opt, lambda: model.first(x).square().mean(), 2)
+    assert model.second.weight not in opt.state
+    run(opt, classification(model), 1)
+    assert opt.state[model.second.weight]["updates"] == 1
+    assert opt.state[model.first.weight]["updates"] == 1
+
+
+def test_groups_have_values_of_their_own_and_others_stay():
+    model = seeded(
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    )
+    before = snapshot(model)
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.0},
+        {"params": list(model[2].parameters()), "damping": 0.5},
+        {"params": []},
+    ]
+    opt = kfac(model, params=groups)
+    run(opt, classification(model), 3)
+    changed = [not torch.equal(a, b) for a, b in zip(snapshot(model), before, strict=True)]
+    assert changed == [False, False, True, True, False, False]
+    opt.add_param_group({"params": list(model[4].parameters())})
+    run(opt, classification(model), 1)
+    assert not torch.equal(model[4].weight, before[4])
+
+
+def test_schedulers_and_repr():
+    model = network()
+    opt = kfac(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.0)
+    run(opt, classification(model), 1)
+    scheduler.step()
+    before = snapshot(model)
+    run(opt, classification(model), 1)
+    assert_equal(before, snapshot(model))
+    assert repr(opt).startswith("KFAC (\nParameter Group 0\n")
+    assert "damping: 0.01" in repr(opt)
+
+
+def test_frozen_and_unused_parameters_stay():
+    model = seeded(lambda: nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)]))
+    model[1].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"plain gradient: 1 \(Linear\)"):
+        opt = kfac(model)
+    before = snapshot(model)
+    x, y = batch()
+    run(opt, lambda: F.cross_entropy(model[0](x) + model[1](x), y), 2)
+    changed = [not torch.equal(a, b) for a, b in zip(snapshot(model), before, strict=True)]
+    assert changed == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": -1.0}, "damping must be at least 0, got -1"),
+        ({"damping": torch.tensor(-1.0)}, "damping must be at least 0, got -1"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1"),
+        ({"kl_clip": -1.0}, "kl_clip must be at least 0"),
+        ({"decay": 1.0}, "decay must be below 1"),
+        ({"curvature_every": 0}, "curvature_every must be a whole number"),
+        (
+            {"curvature_every": 3, "inverse_every": 10},
+            "inverse_every must be a multiple of curvature_every, got 10",
+        ),
+        ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled', got 'true'"),
+        ({"loss_reduction": "none"}, "loss_reduction must be 'mean' or 'sum', got 'none'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        KFAC(network(), **options)
+
+
+def test_groups_have_one_kind_of_labels():
+    model = network()
+    opt = KFAC(model, params=[{"params": [model.first.weight]}])
+    with pytest.raises(ValueError, match="fisher must be the same in all groups"):
+        opt.add_param_group({"params": [model.second.weight], "fisher": "sampled"})
+
+
+def test_complex_parameters_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"'weight' is torch.complex64"):
+        KFAC(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
+    """The gradient and the Fisher matrix of a sum are N times those of the mean."""
+
+    def summed(model, opt):
+        x, y = batch(F64)
+        opt.step(closure_of(opt, lambda: F.cross_entropy(model(x), y, reduction="sum")))
+
+    expected = after(by_closure, kl_clip=None, damping=0.1)
+    assert_near(after(summed, kl_clip=None, damping=1.2, loss_reduction="sum"), expected)

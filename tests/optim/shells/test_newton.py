@@ -1,0 +1,378 @@
+"""Optimizers that look at the loss again: what a closure is called for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.optim.rules.curvature import Diagonal
+from metagrad.optim.rules.newton_cg import newton_cg
+from metagrad.optim.rules.objective import TapeObjective
+from metagrad.optim.shells.closure_objective import GraphCurvature
+from metagrad.optim.shells.newton import (
+    LBFGS,
+    CubicNewton,
+    GaussNewton,
+    NaturalGradient,
+    NewtonCG,
+    TrustRegionNewton,
+)
+from tests.optim.newton_problems import classic_start, fit_residuals, rosenbrock
+from tests.optim.shells.cases import assert_equal, classification, closure_of, network, run, snapshot
+
+F64 = torch.float64
+EVERY = [NewtonCG, GaussNewton, NaturalGradient, CubicNewton, TrustRegionNewton, LBFGS]
+every = pytest.mark.parametrize("make", EVERY)
+LOOKS_AGAIN = [make for make in EVERY if make is not NaturalGradient]
+every_that_looks_again = pytest.mark.parametrize("make", LOOKS_AGAIN)
+FIXED = {
+    NewtonCG: {"adapt": False, "damping": 0.5},
+    GaussNewton: {"adapt": False, "damping": 0.5},
+    NaturalGradient: {"damping": 0.5},
+    CubicNewton: {"adapt": False},
+    TrustRegionNewton: {"adapt": False},
+    LBFGS: {"line_search": None, "lr": 0.3},
+}
+
+
+@pytest.mark.parametrize("make", [NewtonCG, CubicNewton, TrustRegionNewton, LBFGS])
+@pytest.mark.parametrize("n", [2, 100])
+def test_rosenbrock(make, n):
+    w = classic_start(n).requires_grad_()
+    run(make([w]), lambda: rosenbrock(w), 60)
+    torch.testing.assert_close(w.detach(), torch.ones(n, dtype=F64), rtol=1e-6, atol=0)
+
+
+def test_gauss_newton_fits_a_curve():
+    w = torch.tensor([1.0, -0.5, 0.2], dtype=F64, requires_grad=True)
+    run(GaussNewton([w]), lambda: F.mse_loss(fit_residuals(w), torch.zeros(20, dtype=F64)), 30)
+    (gradient,) = torch.autograd.grad(fit_residuals(w).pow(2).mean(), w)
+    assert gradient.norm() < 1e-10
+
+
+@every
+def test_a_network_learns(make):
+    model = network()
+    losses = run(make(model.parameters()), classification(model), 25)
+    assert losses[-1] < 0.3 * losses[0]
+    assert make in (NaturalGradient, LBFGS) or all(b <= a for a, b in itertools.pairwise(losses))
+
+
+def test_steps_are_the_rules():
+    model = network(F64)
+    opt = NewtonCG(model.parameters(), damping=0.3, warm_start=0.9)
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    rule = newton_cg(damping=0.3, warm_start=0.9)
+    state = rule.init(params)
+    twin = network(F64)
+
+    def loss(values):
+        return classification(lambda x: torch.func.functional_call(twin, values, (x,)), F64)()
+
+    for _ in range(4):
+        opt.step(closure_of(opt, classification(model, F64)))
+        objective = TapeObjective(loss, params)
+        with torch.no_grad():
+            new, state = rule.update(objective.grads, state, params, objective)
+        params = {name: p.detach().requires_grad_() for name, p in new.items()}
+        for a, b in zip(model.parameters(), params.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+    assert opt.stats["damping"] == pytest.approx(float(0.3 * state.factor + state.added))
+    assert opt.stats["products"] == int(state.report.products)
+
+
+@every_that_looks_again
+def test_looking_at_the_loss_again_leaves_no_trace(make):
+    """Neither in .grad, nor in random numbers, nor in the memory of parameters."""
+    model = network(F64)
+    opt = make(model.parameters(), **({"damping": 0.5} if make is GaussNewton else {}))
+    loss_of, calls = classification(model, F64), []
+
+    def closure():
+        model.zero_grad()
+        dropped = torch.rand(())  # what a dropout would draw
+        loss = loss_of() + 0 * dropped
+        loss.backward()
+        calls.append((float(dropped), loss.detach()))
+        return loss
+
+    torch.manual_seed(3)
+    places = [p.data_ptr() for p in model.parameters()]
+    expected = torch.autograd.grad(loss_of(), list(model.parameters()))
+    returned = opt.step(closure)
+    assert len(calls) > 1
+    assert len({dropped for dropped, _ in calls}) == 1
+    assert returned == calls[0][1]
+    assert calls[-1][1] < calls[0][1]
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=0)
+    after = torch.rand(())
+    torch.manual_seed(3)
+    torch.rand(())
+    assert torch.equal(after, torch.rand(()))
+    assert places == [p.data_ptr() for p in model.parameters()]
+
+
+@every_that_looks_again
+def test_losses_of_several_backward_passes_add_up(make):
+    results = []
+    for parts in ((1.0,), (0.25, 0.75)):
+        model = network(F64)
+        opt = make(model.parameters(), **({"damping": 0.5} if make is GaussNewton else {}))
+        loss_of = classification(model, F64)
+
+        def closure(opt=opt, loss_of=loss_of, parts=parts):
+            opt.zero_grad()
+            for part in parts:
+                (part * loss_of()).backward()
+
+        for _ in range(3):
+            assert opt.step(closure) is None
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@every
+def test_two_groups_are_two_blocks(make):
+    a, b = (torch.tensor([2.0, -1.0], dtype=F64, requires_grad=True) for _ in range(2))
+    goal = torch.tensor([1.0, 3.0], dtype=F64)
+
+    def loss_of(*ws):
+        return lambda: sum(F.mse_loss(torch.tanh(w) * 2 + w, goal) for w in ws)
+
+    opt = make([{"params": [a], "lr": 0.0}, {"params": [b]}], **FIXED[make])
+    run(opt, loss_of(a, b), 3)
+    assert a.tolist() == [2.0, -1.0]
+    alone = torch.tensor([2.0, -1.0], dtype=F64, requires_grad=True)
+    run(make([alone], **FIXED[make]), loss_of(alone), 3)
+    torch.testing.assert_close(b, alone, rtol=1e-9, atol=1e-12)
+    assert len(opt.group_stats) == 2
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_resumes_bit_for_bit(make, dtype):
+    model = network(dtype)
+    opt = make(model.parameters())
+    run(opt, classification(model, dtype), 3)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), file)
+    file.seek(0)
+    other = network(dtype)
+    resumed = make(other.parameters(), lr=0.7)
+    for part, state in zip((other, resumed), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    twin, copied = copy.deepcopy((model, opt))
+    for m, o in ((model, opt), (other, resumed), (twin, copied)):
+        run(o, classification(m, dtype), 3)
+    assert_equal(snapshot(model), snapshot(other))
+    assert_equal(snapshot(model), snapshot(twin))
+
+
+@every
+def test_a_grad_scaler_changes_nothing(make):
+    results = []
+    for scaled in (False, True):
+        model = network(F64)
+        opt = make(model.parameters(), **FIXED[make])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for _ in range(3):
+            opt.zero_grad()
+            with opt.recording():
+                scaler.scale(classification(model, F64)()).backward()
+            scaler.step(opt)
+            scaler.update()
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+@every_that_looks_again
+def test_an_overflow_skips_the_step(make):
+    model = network(F64)
+    opt = make(model.parameters(), **FIXED[make])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = snapshot(model)
+    with opt.recording():
+        scaler.scale(classification(model, F64)()).backward()
+    next(model.parameters()).grad[0, 0] = math.inf
+    scaler.step(opt)
+    assert_equal(before, snapshot(model))
+
+
+def test_damping_of_a_scheduler_scales_what_was_adapted():
+    w = classic_start(2).requires_grad_()
+    opt = NewtonCG([w], damping=1.0)
+    run(opt, lambda: rosenbrock(w), 3)
+    factor = opt.stats["damping"]
+    opt.param_groups[0]["damping"] = 10.0
+    assert opt.stats["damping"] == pytest.approx(10 * factor)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    run(opt, lambda: rosenbrock(w), 1)
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("make", [NewtonCG, GaussNewton, CubicNewton])
+def test_curvature_of_a_part_of_the_data(make):
+    """Two closures: gradient and loss of all data, and the matrix of two of them."""
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    w = torch.tensor([1.0], dtype=F64, requires_grad=True)
+    opt = make([w], adapt=False, **({"cubic": 1e-9} if make is CubicNewton else {"damping": 0.0}))
+
+    def all_data():
+        opt.zero_grad()
+        loss = F.mse_loss(w * x, torch.zeros_like(x))
+        loss.backward()
+        return loss
+
+    def part():
+        opt.zero_grad()
+        F.mse_loss(w * x[:2], torch.zeros(2, dtype=F64)).backward()
+
+    opt.step(all_data, curvature=part)
+    assert w.grad.item() == pytest.approx(28 / 3)
+    assert w.item() == pytest.approx(1 - (28 / 3) / 5, rel=1e-6)
+    adapted = make([w])
+    adapted.step(closure_of(adapted, all_data_of(w, x)), curvature=closure_of(adapted, all_data_of(w, x[1:])))
+    assert adapted.stats["products"] >= 1
+    with pytest.raises(ValueError, match=r"step\(curvature=...\): there is no closure"):
+        opt.step(curvature=part)
+
+
+def all_data_of(w, x):
+    return lambda: F.mse_loss(w * x, torch.zeros_like(x))
+
+
+def test_a_refused_step_is_told():
+    """A trust region that is far too large: the step is not taken, and the region shrinks."""
+    w = torch.tensor([2.0], dtype=F64, requires_grad=True)
+    opt = TrustRegionNewton([w], radius=100.0)
+    run(opt, lambda: torch.log(torch.cosh(w)).sum(), 1)
+    assert w.item() == 2.0
+    assert opt.stats["direction"] == "none"
+    assert opt.stats["radius"] < 100
+    assert opt.stats["ratio"] < 0.25
+
+
+def test_directions_are_told():
+    def steps(make, start, loss, **options):
+        w = torch.tensor(start, dtype=F64, requires_grad=True)
+        opt = make([w], **options)
+        assert opt.stats == {}
+        run(opt, lambda: loss(w), 1)
+        return opt.stats
+
+    def saddle(w):
+        return w[0] ** 2 - w[1] ** 2 + w[1] ** 4
+
+    assert steps(NewtonCG, [0.0, 0.1], saddle)["direction"] == "negative_curvature"
+    assert steps(NewtonCG, [1.0, 1.0], saddle)["direction"] == "newton"
+    assert steps(TrustRegionNewton, [1.0, 1.0], saddle, radius=0.1)["direction"] == "boundary"
+    assert steps(LBFGS, [1.0, 1.0], saddle)["direction"] == "quasi_newton"
+    found = steps(NaturalGradient, [1.0, 1.0], lambda w: F.mse_loss(w, torch.zeros(2, dtype=F64)))
+    assert found["direction"] == "natural_gradient"
+    assert math.isnan(found["ratio"])
+
+
+def test_a_parameter_that_joins_begins_the_group_anew():
+    a, b = (torch.tensor([2.0], dtype=F64, requires_grad=True) for _ in range(2))
+    opt = LBFGS([a, b])
+    run(opt, lambda: (a - 1).pow(4).sum(), 3)
+    assert b.item() == 2.0
+    run(opt, lambda: (a - 1).pow(4).sum() + (b - 1).pow(2).sum(), 10)
+    assert b.item() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_step_without_curvature_is_refused():
+    model = nn.Linear(2, 1)
+    opt = NewtonCG(model.parameters())
+    model(torch.ones(3, 2)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"NewtonCG.step: there are gradients, but no curvature.*opt\.backward"
+    ):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (NewtonCG, r"NewtonCG.step: adapt=True .* set adapt=False"),
+        (LBFGS, r"LBFGS.step: line_search='strong_wolfe' .* set line_search=None"),
+    ],
+)
+def test_a_step_that_cannot_look_again_is_refused(make, match):
+    model = nn.Linear(2, 1)
+    opt = make(model.parameters())
+    opt.backward(model(torch.ones(3, 2)).pow(2).sum())
+    with pytest.raises(RuntimeError, match=match):
+        opt.step()
+
+
+def test_a_loss_of_unknown_form_is_refused():
+    model = nn.Linear(2, 1)
+    opt = GaussNewton(model.parameters())
+    closure = closure_of(opt, lambda: model(torch.ones(3, 2)).pow(2).sum())
+    with pytest.raises(ValueError, match="GaussNewton: the loss contains none whose curvature"):
+        opt.step(closure)
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    table = nn.Embedding(5, 2, sparse=True)
+    opt = NewtonCG(table.named_parameters())
+    closure = closure_of(opt, lambda: table(torch.tensor([1, 2])).pow(2).sum())
+    with pytest.raises(TypeError, match=r"NewtonCG.step: the gradient of .*weight.* is sparse"):
+        opt.step(closure)
+
+
+def test_a_group_of_two_dtypes_is_refused():
+    params = [torch.zeros(2, requires_grad=True), torch.zeros(2, dtype=F64, requires_grad=True)]
+    opt = NewtonCG(params)
+    closure = closure_of(opt, lambda: sum(p.pow(2).sum() for p in params))
+    with pytest.raises(ValueError, match="all parameters make one vector"):
+        opt.step(closure)
+
+
+def test_grad_scaler_takes_no_closure():
+    model = network(F64)
+    opt, scaler = NewtonCG(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt.backward(scaler.scale(classification(model, F64)()))
+    opt.found_inf = torch.zeros(())
+    with pytest.raises(RuntimeError, match=r"NewtonCG.step\(closure\): GradScaler takes no closure"):
+        opt.step(closure_of(opt, classification(model, F64)))
+
+
+def test_a_scale_that_is_not_told_is_refused():
+    model = network(F64)
+    opt, scaler = NewtonCG(model.parameters(), adapt=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt.backward(scaler.scale(classification(model, F64)()))
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match=r"backward\(loss, scaler=scaler\)"):
+        scaler.step(opt)
+
+
+def test_graph_curvature_has_no_diagonal():
+    with pytest.raises(TypeError, match=r"GraphCurvature.diagonal.*products alone"):
+        GraphCurvature({}, []).diagonal(Diagonal("hessian"))
+
+
+def test_scaler_told_before_unscaling_changes_nothing():
+    results = []
+    for scaled in (False, True):
+        model = network(F64)
+        opt = NewtonCG(model.parameters(), **FIXED[NewtonCG])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        opt.backward(classification(model, F64)(), scaler=scaler)
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
