@@ -39,11 +39,13 @@ def tensors_in(value: object) -> list[Tensor]:
 def _collect(value: object, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
+        return
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        # Without a call for each leaf: recorders look at the arguments of every torch function.
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple, dict)):
             _collect(item, found)
 
 

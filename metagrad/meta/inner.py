@@ -243,15 +243,19 @@ def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
         num_tasks: How many tasks are stacked; None means one, without an axis of its own.
     """
     if num_tasks is None:
-        # Each with a node of its own: what leads to a table is not to be walked for the gradient of another.
         return {
-            name: look_up(p, rows[name]) if name in rows else p.view_as(p) if rows else p
-            for name, p in params.items()
+            name: look_up(p, rows[name]) if name in rows else _apart(p, rows) for name, p in params.items()
         }
     return {
         name: look_up(p, rows[name]) if name in rows else _repeated(p, num_tasks)
         for name, p in params.items()
     }
+
+
+def _apart(param: Tensor, rows: Params) -> Tensor:
+    """Give a parameter a node of its own beside tables: what leads to those is not to be walked for its gradient."""
+    # Without grad mode there is no such node, and a view would be one that gradients pass by.
+    return param.view_as(param) if rows and torch.is_grad_enabled() else param
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
