@@ -113,6 +113,7 @@ class LayerOptimizer(CurvatureOptimizer):
                 )
 
     def _forget(self) -> None:
+        super()._forget()
         self._waiting: dict[str, weakref.WeakSet[Call]] = {}
         self._calls: dict[str, list[Call]] = {}
         self._sums: dict[str, Sums] = {}

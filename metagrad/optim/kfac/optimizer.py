@@ -111,9 +111,6 @@ class KFAC(LayerOptimizer):
         "fisher",
         "loss_reduction",
     }
-    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
-    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
-    found_inf: Tensor
 
     def __init__(
         self,
@@ -154,33 +151,6 @@ class KFAC(LayerOptimizer):
             seed=seed,
         )
 
-    def backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        *,
-        retain_graph: bool | None = None,
-        inputs: Tensor | Sequence[Tensor] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does.
-
-        Args:
-            loss: A tensor, with its graph.
-            gradient: As for ``Tensor.backward``, of a loss of several elements.
-            retain_graph: Keep the graph for another backward pass.
-            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
-            scaler: Scales the loss, which is given without its scale.
-        """
-        if scaler is not None:
-            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
-            loss = scaler.scale(loss)  # type: ignore[assignment]
-        super().backward(loss, gradient, retain_graph=retain_graph, inputs=inputs)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._scale: Tensor | None = None
-
     def _move(self) -> None:
         try:
             if not hasattr(self, "found_inf") or self._unscaled():
@@ -192,15 +162,9 @@ class KFAC(LayerOptimizer):
         """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
         if float(self.found_inf) > 0:
             return False
-        if self.grad_scale is not None:
-            self._scale = self.grad_scale
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                p.grad.mul_(self.grad_scale.double().reciprocal().float().to(p.device))
-        if self._scale is None and (self._calls or self._sums):
-            raise RuntimeError(
-                "KFAC.step: scaler.unscale_(opt) took the scale off the gradients, and that of the factors is not "
-                "known. Call opt.backward(loss, scaler=scaler) in place of scaler.scale(loss).backward()."
-            )
+        self._unscale_gradients()
+        if self._calls or self._sums:
+            self._known_scale("factors")
         return True
 
     def _move_group(self, group: Group, params: Params, grads: Params, curvature: Curvature | None) -> None:

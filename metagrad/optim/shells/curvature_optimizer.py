@@ -31,6 +31,10 @@ class CurvatureOptimizer(RuleOptimizer):
     twice; DistributedDataParallel, whose reduction does not see the gradients; and hooks on a parameter, which see
     the products with the Hessian too.
 
+    With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
+    unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
+    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it.
+
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.
 
@@ -47,6 +51,9 @@ class CurvatureOptimizer(RuleOptimizer):
     """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
     differentiates_twice = True
     """Whether gradients are taken with their graph."""
+    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
+    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
+    found_inf: Tensor
 
     def __init__(
         self,
@@ -76,6 +83,7 @@ class CurvatureOptimizer(RuleOptimizer):
         *,
         retain_graph: bool | None = None,
         inputs: Tensor | Sequence[Tensor] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and take what the rule needs.
 
@@ -84,7 +92,11 @@ class CurvatureOptimizer(RuleOptimizer):
             gradient: As for ``Tensor.backward``, of a loss of several elements.
             retain_graph: Keep the graph for another backward pass.
             inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
+            scaler: Scales the loss, which is given without its scale.
         """
+        if scaler is not None:
+            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
+            loss = scaler.scale(loss)  # type: ignore[assignment]
         if self._is_curvature_due():
             self._backward_with_curvature(loss, gradient, retain_graph, inputs, ())
         else:
@@ -111,6 +123,11 @@ class CurvatureOptimizer(RuleOptimizer):
             mode.losses.clear()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
+                "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
+            )
         with torch.enable_grad(), self.recording():
             return closure()
 
@@ -168,7 +185,31 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _forget(self) -> None:
         """Drop what was taken since the last step."""
-        raise NotImplementedError
+        self._scale: Tensor | None = None
+
+    def _known_scale(self, of: str) -> Tensor:
+        """Return what a GradScaler has multiplied the loss by."""
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+        if self._scale is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: scaler.unscale_(opt) took the scale off the gradients, and that of the "
+                f"{of} is not known. Call opt.backward(loss, scaler=scaler) in place of "
+                "opt.backward(scaler.scale(loss))."
+            )
+        return self._scale
+
+    def _unscale_gradients(self) -> None:
+        """Take the scale off gradients that still have it."""
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(inverse_of(self._scale, p.device))
+
+
+def inverse_of(scale: Tensor, device: torch.device) -> Tensor:
+    """Return one over a scale, as a GradScaler computes it."""
+    return scale.double().reciprocal().float().to(device)
 
 
 def _as_list(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:

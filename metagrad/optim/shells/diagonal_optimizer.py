@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from metagrad.optim.rules.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
-from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer, inverse_of
 from metagrad.optim.shells.move import working
 from metagrad.optim.shells.optimizer import Group
 from metagrad.optim.shells.randomness import generators_of
@@ -25,46 +23,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
 
     The estimate is made in the backward pass, so that of micro-batches one graph is alive at a time; the probes are
     those of the step, and the estimates of micro-batches add up to that of the whole batch.
-
-    With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
-    unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
-    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
-    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
-    found_inf: Tensor
-
-    def backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        *,
-        retain_graph: bool | None = None,
-        inputs: Tensor | Sequence[Tensor] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and estimate the diagonal.
-
-        Args:
-            loss: A tensor, with its graph.
-            gradient: As for ``Tensor.backward``, of a loss of several elements.
-            retain_graph: Keep the graph for another backward pass.
-            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
-            scaler: Scales the loss, which is given without its scale.
-        """
-        if scaler is not None:
-            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
-            loss = scaler.scale(loss)  # type: ignore[assignment]
-        super().backward(loss, gradient, retain_graph=retain_graph, inputs=inputs)
-
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
-                "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
-            )
-        return super()._evaluated(closure)
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
@@ -97,8 +56,8 @@ class DiagonalOptimizer(CurvatureOptimizer):
         return requests
 
     def _forget(self) -> None:
+        super()._forget()
         self._estimates: dict[Tensor, Tensor] | None = None
-        self._scale: Tensor | None = None
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
         if not needs_curvature(self._rule(group), group["step"]):
@@ -128,19 +87,11 @@ class DiagonalOptimizer(CurvatureOptimizer):
         """Take the scale of a GradScaler off gradients and curvature; say whether nothing has overflowed."""
         if float(self.found_inf) > 0:
             return False
-        if self.grad_scale is not None:
-            self._scale = self.grad_scale
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                p.grad.mul_(_inverse(self._scale, p.device))
+        self._unscale_gradients()
         if not self._estimates:
             return True
-        if self._scale is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: scaler.unscale_(opt) took the scale off the gradients, and that of the "
-                "curvature is not known. Call opt.backward(loss, scaler=scaler) in place of "
-                "opt.backward(scaler.scale(loss))."
-            )
-        self._estimates = {p: e * _inverse(self._scale, p.device) for p, e in self._estimates.items()}
+        scale = self._known_scale("curvature")
+        self._estimates = {p: e * inverse_of(scale, p.device) for p, e in self._estimates.items()}
         if not all(bool(_values(e).isfinite().all()) for e in self._estimates.values()):
             warnings.warn(
                 f"{type(self).__name__}.step: under the scale of GradScaler the curvature has overflowed, though the "
@@ -150,10 +101,6 @@ class DiagonalOptimizer(CurvatureOptimizer):
             )
             return False
         return True
-
-
-def _inverse(scale: Tensor, device: torch.device) -> Tensor:
-    return scale.double().reciprocal().float().to(device)
 
 
 def _values(estimate: Tensor) -> Tensor:

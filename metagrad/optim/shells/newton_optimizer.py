@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from metagrad.curvature import Result
@@ -49,13 +48,10 @@ class NewtonOptimizer(CurvatureOptimizer):
     """
 
     elementwise = False
-    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
     adapted: ClassVar[str | None] = None
     """The hyper-parameter that the state of the rule has a factor of."""
     whole: ClassVar[str] = "newton"
     """What the direction of an undisturbed step is called."""
-    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
-    found_inf: Tensor
 
     @property
     def stats(self) -> dict[str, float | int | str]:
@@ -106,35 +102,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         if not self.__dict__.get("_is_moving"):
             super().zero_grad(set_to_none)
 
-    def backward(
-        self,
-        loss: Tensor,
-        gradient: Tensor | None = None,
-        *,
-        retain_graph: bool | None = None,
-        inputs: Tensor | Sequence[Tensor] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and keep the graph until the step.
-
-        Args:
-            loss: A tensor, with its graph.
-            gradient: As for ``Tensor.backward``, of a loss of several elements.
-            retain_graph: Keep the graph for another backward pass.
-            inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
-            scaler: Scales the loss, which is given without its scale.
-        """
-        if scaler is not None:
-            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
-            loss = scaler.scale(loss)  # type: ignore[assignment]
-        super().backward(loss, gradient, retain_graph=retain_graph, inputs=inputs)
-
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
-        if hasattr(self, "found_inf"):
-            raise RuntimeError(
-                f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
-                "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
-            )
         self._random = RandomState(sorted({p.device for p in self._all_params()}, key=str))
         result = super()._evaluated(closure)
         if self._curvature_closure is not None and self._passes is not None:
@@ -176,9 +144,9 @@ class NewtonOptimizer(CurvatureOptimizer):
         self._passes = [*(self._passes or []), BackwardPass(self._value, grads, parts)]
 
     def _forget(self) -> None:
+        super()._forget()
         self._passes: list[BackwardPass] | None = None
         self._curved: list[BackwardPass] | None = None
-        self._scale: Tensor | None = None
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -208,14 +176,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _inverse_scale(self) -> float:
         if not hasattr(self, "found_inf"):
             return 1.0
-        scale = self._scale if self.grad_scale is None else self.grad_scale
-        if scale is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: scaler.unscale_(opt) took the scale off the gradients, and that of the "
-                "curvature is not known. Call opt.backward(loss, scaler=scaler) in place of "
-                "opt.backward(scaler.scale(loss))."
-            )
-        return 1 / float(scale)
+        return 1 / float(self._known_scale("curvature"))
 
     def _move(self) -> None:
         """Move every group from where all of them are."""
