@@ -54,7 +54,7 @@ def typed(config: DictConfig) -> Config:
         ValueError: A key was added that the schema does not have, or a count is too small.
     """
     resolved: Any = OmegaConf.to_object(config)
-    _check_keys(resolved, "")
+    check_keys("train", resolved)
     _check_counts(resolved)
     return resolved
 
@@ -70,14 +70,23 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _check_keys(node: Any, prefix: str) -> None:
+def check_keys(call: str, node: Any, prefix: str = "") -> None:
     """Refuse what `+key=value` adds, which Hydra lets through."""
     known = [item.name for item in fields(node)]
     for name, value in vars(node).items():
         if name not in known:
-            raise ValueError(f"train: there is no key {prefix}{name}; the keys there are {', '.join(known)}.")
+            raise ValueError(
+                f"{call}: there is no key {prefix}{name}; the keys there are {', '.join(known)}."
+            )
         if is_dataclass(value):
-            _check_keys(value, f"{prefix}{name}.")
+            check_keys(call, value, f"{prefix}{name}.")
+
+
+def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
+    """Refuse counts, by name, that are below what they must be at least."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise ValueError(f"{call}: {name} must be at least {smallest}, got {value}.")
 
 
 def _check_counts(config: Config) -> None:
@@ -97,6 +106,4 @@ def _check_counts(config: Config) -> None:
         "plots.tasks": (config.plots.tasks, 1),
         "plots.steps": (config.plots.steps, 1),
     }
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            raise ValueError(f"train: {name} must be at least {smallest}, got {value}.")
+    check_least("train", least)

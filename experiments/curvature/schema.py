@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from experiments.config import register
+from experiments.config import check_keys, check_least, register
 from experiments.schema import Algorithm, Config, Device, Logger, Loss, Model, Optimizer, Schedule, Task
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def typed(config: DictConfig) -> CurvatureConfig:
         ValueError: A key was added that the schema does not have, or a number is out of its range.
     """
     resolved: Any = OmegaConf.to_object(config)
-    _check_keys(resolved, "")
+    check_keys("curvature", resolved)
     _check_counts(resolved)
     _check_order(resolved)
     return resolved
@@ -134,18 +134,6 @@ def steps_of(config: CurvatureConfig) -> list[int]:
     return sorted({0, *(round(config.iterations ** (i / later)) for i in range(1, later + 1))})
 
 
-def _check_keys(node: Any, prefix: str) -> None:
-    """Refuse what `+key=value` adds, which Hydra lets through."""
-    known = [item.name for item in fields(node)]
-    for name, value in vars(node).items():
-        if name not in known:
-            raise ValueError(
-                f"curvature: there is no key {prefix}{name}; the keys there are {', '.join(known)}."
-            )
-        if is_dataclass(value):
-            _check_keys(value, f"{prefix}{name}.")
-
-
 def _check_counts(config: CurvatureConfig) -> None:
     least = {
         "seed": (config.seed, 0),
@@ -160,9 +148,7 @@ def _check_counts(config: CurvatureConfig) -> None:
         "density.steps": (config.density.steps, 1),
         "density.probes": (config.density.probes, 1),
     }
-    for name, (value, smallest) in least.items():
-        if value < smallest:
-            raise ValueError(f"curvature: {name} must be at least {smallest}, got {value}.")
+    check_least("curvature", least)
     outside = [step for step in config.measure.steps or [] if not 0 <= step <= config.iterations]
     if outside or config.measure.steps == []:
         raise ValueError(
