@@ -35,7 +35,8 @@ class Probing:
         self.n = checked_size(call, operator)
         self.distribution: Distribution = distribution
         self.generator = generator
-        self.rows = rows_in_chunk(call, chunk, self.n, operator.dtype)
+        # A probe, its product, what is made of both, and room to join them.
+        self.rows = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
         self.matvecs = 0
 
     def draw(self, count: int) -> Tensor:

@@ -21,7 +21,8 @@ def operator_like(**changes):
 
 def test_pieces_respect_the_chunk_and_count_products():
     asked = []
-    met = probing(operator_like(products=lambda v: asked.append(len(v)) or v), chunk=2 * 3 * 4)
+    of_one = 4 * 3 * 4  # four vectors of three numbers in float32
+    met = probing(operator_like(products=lambda v: asked.append(len(v)) or v), chunk=2 * of_one)
     sums = met.reduced(5, lambda z, products: (z * products).sum(1))
     assert asked == [2, 2, 1]
     assert met.matvecs == 5
