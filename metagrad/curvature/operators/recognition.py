@@ -197,3 +197,6 @@ _MAKERS: dict[Callable[..., Tensor], Callable[[_Arguments], OutputLoss | None]] 
     F.binary_cross_entropy_with_logits: _bernoulli,
     F.binary_cross_entropy: _bernoulli_probability,
 }
+
+KNOWN_LOSSES = tuple(_MAKERS)
+"""The losses of which the curvature in the output is known in closed form."""

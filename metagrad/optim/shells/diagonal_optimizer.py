@@ -12,6 +12,7 @@ from metagrad.optim.rules.curvature import Curvature, Diagonal, KnownDiagonal, n
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer, inverse_of
+from metagrad.optim.shells.gradients import unknown_loss
 from metagrad.optim.shells.move import working
 from metagrad.optim.shells.optimizer import Group
 from metagrad.optim.shells.randomness import generators_of
@@ -37,7 +38,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
             if not params:
                 continue
             if request.matrix == "gauss_newton" and not losses:
-                raise ValueError(_unknown_loss(type(self).__name__))
+                raise ValueError(unknown_loss(type(self).__name__))
             own = {key: grads[p] for key, p in params.items()}
             curvature = TapeCurvature(params, own, losses=losses, generators=generators)
             keep = retain_graph or index + 1 < len(requests)
@@ -105,11 +106,3 @@ class DiagonalOptimizer(CurvatureOptimizer):
 
 def _values(estimate: Tensor) -> Tensor:
     return estimate.values if isinstance(estimate, RowSparse) else estimate
-
-
-def _unknown_loss(name: str) -> str:
-    return (
-        f"{name}: the loss contains none whose Gauss-Newton matrix is known. Compute it inside the closure, or "
-        "within `with opt.recording():`, by F.cross_entropy, F.mse_loss, F.nll_loss, F.gaussian_nll_loss, "
-        "F.binary_cross_entropy or F.binary_cross_entropy_with_logits, reduced to a mean or a sum."
-    )

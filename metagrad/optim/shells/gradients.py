@@ -6,25 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.graph import graph_nodes
-from metagrad.curvature.operators.recognition import Evaluated, evaluate
+from metagrad.curvature.operators.recognition import KNOWN_LOSSES, Evaluated, evaluate
 from metagrad.sparse.rows.row_sparse import RowSparse
-
-KNOWN_LOSSES = frozenset(
-    {
-        F.cross_entropy,
-        F.nll_loss,
-        F.mse_loss,
-        F.gaussian_nll_loss,
-        F.binary_cross_entropy_with_logits,
-        F.binary_cross_entropy,
-    }
-)
-"""The losses of which the curvature is known in closed form."""
 
 
 class Recording(TorchFunctionMode):
@@ -32,7 +19,7 @@ class Recording(TorchFunctionMode):
 
     Args:
         backward: Called as ``backward(loss, gradient, retain_graph, create_graph, inputs)``.
-        note_losses: Whether calls of :data:`KNOWN_LOSSES` are noted, which holds their graphs.
+        note_losses: Whether calls of losses of known form are noted, which holds their graphs.
 
     Attributes:
         losses: What was noted.
@@ -90,3 +77,12 @@ def weights_of(loss: Tensor, gradient: Tensor | None, parts: Sequence[Tensor]) -
     if not parts:
         return ()
     return torch.autograd.grad(loss, parts, gradient, retain_graph=True, allow_unused=True)
+
+
+def unknown_loss(name: str) -> str:
+    """Say to the user of an optimizer that none of the losses noted has a known form."""
+    *others, last = (f"F.{function.__name__}" for function in KNOWN_LOSSES)
+    return (
+        f"{name}: the loss contains none whose curvature in the output is known. Compute it inside the closure, or "
+        f"within `with opt.recording():`, by {', '.join(others)} or {last}, reduced to a mean or a sum."
+    )

@@ -23,7 +23,7 @@ from metagrad.optim.shells.closure_objective import (
     without_gradients,
 )
 from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
-from metagrad.optim.shells.gradients import leaves_behind
+from metagrad.optim.shells.gradients import leaves_behind, unknown_loss
 from metagrad.optim.shells.move import working
 from metagrad.optim.shells.optimizer import Group
 from metagrad.optim.shells.state import joined, keep
@@ -134,12 +134,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
     ) -> None:
         if self.notes_losses and not losses:
-            raise ValueError(
-                f"{type(self).__name__}: the loss contains none whose curvature in the output is known. Compute it "
-                "inside the closure, or within `with opt.recording():`, by F.cross_entropy, F.mse_loss, F.nll_loss, "
-                "F.gaussian_nll_loss, F.binary_cross_entropy or F.binary_cross_entropy_with_logits, reduced to a "
-                "mean or a sum."
-            )
+            raise ValueError(unknown_loss(type(self).__name__))
         parts = [KnownPart(loss, frozenset(leaves_behind(loss.loss.output))) for loss in losses]
         self._passes = [*(self._passes or []), BackwardPass(self._value, grads, parts)]
 
