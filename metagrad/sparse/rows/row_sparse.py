@@ -78,7 +78,7 @@ class Rows(Tensor):
 
     def _elsewhere(self, ids: Tensor) -> Tensor:
         """Return the values of rows ``[N]`` that are not kept, ``[N, D...]``; below the tape."""
-        raise NotImplementedError
+        return self._kept.values.new_zeros(len(ids), *self._kept.values.shape[1:])
 
 
 class RowSparse(Rows):
@@ -161,9 +161,6 @@ class RowSparse(Rows):
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         count_densified(dense.nbytes)
         return dense + self
-
-    def _elsewhere(self, ids: Tensor) -> Tensor:
-        return self._kept.values.new_zeros(len(ids), *self._kept.values.shape[1:])
 
     def to_coo(self) -> Tensor:
         """Return a hybrid COO tensor, for optimizers of ``torch.optim``; *detached*, as torch would cut it."""
