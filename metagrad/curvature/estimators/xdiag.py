@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.basis import Basis, left_out
+from metagrad.curvature.estimators.basis import left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.leave_one_out import inflation
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probed_basis import ProbedBasis
 
 MOST = 2.0  # bound for k Cov / s^2, as for XTrace
 
 
-class XDiag:
+class XDiag(ProbedBasis):
     r"""Estimate the diagonal by the mean over i of :math:`\mathrm{diag}(P_i A) + z_i \odot (I - P_i) A z_i`.
 
     :math:`P_i` projects on the span of the products of all probes but the i-th. What the i-th product has outside of
@@ -25,23 +25,6 @@ class XDiag:
     """
 
     name = "xdiag"
-
-    def __init__(self, probing: Probing) -> None:
-        self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.probes, self.products_of_basis = nothing, nothing
-
-    def extend(self, products: int) -> None:
-        """Spend so many more products: half on probes, half on the basis of their products."""
-        probing = self.probing
-        count = min(products // 2, probing.n - len(self.probes))
-        if count:
-            probes = probing.draw(count)
-            new = self.basis.append(probing.products(probes), probing.call)
-            self.probes = torch.cat([self.probes, probes])
-            self.products_of_basis = torch.cat([self.products_of_basis, probing.products(new)])
 
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.basis import Basis, left_out
+from metagrad.curvature.estimators.basis import left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.leave_one_out import covariance_of, inflation
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probed_basis import ProbedBasis
 
 # Bound for k Cov / s^2: measured up to 1.6. Where the spectrum decays fast it is about 0, with a very noisy estimate.
 MOST = 2.0
 
 
-class XTrace:
+class XTrace(ProbedBasis):
     r"""Estimate the trace by the mean over i of :math:`\mathrm{tr}(Q_i A Q_i^T) + g_i^T A g_i`.
 
     The rows of :math:`Q_i` span the products of all probes but the i-th, which is projected off them to give
@@ -29,23 +29,6 @@ class XTrace:
     """
 
     name = "xtrace"
-
-    def __init__(self, probing: Probing) -> None:
-        self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.probes, self.products_of_basis = nothing, nothing
-
-    def extend(self, products: int) -> None:
-        """Spend so many more products: half on probes, half on the basis of their products."""
-        probing = self.probing
-        count = min(products // 2, probing.n - len(self.probes))
-        if count:
-            probes = probing.draw(count)
-            new = self.basis.append(probing.products(probes), probing.call)
-            self.probes = torch.cat([self.probes, probes])
-            self.products_of_basis = torch.cat([self.products_of_basis, probing.products(new)])
 
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
