@@ -214,8 +214,8 @@ class Plots:
 
 
 @dataclass
-class Config:
-    """A whole run."""
+class Program:
+    """What every program that trains has."""
 
     seed: int = MISSING
     device: Device = MISSING
@@ -223,7 +223,6 @@ class Config:
     iterations: int = MISSING
     meta_batch: int = MISSING
     anomaly: bool = MISSING
-    resume: str | None = MISSING
     task: Task = MISSING
     loss: Loss = MISSING
     model: Model = MISSING
@@ -231,6 +230,13 @@ class Config:
     optimizer: Optimizer = MISSING
     schedule: Schedule = MISSING
     logger: Logger = MISSING
+
+
+@dataclass
+class Config(Program):
+    """A whole run."""
+
+    resume: str | None = MISSING
     log: Log = field(default_factory=Log)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from experiments.config import check_keys, check_least, register
-from experiments.schema import Algorithm, Config, Device, Logger, Loss, Model, Optimizer, Schedule, Task
+from experiments.schema import Config, Program
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -76,25 +76,12 @@ class Measure:
 
 
 @dataclass
-class CurvatureConfig:
+class CurvatureConfig(Program):
     """A whole run."""
 
-    seed: int = MISSING
-    device: Device = MISSING
-    threads: int | None = MISSING
-    anomaly: bool = MISSING
     checkpoint: str | None = MISSING
     objective: Objective = MISSING
     matrix: Matrix = MISSING
-    iterations: int = MISSING
-    meta_batch: int = MISSING
-    task: Task = MISSING
-    loss: Loss = MISSING
-    model: Model = MISSING
-    algorithm: Algorithm = MISSING
-    optimizer: Optimizer = MISSING
-    schedule: Schedule = MISSING
-    logger: Logger = MISSING
     measure: Measure = field(default_factory=Measure)
     trace: Trace = field(default_factory=Trace)
     eigenvalues: Eigenvalues = field(default_factory=Eigenvalues)
@@ -122,8 +109,7 @@ def typed(config: DictConfig) -> CurvatureConfig:
 
 def training(config: CurvatureConfig) -> Config:
     """Return what `experiments.build` and `experiments.train` read: the keys that both programs have."""
-    shared = {item.name for item in fields(Config)} & {item.name for item in fields(CurvatureConfig)}
-    return Config(**{name: getattr(config, name) for name in shared - {"checkpoint"}})
+    return Config(**{item.name: getattr(config, item.name) for item in fields(Program)})
 
 
 def steps_of(config: CurvatureConfig) -> list[int]:
