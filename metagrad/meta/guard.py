@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from torch import Tensor
 from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import AutocastState
 from metagrad.meta.batching import Tasks
+from metagrad.meta.finite import Results
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import needs_curvature
 from metagrad.optim.rules.walk import hyperparameters_in, with_hyperparameters
 from metagrad.sparse.rows.row_sparse import RowSparse
-
-Results: TypeAlias = tuple[Any, ...]
 
 Compute = Callable[[Params, Rule, Tasks], Results]
 """Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""

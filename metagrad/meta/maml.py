@@ -23,8 +23,15 @@ from metagrad.meta.checks import (
     check_ends,
     check_steps,
 )
-from metagrad.meta.finite import Buffers, Nonfinite, check_nonfinite, refuse_nonfinite, without_nonfinite
-from metagrad.meta.guard import Guard, Results
+from metagrad.meta.finite import (
+    Buffers,
+    Nonfinite,
+    Results,
+    check_nonfinite,
+    refuse_nonfinite,
+    without_nonfinite,
+)
+from metagrad.meta.guard import Guard
 from metagrad.meta.inner import InnerLoop, outer_phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.reader import Reader
@@ -115,7 +122,9 @@ class MAML(nn.Module):
         compile: Compile = False,
     ) -> None:
         super().__init__()
-        check_arguments(model, steps, order, "full" if memory == "block" else memory, task_chunk)
+        is_block = memory == "block"
+        kept: Memory = "full" if memory == "block" else memory
+        check_arguments(model, steps, order, kept, task_chunk)
         programs = check_compile(compile, memory)
         check_ends(truncate, tolerance)
         check_nonfinite(nonfinite)
@@ -123,18 +132,20 @@ class MAML(nn.Module):
         self.sparse = check_tables(model, sparse, inner)
         self.model = model
         self.steps = steps
-        self.inner = InnerLoop(inner, order, "full", truncate, tolerance, programs=programs, loss_fn=loss_fn)
-        if memory == "block":
-            if sparse:
-                raise ValueError(
-                    'MAML(..., memory="block"): tables cannot be replaced by rows within a block.'
-                )
-            self.inner = dataclasses.replace(self.inner, chain=chain(model, loss_fn))
-            task_chunk = 1
-        else:
-            self.inner = dataclasses.replace(self.inner, memory=memory)
+        if is_block and sparse:
+            raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
+        self.inner = InnerLoop(
+            inner,
+            order,
+            kept,
+            truncate,
+            tolerance,
+            chain=chain(model, loss_fn) if is_block else None,
+            programs=programs,
+            loss_fn=loss_fn,
+        )
         self.objective = Objective(model, loss_fn)
-        self.batching = Batching(task_chunk)
+        self.batching = Batching(1 if is_block else task_chunk)
         for name, parameter in _learned(inner):
             self.register_parameter(name, parameter)
 
