@@ -172,31 +172,51 @@ def tell_recorders(made: Sequence[Tensor]) -> None:
         recorder.note(made)
 
 
-class Recorder(TorchFunctionMode):
+class _Numbering(TorchFunctionMode):
+    """Numbers the torch functions that a function calls, the same each time it runs.
+
+    Modes that were at work before, which look at every operation or count it, may call functions of their own: within
+    a custom ``autograd.Function``, where torch saves its outputs, function modes are told of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call_number = 0
+        self._modes_before = torch._C._len_torch_dispatch_stack()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # A mode is off the stack while it looks at an operation.
+        if torch._C._len_torch_dispatch_stack() < self._modes_before:
+            return func(*args, **(kwargs or {}))
+        number, self.call_number = self.call_number, self.call_number + 1
+        return self._called(number, func, args, kwargs or {})
+
+    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class Recorder(_Numbering):
     """Finds the free tensors of a function while it runs."""
 
     def __init__(self, reads: Reads, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.reads = reads
-        self.call_number = 0
         self.arguments = {id(tensor): tensor for tensor in arguments}
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.without_grad: set[int] = set()
         self.outside: set[Node] = set()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        number, self.call_number = self.call_number, self.call_number + 1
+    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         generator = kwargs.get("generator")
         if generator is not None:
             self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
         with unobserved():
             free = {i: t for i, t in enumerate(tensors_in((args, kwargs))) if not self._is_own(t)}
         if free:
-            writes = _may_write(func, kwargs)
-            stand_ins = {i: self.reads.add(tensor, func, number, i, writes) for i, tensor in free.items()}
+            writes = _may_write(function, kwargs)
+            stand_ins = {i: self.reads.add(t, function, number, i, writes) for i, t in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
-        result = func(*args, **kwargs)
+        result = function(*args, **kwargs)
         made = tensors_in(result)
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
@@ -259,7 +279,7 @@ class Recorder(TorchFunctionMode):
                 )
 
 
-class _Substitution(TorchFunctionMode):
+class _Substitution(_Numbering):
     """Replays a function with other tensors in the places where it reads its free ones."""
 
     def __init__(
@@ -270,21 +290,18 @@ class _Substitution(TorchFunctionMode):
         self.places = places
         self.free = free
         self.constants = constants
-        self.call_number = 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        place = self.places.get(self.call_number)
-        self.call_number += 1
+    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        place = self.places.get(number)
         if place is not None:
-            if place.function != func:
-                raise self._astray(f"{place.function} became {func}")
+            if place.function != function:
+                raise self._astray(f"{place.function} became {function}")
             stand_ins = {
                 position: (self.free if differentiable else self.constants)[index]
                 for position, (differentiable, index) in place.slots.items()
             }
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
-        return func(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def close(self) -> None:
         """Check that every place was reached."""

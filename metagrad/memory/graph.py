@@ -100,6 +100,11 @@ class SavedGraph:
         return sum(nbytes.values())
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
+        # A custom autograd.Function saves with function modes at work, which are not to see what is done here.
+        with torch._C.DisableTorchFunction():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> _Saved:
         parts = () if _is_leaf_parameter(tensor) else self._parts(tensor)
         if not parts:
             return _Saved(tensor, self, None)
@@ -116,6 +121,10 @@ class SavedGraph:
         return _Saved(tensor, self, serial)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return self._unpacked(saved)
+
+    def _unpacked(self, saved: _Saved) -> torch.Tensor:
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "

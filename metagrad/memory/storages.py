@@ -184,8 +184,10 @@ class StorageMode(TorchDispatchMode):
         # A fake tensor refuses to run below its own mode; it has no memory to count.
         if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented
-        outputs = _call(func, args, kwargs or {})
-        self.ledger.observe(func, (args, kwargs), outputs)
+        # A custom autograd.Function saves its outputs with function modes at work, to which this is no call.
+        with torch._C.DisableTorchFunction():
+            outputs = _call(func, args, kwargs or {})
+            self.ledger.observe(func, (args, kwargs), outputs)
         return outputs
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
 
@@ -285,3 +287,39 @@ def test_truncation_differentiates_through_the_last_steps_alone(memory):
 def test_truncation_must_be_within_the_steps(truncate):
     with pytest.raises(ValueError, match=f"from 1 to steps=3.*got {truncate}"):
         mg.unroll(lambda x, t: (x, None), randn(2), steps=3, truncate=truncate)
+
+
+class _Exp(torch.autograd.Function):
+    """An exponential that saves what it returns, for which torch makes an operation that modes are shown."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("memory", ["step", "sqrt", "1MiB"])
+@pytest.mark.parametrize(
+    "mode", [contextlib.nullcontext, lambda: FlopCounterMode(display=False), mg.MemoryTracker]
+)
+def test_what_modes_and_hooks_call_is_no_part_of_a_step(mode, memory):
+    free = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    w, lr = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.4, 0.1))
+
+    def step(w, t, lr):
+        loss = _Exp.apply(w).square() * free
+        return w - lr * free * mg.grad(loss, w, create_graph=True), loss
+
+    def gradients(memory):
+        last, _ = mg.unroll(step, w, lr, steps=4, memory=memory)
+        return mg.grad(last**3, (w, lr, free))
+
+    expected = gradients("full")
+    with mode():
+        found = gradients(memory)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
