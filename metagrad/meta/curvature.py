@@ -2,16 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad.curvature.operators.output_losses import OutputLoss
 from metagrad.curvature.operators.recognition import evaluate
-from metagrad.optim.rules import Params
+from metagrad.optim.kfac.layer_calls import CALL, LayerCalls, observed
+from metagrad.optim.kfac.layers import layers_among, warn_of_others
+from metagrad.optim.kfac.objective import LayerObjective
+from metagrad.optim.rules import Params, Rule
+from metagrad.optim.rules.curvature import needs_layers
 from metagrad.optim.rules.objective import TapeObjective
 from metagrad.optim.rules.tape_curvature import WeightedLoss
+
+
+def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
+    """Refuse layers that a rule asks for and does not know; name the modules that it moves along the gradient.
+
+    Args:
+        model: The model.
+        rule: The inner rule.
+        is_block: Whether gradients are taken block by block.
+    """
+    if not needs_layers(rule, 0):
+        return
+    if is_block:
+        raise ValueError(
+            f'MAML(..., memory="block"): {CALL} asks what layers were given, which is gone after the sweep of a '
+            'block. Use memory="step".'
+        )
+    call = f"MAML(..., inner={CALL})"
+    warn_of_others(call, model, layers_among(call, model, lambda p: p.requires_grad), stacklevel=4)
+
+
+@contextlib.contextmanager
+def observed_layers(
+    model: nn.Module | None, params: Params, rule: Rule, step: int
+) -> Iterator[LayerCalls | None]:
+    """Note the calls of the layers of a model, if a rule asks for them at a step."""
+    if model is None or not needs_layers(rule, step):
+        yield None
+        return
+    with observed(model, tuple(params)) as calls:
+        yield calls
 
 
 def inner_curvature(
@@ -25,6 +61,7 @@ def inner_curvature(
     stacked: bool,
     *,
     create_graph: bool,
+    calls: LayerCalls | None = None,
 ) -> TapeObjective:
     """Make the curvature of the loss of a task, or of the sum of the losses of stacked tasks.
 
@@ -38,6 +75,7 @@ def inner_curvature(
         y: Targets likewise.
         stacked: Whether there is a task axis.
         create_graph: Whether the step is differentiated through.
+        calls: Those of the layers in the evaluation of the loss; None if they were not observed.
     """
 
     def losses() -> Sequence[WeightedLoss]:
@@ -50,7 +88,11 @@ def inner_curvature(
         loss = StackedLoss(known) if stacked else known[0]  # type: ignore[arg-type]
         return [WeightedLoss(loss, loss.output.new_ones(()))]  # type: ignore[union-attr, list-item]
 
-    return TapeObjective.known(loss, params, values, grads, losses=losses, create_graph=create_graph)
+    if calls is None:
+        return TapeObjective.known(loss, params, values, grads, losses=losses, create_graph=create_graph)
+    return LayerObjective.observing(
+        calls, loss, params, values, grads, losses=losses, create_graph=create_graph
+    )
 
 
 class StackedLoss(OutputLoss):

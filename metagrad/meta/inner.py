@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
 from metagrad._tree import Tree, tree_map
@@ -20,7 +20,7 @@ from metagrad.autograd.compiled_unroll import unroll_compiled
 from metagrad.autograd.lint import refuse_defects
 from metagrad.autograd.schedule import Step, plain
 from metagrad.autograd.unroll import unroll
-from metagrad.meta.curvature import inner_curvature
+from metagrad.meta.curvature import inner_curvature, observed_layers
 from metagrad.meta.objective import LossFn
 from metagrad.meta.programs import Programs
 from metagrad.meta.tables import look_up
@@ -58,6 +58,7 @@ class InnerLoop:
         chain: The model by blocks and its loss, where gradients are taken block by block.
         programs: What has been compiled; None compiles nothing.
         loss_fn: The loss of predictions and targets, of which a rule may ask the Gauss-Newton matrix.
+        model: The model, of whose layers a rule may ask what they were given.
     """
 
     rule: Rule
@@ -68,6 +69,7 @@ class InnerLoop:
     chain: Chain | None = None
     programs: Programs | None = None
     loss_fn: LossFn | None = None
+    model: nn.Module | None = None
 
     @property
     def kept(self) -> Memory | Literal["block"]:
@@ -157,10 +159,12 @@ class InnerLoop:
         if torch.compiler.is_compiling():
             return *_functional_gradients(loss, params, x, y, self.order), None
         is_due = needs_curvature(self.rule, t)
+        calls = None
         if self.chain is not None:
             predictions, (losses, grads) = None, block_gradient(self.chain, params, x, y)
         else:
-            losses, predictions = self._losses(loss, params, x, y)
+            with observed_layers(self.model, params, self.rule, t) as calls:
+                losses, predictions = self._losses(loss, params, x, y)
             total = losses.sum()
             if (create_graph or is_due) and t == 0:
                 refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
@@ -177,6 +181,7 @@ class InnerLoop:
                 y,
                 losses.ndim > 0,
                 create_graph=create_graph,
+                calls=calls,
             )
         return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
 

@@ -23,6 +23,7 @@ from metagrad.meta.checks import (
     check_ends,
     check_steps,
 )
+from metagrad.meta.curvature import check_layers
 from metagrad.meta.finite import (
     Buffers,
     Nonfinite,
@@ -127,6 +128,7 @@ class MAML(nn.Module):
         check_arguments(model, steps, order, kept, task_chunk)
         programs = check_compile(compile, memory)
         check_ends(truncate, tolerance)
+        check_layers(model, inner, is_block=is_block)
         check_nonfinite(nonfinite)
         self.nonfinite: Nonfinite = nonfinite
         self.sparse = check_tables(model, sparse, inner)
@@ -143,6 +145,7 @@ class MAML(nn.Module):
             chain=chain(model, loss_fn) if is_block else None,
             programs=programs,
             loss_fn=loss_fn,
+            model=model,
         )
         self.objective = Objective(model, loss_fn)
         self.batching = Batching(1 if is_block else task_chunk)

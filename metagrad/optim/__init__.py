@@ -1,7 +1,7 @@
 """Optimizers: pure rules, for inner loops that are differentiated through, and ``torch.optim`` shells of them."""
 
 from metagrad.optim import rules
-from metagrad.optim.kfac import KFAC
+from metagrad.optim.kfac.optimizer import KFAC
 from metagrad.optim.shells.adahessian import AdaHessian
 from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
 from metagrad.optim.shells.kronecker import SOAP, Shampoo

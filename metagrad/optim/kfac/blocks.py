@@ -12,6 +12,8 @@ from metagrad.optim.kfac.factors import (
     Eigenbasis,
     Factors,
     Sums,
+    averaged,
+    averaged_factors,
     eigenbasis_of,
     factors_of,
     inverses_of,
@@ -40,23 +42,20 @@ def renewed(
         rows: Inputs and output gradients of each call; needed for a scaling alone.
         group: The hyper-parameters.
         is_due: Whether inverses are computed.
-
-    References:
-        Martens, Grosse, ICML 2015, section 5, for the average.
     """
     count = state.get("updates", 0) + 1
-    kept = min(1 - 1 / count, float(group["decay"]))
-    for name, factor in zip(("inputs", "outputs"), factors_of(sums, weight), strict=True):
-        state[name] = factor if count == 1 else torch.lerp(factor, state[name], kept)
+    decay, new = float(group["decay"]), factors_of(sums, weight)
+    old = Factors(state["inputs"], state["outputs"]) if count > 1 else new
+    factors = averaged_factors(old, new, count, decay)
+    state["inputs"], state["outputs"] = factors
     state["updates"] = count
-    factors = Factors(state["inputs"], state["outputs"])
     is_new = is_due or count == 1
     if group["eigen"]:
         if is_new:
             state["input_basis"], state["output_basis"] = eigenbasis_of(factors)
         basis = (state["input_basis"], state["output_basis"])
         scaling = weight * torch.stack([scaling_of(*pair, basis) for pair in rows]).sum(0)
-        state["scaling"] = scaling if is_new else torch.lerp(scaling, state["scaling"], kept)
+        state["scaling"] = scaling if is_new else averaged(state["scaling"], scaling, count, decay)
     elif is_new:
         state["input_inverse"], state["output_inverse"] = inverses_of(factors, group["damping"])
 

@@ -31,6 +31,14 @@ class Call:
         return self in other.open_before or other in self.open_before
 
 
+def without_base(output: Tensor) -> Tensor:
+    """Return a tensor that is no view, such as the output of a linear layer on sequences is.
+
+    What is written over a view, as by ``nn.ReLU(inplace=True)``, goes to its base, past its own place on the tape.
+    """
+    return output.clone() if output._is_view() else output
+
+
 class LayerHook:
     """A forward hook that tells an optimizer of a layer's calls for as long as there is that optimizer.
 
@@ -44,15 +52,18 @@ class LayerHook:
     def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
         return LayerHook, ()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
         """Note a call whose gradient is wanted."""
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
-            return
+            return None
         call = optimizer._called(self.name, args[0] if args else kwargs["input"])
-        if call is not None:
-            # The graph holds the call, and the call holds nothing of the graph.
-            output.register_hook(_Noting(self.optimizer, self.name, call))
+        if call is None:
+            return None
+        output = without_base(output)
+        # The graph holds the call, and the call holds nothing of the graph.
+        output.register_hook(_Noting(self.optimizer, self.name, call))
+        return output
 
 
 class _Noting:

@@ -16,8 +16,8 @@ from torch import Tensor
 class Factors(NamedTuple):
     """The two factors of a block of the Fisher matrix."""
 
-    inputs: Tensor  # A, [inputs, inputs]
-    outputs: Tensor  # G, [outputs, outputs]
+    inputs: Tensor  # A, [*tasks, inputs, inputs]
+    outputs: Tensor  # G, [*tasks, outputs, outputs]
 
 
 class Eigenbasis(NamedTuple):
@@ -31,16 +31,16 @@ class Eigenbasis(NamedTuple):
 class Sums(NamedTuple):
     """Sums over the rows of some examples, from which factors are made; those of two batches add up."""
 
-    inputs: Tensor  # of a a^T, [inputs, inputs]
-    outputs: Tensor  # of g g^T, [outputs, outputs]
+    inputs: Tensor  # of a a^T, [*tasks, inputs, inputs]
+    outputs: Tensor  # of g g^T, [*tasks, outputs, outputs]
     num_examples: int
     num_rows: int  # examples times positions
 
 
 def sums_of(inputs: Tensor, gradients: Tensor) -> Sums:
-    """Sum over the rows ``[examples, positions, size]`` of inputs and output gradients."""
-    a, g = inputs.flatten(0, 1), gradients.flatten(0, 1)
-    return Sums(a.mT @ a, g.mT @ g, len(inputs), len(a))
+    """Sum over the rows ``[*tasks, examples, positions, size]`` of inputs and output gradients, in each task."""
+    a, g = inputs.flatten(-3, -2), gradients.flatten(-3, -2)
+    return Sums(a.mT @ a, g.mT @ g, inputs.shape[-3], a.shape[-2])
 
 
 def added(one: Sums | None, other: Sums) -> Sums:
@@ -79,6 +79,39 @@ def factors_of(sums: Sums, weight: float | Tensor) -> Factors:
     return Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
 
 
+def averaged_factors(old: Factors, new: Factors, count: int, decay: float | Tensor) -> Factors:
+    r"""Return the running averages of the factors.
+
+    .. math:: A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
+
+    Args:
+        old: The averages before; of no consequence at the first.
+        new: Those of the step.
+        count: The number k of this estimate, from 1.
+        decay: How much is kept, :math:`\beta`.
+
+    Example:
+        >>> from metagrad.optim.kfac.factors import Factors, averaged_factors
+        >>> old, new = (Factors(torch.tensor([[a]]), torch.tensor([[g]])) for a, g in ((1.0, 4.0), (3.0, 0.0)))
+        >>> averaged_factors(old, new, 2, 0.95)
+        Factors(inputs=tensor([[2.]]), outputs=tensor([[2.]]))
+
+    References:
+        Martens, Grosse, ICML 2015, section 5.
+    """
+    if count == 1:
+        return new
+    return Factors(*(averaged(*pair, count, decay) for pair in zip(old, new, strict=True)))
+
+
+def averaged(old: Tensor, new: Tensor, count: int, decay: float | Tensor) -> Tensor:
+    """Return the running average of which an estimate is the one of a number, from 1."""
+    most = 1 - 1 / count
+    if isinstance(decay, Tensor):
+        return torch.lerp(new, old, decay.clamp(max=most).to(new))
+    return torch.lerp(new, old, min(decay, most))
+
+
 def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Tensor]:
     r"""Split a damping into what is added to the eigenvalues of each factor.
 
@@ -95,7 +128,7 @@ def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Te
     References:
         Martens, Grosse, ICML 2015, section 6.3.
     """
-    means = [factor.diagonal().mean() for factor in factors]
+    means = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in factors]
     is_zero = (means[0] <= 0) | (means[1] <= 0)
     ratio = torch.where(is_zero, 1, means[0] / torch.where(is_zero, 1, means[1])).sqrt()
     return ratio * damping**0.5, damping**0.5 / ratio
@@ -109,13 +142,39 @@ def inverses_of(factors: Factors, damping: float | Tensor) -> Factors:
             errors of the factor.
     """
     shares = split_damping(factors, damping)
-    damped = [factor + share * _eye(factor) for factor, share in zip(factors, shares, strict=True)]
+    damped = [
+        factor + share.to(factor.dtype)[..., None, None] * _eye(factor)
+        for factor, share in zip(factors, shares, strict=True)
+    ]
     return Factors(*(torch.cholesky_inverse(torch.linalg.cholesky(matrix)) for matrix in damped))
 
 
 def preconditioned(gradient: Tensor, inverses: Factors) -> Tensor:
     r"""Multiply a gradient ``[outputs, inputs]`` with the inverse, :math:`G^{-1} \, \nabla W \, A^{-1}`."""
     return inverses.outputs @ gradient @ inverses.inputs
+
+
+def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
+    r"""Return what a direction is multiplied with, so that predictions do not change by more than allowed.
+
+    .. math:: \nu = \min\Bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\Bigr)
+
+    Args:
+        change: :math:`\eta^2 D^\top \nabla`, over all layers, ``[*tasks]``.
+        kl_clip: The most, :math:`\kappa`.
+
+    Example:
+        >>> from metagrad.optim.kfac.factors import kl_length
+        >>> kl_length(torch.tensor([4.0, 0.5]), 1.0)
+        tensor([0.5000, 1.0000])
+
+    References:
+        Ba, Grosse, Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR
+        2017, section 5.
+    """
+    # The root's derivative is infinite where nothing changes, and not wanted where nothing is too long.
+    is_long = change > kl_clip
+    return torch.where(is_long, (kl_clip / torch.where(is_long, change, 1)).sqrt(), 1)
 
 
 def eigenbasis_of(factors: Factors) -> tuple[Tensor, Tensor]:
@@ -164,4 +223,4 @@ def preconditioned_in_basis(gradient: Tensor, basis: Eigenbasis, damping: float 
 
 
 def _eye(matrix: Tensor) -> Tensor:
-    return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

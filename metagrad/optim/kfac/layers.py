@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -25,35 +26,49 @@ def known_layers(model: nn.Module) -> dict[str, Layer]:
     Warns:
         UserWarning: Other modules have parameters, which K-FAC moves along the plain gradient.
     """
-    layers: dict[str, Layer] = {}
-    others = []
-    for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        # A subclass may compute anything: only the layers themselves are known.
-        if type(module) in _KNOWN and module.weight.requires_grad:  # type: ignore[reportAttributeAccessIssue]
-            _check_groups(name, module)
-            layers[name] = module  # type: ignore[assignment]
-        elif own:
-            others.append(f"{name or 'the model itself'} ({type(module).__name__})")
-    _check_sharing(model, layers)
-    if others:
-        warnings.warn(
-            f"KFAC(model): these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
-            f"gradient: {', '.join(others)}.",
-            stacklevel=4,
-        )
+    layers = layers_among("KFAC(model)", model, lambda param: param.requires_grad)
+    warn_of_others("KFAC(model)", model, layers, stacklevel=5)
     return layers
 
 
-def _check_groups(name: str, module: nn.Module) -> None:
+def layers_among(call: str, model: nn.Module, is_trained: Callable[[nn.Parameter], bool]) -> dict[str, Layer]:
+    """Find the layers whose weight is one of some parameters, by name; refuse those that are grouped or shared."""
+    # A subclass may compute anything: only the layers themselves are known.
+    layers: dict[str, Layer] = {
+        name: module  # type: ignore[misc]
+        for name, module in model.named_modules()
+        if type(module) in _KNOWN and is_trained(module.weight)  # type: ignore[reportArgumentType]
+    }
+    for name, layer in layers.items():
+        _check_groups(call, name, layer)
+    _check_sharing(call, model, layers)
+    return layers
+
+
+def warn_of_others(call: str, model: nn.Module, layers: Mapping[str, Layer], *, stacklevel: int) -> None:
+    """Name the modules whose parameters are trained, and are not those of layers."""
+    others = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    if others:
+        warnings.warn(
+            f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
+            f"gradient: {', '.join(others)}.",
+            stacklevel=stacklevel,
+        )
+
+
+def _check_groups(call: str, name: str, module: nn.Module) -> None:
     if getattr(module, "groups", 1) != 1:
         raise ValueError(
-            f"KFAC(model): {name!r} is a convolution of {module.groups} groups, whose Fisher block is not a "
+            f"{call}: {name!r} is a convolution of {module.groups} groups, whose Fisher block is not a "
             "Kronecker product. Use groups=1, or freeze its weight and give it to another optimizer."
         )
 
 
-def _check_sharing(model: nn.Module, layers: dict[str, Layer]) -> None:
+def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> None:
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for p in module.parameters(recurse=False):
@@ -62,7 +77,7 @@ def _check_sharing(model: nn.Module, layers: dict[str, Layer]) -> None:
         for p in layer.parameters(recurse=False):
             if len(owners[p]) > 1:
                 raise ValueError(
-                    f"KFAC(model): {name!r} shares a parameter with {[n for n in owners[p] if n != name]}, and the "
+                    f"{call}: {name!r} shares a parameter with {[n for n in owners[p] if n != name]}, and the "
                     "factors of shared layers are not known. Give each a parameter of its own, or use another "
                     "optimizer for them."
                 )
@@ -78,11 +93,20 @@ def input_rows(layer: Layer, value: Tensor) -> Tensor:
 
     Of a convolution these are patches, in the order of its flat weights; a trained bias adds a column of ones.
     """
+    rows = weight_rows(layer, value)
+    return with_ones(rows) if has_bias(layer) else rows
+
+
+def weight_rows(layer: Layer, value: Tensor) -> Tensor:
+    """Return what a layer multiplies its weight with, as :func:`input_rows` without the bias."""
     if isinstance(layer, nn.Linear):
-        rows = _rows(value)
-    else:
-        rows = _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
-    return F.pad(rows, (0, 1), value=1.0) if has_bias(layer) else rows
+        return _rows(value)
+    return _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
+
+
+def with_ones(rows: Tensor) -> Tensor:
+    """Add the column that a bias is multiplied with."""
+    return F.pad(rows, (0, 1), value=1.0)
 
 
 def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
@@ -95,18 +119,27 @@ def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
 
 def joined_gradient(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the gradients of weight and bias as one matrix, ``[outputs, inputs]``."""
-    flat = weight.flatten(1)
     if not has_bias(layer):
-        return flat
-    column = flat.new_zeros(len(flat)) if bias is None else bias
-    return torch.cat([flat, column.unsqueeze(1)], 1)
+        return joined(weight, None)
+    return joined(weight, weight.new_zeros(len(weight)) if bias is None else bias)
 
 
 def split_gradient(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """Undo :func:`joined_gradient`."""
-    if not has_bias(layer):
-        return matrix.reshape(layer.weight.shape), None
-    return matrix[:, :-1].reshape(layer.weight.shape), matrix[:, -1]
+    return split(matrix, layer.weight.shape, has_bias=has_bias(layer))
+
+
+def joined(weight: Tensor, bias: Tensor | None, batch_ndim: int = 0) -> Tensor:
+    """Return weight and bias as one matrix, ``[*tasks, outputs, inputs]``, the bias its last column."""
+    flat = weight.flatten(batch_ndim + 1)
+    return flat if bias is None else torch.cat([flat, bias.unsqueeze(-1)], -1)
+
+
+def split(matrix: Tensor, shape: torch.Size, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """Undo :func:`joined`, for a weight of a shape."""
+    if not has_bias:
+        return matrix.reshape(shape), None
+    return matrix[..., :-1].reshape(shape), matrix[..., -1]
 
 
 def _rows(value: Tensor) -> Tensor:

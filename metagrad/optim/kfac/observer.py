@@ -49,6 +49,11 @@ class LayerOptimizer(CurvatureOptimizer):
         *,
         seed: int | None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
+                "Pass the model itself; params= takes groups of its parameters."
+            )
         self._layers = known_layers(model)
         self._handles: list[RemovableHandle] = []
         super().__init__(model.named_parameters() if params is None else params, hyperparameters, seed=seed)
@@ -142,6 +147,8 @@ class LayerOptimizer(CurvatureOptimizer):
         first = self.param_groups[0]
         generators = generators_of(first["seed"], first["step"])
         weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
+        if not weights:
+            return
         with self._drawing():
             for index, (loss, weight) in enumerate(losses):
                 score = weight.abs().sqrt() * loss.score(generators(loss.output.device))

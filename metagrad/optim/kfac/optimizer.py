@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.optim.kfac.blocks import direction_of, renewed
+from metagrad.optim.kfac.factors import kl_length
 from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.kfac.observer import LayerOptimizer
-from metagrad.optim.rules.adahessian import check_count
+from metagrad.optim.kfac.options import check_options
 from metagrad.optim.rules.curvature import Curvature
-from metagrad.optim.rules.hyperparameters import check_hyperparameter
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.sgd import sgd
 from metagrad.optim.shells.move import working
@@ -220,8 +220,7 @@ class KFAC(LayerOptimizer):
         products = [(directions[name] * gradients[name]).sum() for name in directions]
         device = products[0].device
         change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
-        change = change.clamp(min=torch.finfo(change.dtype).tiny)
-        return (group["kl_clip"] / change).sqrt().clamp(max=1.0)
+        return kl_length(change, group["kl_clip"])
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
         return None  # one vector would take what is kept of factors along
@@ -229,23 +228,6 @@ class KFAC(LayerOptimizer):
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         group = self.param_groups[index]
-        for name in ("damping", "decay"):
-            check_hyperparameter(
-                "KFAC(model)", name, group[name], **({"below": 1.0} if name == "decay" else {})
-            )
-        if group["kl_clip"] is not None:
-            check_hyperparameter("KFAC(model)", "kl_clip", group["kl_clip"])
-        for name in ("curvature_every", "inverse_every"):
-            check_count("KFAC(model)", name, group[name])
-        if group["inverse_every"] % group["curvature_every"]:
-            raise ValueError(
-                f"KFAC(model): inverse_every must be a multiple of curvature_every, got {group['inverse_every']} and "
-                f"{group['curvature_every']}."
-            )
-        for name, choices in (("fisher", ("empirical", "sampled")), ("loss_reduction", ("mean", "sum"))):
-            if group[name] not in choices:
-                raise ValueError(
-                    f"KFAC(model): {name} must be {choices[0]!r} or {choices[1]!r}, got {group[name]!r}."
-                )
+        check_options("KFAC(model)", group)
         if group["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")

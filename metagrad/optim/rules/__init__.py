@@ -1,5 +1,6 @@
 """Rules: frozen hyper-parameters with a pure ``init`` and ``update``."""
 
+from metagrad.optim.kfac.objective import LayerObjective
 from metagrad.optim.rules.adadelta import Adadelta, AdadeltaState, adadelta
 from metagrad.optim.rules.adagrad import Adagrad, AdagradState, adagrad
 from metagrad.optim.rules.adahessian import AdaHessian, AdaHessianState, adahessian
@@ -7,9 +8,18 @@ from metagrad.optim.rules.adam import Adam, AdamState, adam, adamw
 from metagrad.optim.rules.chain import Chain, ChainState, chain
 from metagrad.optim.rules.clip import ClipByNorm, ClipByValue, ClipState, clip_by_norm, clip_by_value
 from metagrad.optim.rules.cubic_newton import CubicNewton, CubicNewtonState, cubic_newton
-from metagrad.optim.rules.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
+from metagrad.optim.rules.curvature import (
+    Curvature,
+    Diagonal,
+    KnownDiagonal,
+    Kronecker,
+    LayerCurvature,
+    needs_curvature,
+    needs_layers,
+)
 from metagrad.optim.rules.damped import DampedState
 from metagrad.optim.rules.gauss_newton import GaussNewton, gauss_newton
+from metagrad.optim.rules.kfac import KFAC, KFACState, kfac
 from metagrad.optim.rules.lbfgs import LBFGS, LBFGSState, lbfgs
 from metagrad.optim.rules.lion import Lion, LionState, lion
 from metagrad.optim.rules.lookahead import Lookahead, LookaheadState, lookahead
@@ -30,6 +40,7 @@ from metagrad.optim.rules.tape_curvature import TapeCurvature
 from metagrad.optim.rules.trust_region_newton import TrustRegionNewton, TrustRegionState, trust_region_newton
 
 __all__ = [
+    "KFAC",
     "LBFGS",
     "SGD",
     "SOAP",
@@ -53,8 +64,12 @@ __all__ = [
     "Diagonal",
     "GaussNewton",
     "Hyperparameter",
+    "KFACState",
     "KnownDiagonal",
+    "Kronecker",
     "LBFGSState",
+    "LayerCurvature",
+    "LayerObjective",
     "Lion",
     "LionState",
     "Lookahead",
@@ -96,6 +111,7 @@ __all__ = [
     "clip_by_value",
     "cubic_newton",
     "gauss_newton",
+    "kfac",
     "lbfgs",
     "lion",
     "lookahead",
@@ -103,6 +119,7 @@ __all__ = [
     "muon",
     "natural_gradient",
     "needs_curvature",
+    "needs_layers",
     "newton_cg",
     "rmsprop",
     "rowwise",

@@ -29,6 +29,19 @@ class Diagonal(NamedTuple):
     distribution: Literal["rademacher", "normal"] = "rademacher"
 
 
+class Kronecker(NamedTuple):
+    """Of which Fisher matrix a rule wants the Kronecker factors of layers.
+
+    Attributes:
+        fisher: That of the labels in the data, ``"empirical"``, or of labels drawn from the model, ``"sampled"``.
+        loss_reduction: Whether the loss is the ``"mean"`` over examples or their ``"sum"``, which ``"empirical"``
+            cannot see.
+    """
+
+    fisher: Literal["empirical", "sampled"]
+    loss_reduction: Literal["mean", "sum"] = "mean"
+
+
 class Curvature(Protocol):
     """Second derivatives of the loss of one step, at its parameters."""
 
@@ -45,8 +58,24 @@ class Curvature(Protocol):
         ...
 
 
+class LayerCurvature(Curvature, Protocol):
+    """A curvature that knows what the layers of a model were given."""
+
+    def kronecker_factors(self, request: Kronecker) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Return the factors of inputs and of outputs of each layer, ``[*tasks, n, n]``, by the name of its weight.
+
+        If a bias is adapted, the last input is the 1 that it is multiplied with. A layer that had no part in the
+        loss is missing.
+        """
+        ...
+
+
 class CurvatureRule(Protocol):
-    """What a rule that uses curvature has beside ``init`` and ``update``."""
+    """What a rule that uses curvature has beside ``init`` and ``update``.
+
+    One that asks for Kronecker factors has ``needs_layers`` as well, since layers are observed as the loss is
+    evaluated.
+    """
 
     def needs_curvature(self, step: int) -> bool:
         """Say whether the step uses curvature; the first is 0."""
@@ -62,13 +91,31 @@ def needs_curvature(rule: object, step: int) -> bool:
         >>> [needs_curvature(sophia_h(curvature_every=2), step) for step in range(4)]
         [True, False, True, False]
     """
+    return _asks("needs_curvature", rule, step)
+
+
+def needs_layers(rule: object, step: int) -> bool:
+    """Say whether a rule, or a rule that it is made of, uses Kronecker factors of layers at a step.
+
+    Example:
+        >>> from metagrad.optim.rules.curvature import needs_layers
+        >>> rules = metagrad.optim.rules
+        >>> [needs_layers(rules.kfac(curvature_every=2, inverse_every=2), step) for step in range(3)]
+        [True, False, True]
+        >>> needs_layers(rules.sophia_h(), 0)
+        False
+    """
+    return _asks("needs_layers", rule, step)
+
+
+def _asks(method: str, rule: object, step: int) -> bool:
     if isinstance(rule, (tuple, list)):
-        return any(needs_curvature(part, step) for part in rule)
-    asks = getattr(rule, "needs_curvature", None)
+        return any(_asks(method, part, step) for part in rule)
+    asks = getattr(rule, method, None)
     if asks is not None:
         return asks(step)
     parts = rule.nested if isinstance(rule, RuleNode) else ()
-    return any(needs_curvature(getattr(rule, name), step) for name in parts)
+    return any(_asks(method, getattr(rule, name), step) for name in parts)
 
 
 class KnownDiagonal:
@@ -116,3 +163,21 @@ def checked_diagonal(
         )
     found = curvature.diagonal(request)  # type: ignore[attr-defined]
     return {key: found.get(key) for key in params}
+
+
+def checked_factors(
+    call: str, curvature: object | None, request: Kronecker
+) -> Mapping[str, tuple[Tensor, Tensor]]:
+    """Return the factors of layers; refuse to go without."""
+    if curvature is None:
+        raise ValueError(
+            f"{call}.update: this step needs curvature, and got None. In an inner loop it is given; by hand, pass "
+            "LayerObjective(model, loss_fn, x, y)."
+        )
+    factors = getattr(curvature, "kronecker_factors", None)
+    if factors is None:
+        raise TypeError(
+            f"{call}.update: it needs to know what layers were given, and {type(curvature).__name__} has no "
+            "kronecker_factors(request). Pass LayerObjective(model, loss_fn, x, y)."
+        )
+    return factors(request)
