@@ -3,16 +3,11 @@
 from metagrad.optim import rules
 from metagrad.optim.kfac.optimizer import KFAC
 from metagrad.optim.shells.adahessian import AdaHessian
+from metagrad.optim.shells.bounded_newton import CubicNewton, TrustRegionNewton
 from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
 from metagrad.optim.shells.kronecker import SOAP, Shampoo
-from metagrad.optim.shells.newton import (
-    LBFGS,
-    CubicNewton,
-    GaussNewton,
-    NaturalGradient,
-    NewtonCG,
-    TrustRegionNewton,
-)
+from metagrad.optim.shells.lbfgs import LBFGS
+from metagrad.optim.shells.newton import GaussNewton, NaturalGradient, NewtonCG
 from metagrad.optim.shells.sophia import SophiaG, SophiaH
 
 __all__ = [

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import metagrad as mg
 from metagrad.optim.rules.adahessian import adahessian, power, spatially_averaged
@@ -198,3 +199,17 @@ def test_what_is_missing_is_refused():
 def test_bad_hyperparameters_are_refused(keywords, message):
     with pytest.raises(ValueError, match=message):
         adahessian(**keywords)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+def test_power_is_the_same_differentiated_or_not(exponent):
+    value = torch.tensor([0.0, 0.25, 4.0], dtype=torch.float64)
+    with torch.no_grad():
+        shortcut = power(value, exponent)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(value, torch.ones_like(value))
+            tangent = forward_ad.unpack_dual(power(dual, exponent)).tangent
+    assert torch.equal(shortcut, power(value, exponent))
+    expected = torch.where(value == 0, 0.0, exponent * value ** (exponent - 1))
+    torch.testing.assert_close(tangent, expected)

@@ -73,7 +73,7 @@ def test_gradients_that_are_missing_or_sparse(make):
 @pytest.mark.parametrize("make", WITH_CURVATURE)
 def test_no_curvature(make):
     rule, params = make(), {"w": torch.zeros(2)}
-    with pytest.raises(ValueError, match=r"each step needs curvature, and got None.*TapeObjective"):
+    with pytest.raises(ValueError, match=r"this step needs curvature, and got None.*TapeObjective"):
         rule.update({"w": torch.ones(2)}, rule.init(params), params)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from metagrad.optim.rules.arithmetic import average
 from metagrad.optim.rules.curvature import Diagonal, checked_diagonal
@@ -208,9 +209,15 @@ def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, deno
 
 def power(value: Tensor, exponent: float | Tensor) -> Tensor:
     """Raise to a power of 0 or more, with all derivatives 0 at zero, where a root's would be infinite."""
+    if not isinstance(exponent, Tensor) and not _is_differentiated(value):
+        return value**exponent  # a fifth of the time
     zero = value == 0
     at_zero = (exponent == 0).to(value.dtype) if isinstance(exponent, Tensor) else float(exponent == 0)
     return torch.where(zero, at_zero, torch.where(zero, 1, value) ** exponent)
+
+
+def _is_differentiated(value: Tensor) -> bool:
+    return torch.is_grad_enabled() or unpack_dual(value).tangent is not None
 
 
 def check_count(call: str, name: str, value: int) -> None:

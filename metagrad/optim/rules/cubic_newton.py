@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.damped import check_solver
+from metagrad.optim.rules.krylov import check_solver
 from metagrad.optim.rules.lanczos_rows import minimize_cubic
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import (

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from metagrad.optim.rules.flat import divide, dot
-from metagrad.optim.rules.hyperparameters import is_used
-from metagrad.optim.rules.krylov import conjugate_gradients
+from metagrad.optim.rules.newton_system import Memory, NewtonSystem
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
     Problem,
     Report,
-    SecondOrder,
     check_can_evaluate,
     no_report,
 )
@@ -32,15 +30,23 @@ class DampedState(NamedTuple):
 
     step: int  # steps taken
     solution: Params  # of the last system, in the shapes of the parameters: where the next one begins
+    moves: Params | None  # search directions of its solve, [tasks, pairs, ...]; None if each step solves
+    changes: Params | None  # their products with its matrix, likewise
     factor: Tensor  # of the damping: what the ratios of reduction have made of 1
     added: Tensor  # to the damping, where that is 0 and the ratio asks for some
     report: Report  # what the last step did
 
+    @property
+    def memory(self) -> Memory:
+        """What is remembered of the last system."""
+        return Memory(self.solution, self.moves, self.changes)
 
-class Damped(SecondOrder):
-    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, with a symmetric matrix B.
 
-    A subclass is a frozen dataclass with the fields below.
+class Damped(NewtonSystem):
+    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, whose damping follows the ratio of reduction.
+
+    A subclass is a frozen dataclass with the fields below, and those of
+    :class:`~metagrad.optim.rules.newton_system.NewtonSystem`.
     """
 
     matrix: ClassVar[str]
@@ -48,25 +54,22 @@ class Damped(SecondOrder):
     searches: ClassVar[bool]
     """Whether a step that does not descend is made shorter; else it is not taken."""
     lr: Hyperparameter
-    damping: Hyperparameter
-    warm_start: Hyperparameter
     adapt: bool
     change: float
-    rtol: float
-    progress: float | None
-    max_steps: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.change > 1:
             raise ValueError(f"{self.call}: change must be above 1, got {self.change}.")
-        check_solver(self.call, self.rtol, self.progress, self.max_steps)
+
+    def needs_curvature(self, step: int) -> bool:
+        """Say whether the step, of which the first is 0, takes products or looks at the loss again."""
+        return self.adapt or self.multiplies(step)
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
         factor = self.begun(params, 1.0)
-        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
-        return DampedState(0, zeros, factor, torch.zeros_like(factor), no_report(factor))
+        return DampedState(0, *self.no_memory(params), factor, torch.zeros_like(factor), no_report(factor))
 
     def update(
         self, grads: Params, state: DampedState, params: Params, curvature: object | None = None
@@ -74,18 +77,15 @@ class Damped(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective`."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, self.matrix)
+        if self.multiplies(state.step):
+            return self._solved_step(self.problem(grads, params, curvature, self.matrix), state)
+        return self._recalled_step(self.problem(grads, params, curvature, None), state)
+
+    def _solved_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
         each = problem.space.each
         factor, added = each(state.factor), each(state.added)
         damping = factor * each(self.value("damping", state.step)) + added
-        run = conjugate_gradients(
-            lambda rows: problem.products(rows) + damping[:, None] * rows,
-            -problem.g,
-            x0=self._start(problem, state),
-            rtol=self.rtol,
-            progress=self.progress,
-            max_steps=self.max_steps,
-        )
+        run, memory = self.solved(problem, problem.products, damping, state.step, state.memory)
         slope, xx = dot(problem.g, run.x), dot(run.x, run.x)
         curved = 2 * (run.model - slope) - damping * xx  # x^T B x
         # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
@@ -93,7 +93,7 @@ class Damped(SecondOrder):
         d, slope = sign[:, None] * run.x, sign * slope
         ratio, length = None, torch.ones_like(slope)
         if self.adapt:
-            check_can_evaluate(self.call, curvature, "set adapt=False")
+            check_can_evaluate(self.call, problem.objective, "set adapt=False")
             predicted = slope + curved / 2
             after = problem.after(d)
             ratio = problem.ratio(after, predicted)
@@ -102,17 +102,24 @@ class Damped(SecondOrder):
         length = each(self.value("lr", state.step)) * length
         return problem.moved(length[:, None] * d), DampedState(
             state.step + 1,
-            problem.space.tensors(run.x),
+            *memory,
             problem.for_task(factor),
             problem.for_task(added),
             problem.report(run, ratio, length),
         )
 
-    def _start(self, problem: Problem, state: DampedState) -> Tensor | None:
-        decay = self.value("warm_start", state.step)
-        if state.step == 0 or not is_used(decay):
-            return None
-        return problem.space.each(decay)[:, None] * problem.space.rows(state.solution)
+    def _recalled_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
+        d = self.recalled(problem, state.memory)
+        length = torch.ones_like(d[:, 0])
+        if self.adapt:
+            # There is no model of this step to compare with, and a refused step would be tried again as it is until
+            # the next product: so every rule makes it shorter.
+            check_can_evaluate(self.call, problem.objective, "set adapt=False")
+            length = _searched(problem, d, dot(problem.g, d), problem.after(d))
+        length = problem.space.each(self.value("lr", state.step)) * length
+        return problem.moved(length[:, None] * d), state._replace(
+            step=state.step + 1, report=problem.report(None, None, length)
+        )
 
     def _adapted(
         self, factor: Tensor, added: Tensor, damping: Tensor, ratio: Tensor, curved: Tensor, xx: Tensor
@@ -138,13 +145,3 @@ def _searched(problem: Problem, d: Tensor, slope: Tensor, after: Tensor) -> Tens
         after = problem.after(length[:, None] * d)
     enough = after <= problem.before + _SUFFICIENT * length * slope.detach() + problem.slack
     return torch.where(enough, length, 0.0)
-
-
-def check_solver(call: str, rtol: float, progress: float | None, max_steps: int) -> None:
-    """Refuse numbers of the inner solver that are out of their range."""
-    if not 0 < rtol < 1:
-        raise ValueError(f"{call}: rtol must be between 0 and 1, got {rtol}.")
-    if progress is not None and not progress > 0:
-        raise ValueError(f"{call}: progress must be above 0, or None, got {progress}.")
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
-        raise ValueError(f"{call}: max_steps must be a whole number of at least 1, got {max_steps!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from metagrad.optim.rules.damped import Damped
 from metagrad.optim.rules.rule import Hyperparameter
@@ -20,11 +21,16 @@ class GaussNewton(Damped):
     rtol: float = 1e-10
     progress: float | None = 5e-4
     max_steps: int = 250
+    curvature_every: int = 1
+    pairs: int = 16
+    preconditioner: Literal["diagonal"] | None = None
+    exponent: Hyperparameter = 0.75
+    samples: int = 8
     maximize: bool = False
     batch_ndim: int = 0
 
     call, matrix, searches = "gauss_newton(...)", "gauss_newton_products", False
-    hyper = ("lr", "damping", "warm_start")
+    diagonal, hyper = "gauss_newton", ("lr", "damping", "warm_start", "exponent")
 
 
 def gauss_newton(
@@ -37,6 +43,11 @@ def gauss_newton(
     rtol: float = 1e-10,
     progress: float | None = 5e-4,
     max_steps: int = 250,
+    curvature_every: int = 1,
+    pairs: int = 16,
+    preconditioner: Literal["diagonal"] | None = None,
+    exponent: Hyperparameter = 0.75,
+    samples: int = 8,
     maximize: bool = False,
 ) -> GaussNewton:
     r"""Make the rule of Levenberg and Marquardt, for any loss whose curvature in the output is known.
@@ -49,11 +60,15 @@ def gauss_newton(
     more than :math:`10^{-4}` of what the quadratic model says; after others, only the damping has changed: it is
     multiplied by ``change`` where the ratio is below 1/4, and divided by it above 3/4.
 
+    With ``curvature_every`` above 1, the steps between two solves are those that
+    :func:`~metagrad.optim.rules.newton_cg.newton_cg` describes, with its line search: a step that is refused would be
+    the same the next time.
+
     Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
 
     Args:
         lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad, as may the next two.
+            require grad, as may the next two and ``exponent``.
         damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
         warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
         adapt: Look at the loss at the end of a step; else every step is taken and the damping is constant.
@@ -61,6 +76,14 @@ def gauss_newton(
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_every: Steps from one solve to the next; the first step makes one.
+        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
+            as large as the parameters twice.
+        preconditioner: ``"diagonal"`` is :math:`(D + \lambda_t I)^\alpha`, with an estimate :math:`D` of the diagonal
+            at each solve, by gradients of the loss with labels drawn from the model: for parameters of different
+            scales.
+        exponent: Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.
+        samples: How many draws of the labels the estimate is the mean of, which cost a gradient each.
         maximize: Climb, where the loss is the negative of one of known form.
 
     Returns:
@@ -88,7 +111,8 @@ def gauss_newton(
     References:
         Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963;
         Schraudolph, "Fast curvature matrix-vector products", Neural Computation 14(7), 2002; Nocedal, Wright,
-        "Numerical optimization", 2006, section 10.3.
+        "Numerical optimization", 2006, section 10.3; Martens, "Deep learning via Hessian-free optimization", ICML
+        2010, section 4.7, for the preconditioner.
     """
     return GaussNewton(
         lr=lr,
@@ -99,5 +123,10 @@ def gauss_newton(
         rtol=rtol,
         progress=progress,
         max_steps=max_steps,
+        curvature_every=curvature_every,
+        pairs=pairs,
+        preconditioner=preconditioner,
+        exponent=exponent,
+        samples=samples,
         maximize=maximize,
     )

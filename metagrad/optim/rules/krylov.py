@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metagrad.curvature import Result
 from metagrad.optim.rules.flat import Rows, divide, dot
+from metagrad.optim.rules.sampled_pairs import Pairs, no_pairs
 
 RESULTS = tuple(Result)
 _RUNNING = -1
@@ -23,6 +24,7 @@ class Krylov(NamedTuple):
     steps: Tensor  # int64 [tasks]
     ending: Tensor  # index into RESULTS, int64 [tasks]
     products: int  # of all rows together
+    pairs: Pairs  # of search directions p and products A p
 
 
 class _State(NamedTuple):
@@ -30,9 +32,12 @@ class _State(NamedTuple):
     r: Tensor  # b - A x
     p: Tensor  # search directions
     rr: Tensor  # r^T r
-    scale: Tensor  # the largest |A p| / |p| so far
+    rz: Tensor  # r^T M^-1 r
+    scale: Tensor  # the largest |A p| / |p| so far, in the norms of M
     steps: Tensor
     status: Tensor
+    pairs: Pairs
+    least: Tensor  # r^T r below which a direction is rounding, and makes no pair
 
 
 def conjugate_gradients(
@@ -41,6 +46,8 @@ def conjugate_gradients(
     *,
     x0: Tensor | None = None,
     radius: Tensor | None = None,
+    metric: Tensor | None = None,
+    pairs: int = 0,
     rtol: float = 1e-10,
     progress: float | None = None,
     max_steps: int = 250,
@@ -51,6 +58,9 @@ def conjugate_gradients(
     :math:`p` with :math:`\kappa = p^\top A p / p^\top p \le 0`. Along that it takes one more step, to the radius if
     there is one, else of the length that :math:`|\kappa|` gives, so that the model falls all the same.
 
+    With a preconditioner :math:`M` the steps are those for :math:`M^{-1/2} A M^{-1/2}`, as many as its eigenvalues
+    ask for. The residual that ends a row is all the same :math:`b - A x`, in the Euclidean norm.
+
     Steps are on the tape if products are: a derivative of what was computed, however early it ended.
     :func:`metagrad.curvature.solve` differentiates solutions implicitly, and has one matrix for all rows.
 
@@ -58,7 +68,11 @@ def conjugate_gradients(
         products: Multiplies all rows, each with its own matrix.
         b: Right-hand sides ``[tasks, n]``.
         x0: Where to begin; rows in which that is worse than 0 begin there.
-        radius: Of the trust region around 0, ``[tasks]``; without ``x0``.
+        radius: Of the trust region around 0, ``[tasks]``; without ``x0`` and ``metric``.
+        metric: The diagonal of a preconditioner M that is like A, ``[tasks, n]``, above 0; may be on the tape.
+        pairs: How many pairs of :math:`p_i` and :math:`A p_i` to keep of each row, evenly over its steps. None is of
+            a direction with :math:`\kappa \le 0`, nor of one whose residual is below the cube root of the precision,
+            relative to b: so late, directions have lost conjugacy to rounding.
         rtol: Relative tolerance of a residual; the precision of the dtype bounds it.
         progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
             :math:`k = \max(10, i / 10)` steps; None never does.
@@ -79,24 +93,36 @@ def conjugate_gradients(
         point problem", NeurIPS 2014, for the step by the absolute curvature.
     """
     tolerance = max(rtol, 2 * torch.finfo(b.dtype).eps) * torch.linalg.vector_norm(b.detach(), dim=-1)
-    state, count = _begun(products, b, x0)
+    metric, is_known = _checked(metric, b)
+    state, count = _begun(products, b, x0, metric, no_pairs(b, pairs))
     models = [_model(state, b).detach()]
-    status = _fill(state.status, state.rr.detach().sqrt() <= tolerance, Result.CONVERGED)
+    status = _fill(state.status, ~is_known, Result.NON_FINITE)
+    status = _fill(status, state.rr.detach().sqrt() <= tolerance, Result.CONVERGED)
     state = state._replace(status=status)
-    for _ in range(max_steps):
+    for step in range(max_steps):
         if not bool((state.status == _RUNNING).any()):
             break
-        state = _step(state, products, radius)
+        state = _step(state, step, products, radius, metric)
         count += 1
         models.append(_model(state, b).detach())
         status = _fill(state.status, state.rr.detach().sqrt() <= tolerance, Result.CONVERGED)
         status = _fill(status, _has_stalled(models, progress), Result.PROGRESS)
         state = state._replace(status=status)
     ending = _fill(state.status, state.status == _RUNNING, Result.MAX_STEPS)
-    return Krylov(state.x, _model(state, b), state.steps, ending, count)
+    return Krylov(state.x, _model(state, b), state.steps, ending, count, state.pairs)
 
 
-def _begun(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[_State, int]:
+def _checked(metric: Tensor | None, b: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Put 1 in the rows that have no finite preconditioner, and say which have one, or need none."""
+    if metric is None:
+        return None, torch.ones(len(b), dtype=torch.bool, device=b.device)
+    is_known = metric.detach().isfinite().all(-1)
+    return torch.where(is_known[:, None], metric, 1.0), is_known
+
+
+def _begun(
+    products: Rows, b: Tensor, x0: Tensor | None, metric: Tensor | None, pairs: Pairs
+) -> tuple[_State, int]:
     x, r, count = torch.zeros_like(b), b, 0
     if x0 is not None:
         residual, count = b - products(x0), 1
@@ -104,24 +130,30 @@ def _begun(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[_State, int]:
         x, r = torch.where(is_better, x0, x), torch.where(is_better, residual, r)
     steps = torch.zeros(len(b), dtype=torch.int64, device=b.device)
     zeros = torch.zeros_like(r[:, 0]).detach()
-    return _State(x, r, r, dot(r, r), zeros, steps, torch.full_like(steps, _RUNNING)), count
+    z, rr = _over(r, metric), dot(r, r)
+    rz = rr if metric is None else dot(r, z)
+    status = torch.full_like(steps, _RUNNING)
+    least = torch.finfo(b.dtype).eps ** (2 / 3) * dot(b, b).detach()
+    return _State(x, r, z, rr, rz, zeros, steps, status, pairs, least), count
 
 
-def _step(state: _State, products: Rows, radius: Tensor | None) -> _State:
+def _step(state: _State, step: int, products: Rows, radius: Tensor | None, metric: Tensor | None) -> _State:
     goes = state.status == _RUNNING
     p = state.p
     q = products(p)
     is_finite = q.detach().isfinite().all(-1)
     status = _fill(state.status, ~is_finite, Result.NON_FINITE)
     q = torch.where(is_finite[:, None], q, 0.0)
-    pq, pp = dot(p, q), dot(p, p)
-    size = divide(dot(q, q).detach(), pp.detach(), where=pp.detach() > 0).sqrt()
+    pq, pp = dot(p, q), dot(p, p if metric is None else metric * p)
+    size = divide(dot(q, _over(q, metric)).detach(), pp.detach(), where=pp.detach() > 0).sqrt()
     scale = torch.maximum(state.scale, size)
     rounding = torch.finfo(pq.dtype).eps * scale * pp
     is_negative = (status == _RUNNING) & (pq <= rounding)
     # Without any curvature along p but that of rounding, the step is that of gradient descent.
     curvature = torch.where(pq.abs() <= rounding, pp, pq.abs())
-    alpha = divide(state.rr, curvature, where=status == _RUNNING)
+    alpha = divide(state.rz, curvature, where=status == _RUNNING)
+    makes_pair = (status == _RUNNING) & ~is_negative & (state.rr > state.least)
+    pairs = state.pairs.with_pair(step, p, q, makes_pair)
     status = _fill(status, is_negative, Result.NEGATIVE_CURVATURE)
     if radius is not None:
         to_boundary = _to_boundary(state.x, p, pp, radius)
@@ -129,9 +161,15 @@ def _step(state: _State, products: Rows, radius: Tensor | None) -> _State:
         alpha = torch.where(leaves, to_boundary, alpha)
         status = _fill(status, leaves, Result.BOUNDARY)
     x, r = state.x + alpha[:, None] * p, state.r - alpha[:, None] * q
-    rr = dot(r, r)
-    beta = divide(rr, state.rr, where=status == _RUNNING)
-    return _State(x, r, r + beta[:, None] * p, rr, scale, state.steps + (goes & is_finite), status)
+    z, rr = _over(r, metric), dot(r, r)
+    rz = rr if metric is None else dot(r, z)
+    beta = divide(rz, state.rz, where=status == _RUNNING)
+    steps = state.steps + (goes & is_finite)
+    return _State(x, r, z + beta[:, None] * p, rr, rz, scale, steps, status, pairs, state.least)
+
+
+def _over(rows: Tensor, metric: Tensor | None) -> Tensor:
+    return rows if metric is None else rows / metric
 
 
 def _model(state: _State, b: Tensor) -> Tensor:
@@ -159,3 +197,13 @@ def _has_stalled(models: list[Tensor], progress: float | None) -> Tensor:
 def _fill(status: Tensor, where: Tensor, result: Result) -> Tensor:
     """Give rows that still run a result, where a condition holds."""
     return torch.where((status == _RUNNING) & where, RESULTS.index(result), status)
+
+
+def check_solver(call: str, rtol: float, progress: float | None, max_steps: int) -> None:
+    """Refuse numbers of the inner solver that are out of their range."""
+    if not 0 < rtol < 1:
+        raise ValueError(f"{call}: rtol must be between 0 and 1, got {rtol}.")
+    if progress is not None and not progress > 0:
+        raise ValueError(f"{call}: progress must be above 0, or None, got {progress}.")
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise ValueError(f"{call}: max_steps must be a whole number of at least 1, got {max_steps!r}.")

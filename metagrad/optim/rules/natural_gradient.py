@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from metagrad.optim.rules.damped import check_solver
 from metagrad.optim.rules.flat import divide, dot
-from metagrad.optim.rules.hyperparameters import is_used
-from metagrad.optim.rules.krylov import conjugate_gradients
+from metagrad.optim.rules.newton_system import Memory, NewtonSystem
 from metagrad.optim.rules.rule import Hyperparameter, Params
-from metagrad.optim.rules.second_order import Report, SecondOrder, no_report
+from metagrad.optim.rules.second_order import Problem, Report, no_report
 
 
 class NaturalGradientState(NamedTuple):
@@ -20,11 +19,18 @@ class NaturalGradientState(NamedTuple):
 
     step: int  # steps taken
     solution: Params  # of the last system, in the shapes of the parameters: where the next one begins
+    moves: Params | None  # search directions of its solve, [tasks, pairs, ...]; None if each step solves
+    changes: Params | None  # their products with its matrix, likewise
     report: Report  # what the last step did
+
+    @property
+    def memory(self) -> Memory:
+        """What is remembered of the last system."""
+        return Memory(self.solution, self.moves, self.changes)
 
 
 @dataclass(frozen=True, eq=False)
-class NaturalGradient(SecondOrder):
+class NaturalGradient(NewtonSystem):
     """The rule that :func:`natural_gradient` makes."""
 
     lr: Hyperparameter = 1.0
@@ -34,21 +40,20 @@ class NaturalGradient(SecondOrder):
     rtol: float = 1e-10
     progress: float | None = 5e-4
     max_steps: int = 250
+    curvature_every: int = 1
+    pairs: int = 16
+    preconditioner: Literal["diagonal"] | None = None
+    exponent: Hyperparameter = 0.75
+    samples: int = 8
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, hyper = "natural_gradient(...)", ("lr", "damping", "max_divergence", "warm_start")
-    above_zero = ("max_divergence",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_solver(self.call, self.rtol, self.progress, self.max_steps)
+    call, hyper = "natural_gradient(...)", ("lr", "damping", "max_divergence", "warm_start", "exponent")
+    above_zero, diagonal = ("max_divergence",), "gauss_newton"
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
-        number = self.begun(params)
-        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
-        return NaturalGradientState(0, zeros, no_report(number))
+        return NaturalGradientState(0, *self.no_memory(params), no_report(self.begun(params)))
 
     def update(
         self, grads: Params, state: NaturalGradientState, params: Params, curvature: object | None = None
@@ -56,30 +61,37 @@ class NaturalGradient(SecondOrder):
         """Take one step; ``curvature`` has ``fisher_products``."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, "fisher_products")
-        space, each = problem.space, problem.space.each
+        if self.multiplies(state.step):
+            return self._solved_step(self.problem(grads, params, curvature, "fisher_products"), state)
+        return self._recalled_step(self.problem(grads, params, curvature, None), state)
+
+    def _solved_step(self, problem: Problem, state: NaturalGradientState) -> tuple[Params, Any]:
         # The Fisher matrix is a metric: it has no other sign where one climbs.
-        multiply = space.multiplied(curvature.fisher_products)  # type: ignore[union-attr]
-        damping, decay = each(self.value("damping", state.step)), self.value("warm_start", state.step)
-        warm = state.step > 0 and is_used(decay)
-        run = conjugate_gradients(
-            lambda rows: multiply(rows) + damping[:, None] * rows,
-            -problem.g,
-            x0=each(decay)[:, None] * space.rows(state.solution) if warm else None,
-            rtol=self.rtol,
-            progress=self.progress,
-            max_steps=self.max_steps,
-        )
-        length = each(self.value("lr", state.step))
-        if self.max_divergence is not None:
-            xx = dot(run.x, run.x)
-            squared = 2 * (run.model - dot(problem.g, run.x)) - damping * xx  # x^T F x
-            moves = squared > 0
-            bound = divide(2 * each(self.value("max_divergence", state.step)), squared, where=moves)
-            length = torch.where(moves & (bound < length**2), torch.where(moves, bound, 1.0).sqrt(), length)
-        return problem.moved(length[:, None] * run.x), NaturalGradientState(
-            state.step + 1, space.tensors(run.x), problem.report(run, None, length)
-        )
+        multiply = problem.space.multiplied(problem.objective.fisher_products)
+        damping = problem.space.each(self.value("damping", state.step))
+        run, memory = self.solved(problem, multiply, damping, state.step, state.memory)
+        xx = dot(run.x, run.x)
+        squared = 2 * (run.model - dot(problem.g, run.x)) - damping * xx  # x^T F x
+        length = self._bounded(problem, squared, state.step)
+        report = problem.report(run, None, length)
+        return problem.moved(length[:, None] * run.x), NaturalGradientState(state.step + 1, *memory, report)
+
+    def _recalled_step(self, problem: Problem, state: NaturalGradientState) -> tuple[Params, Any]:
+        d = self.recalled(problem, state.memory)
+        # With the matrix of BFGS, this is its d^T (F + damping I) d: a stricter bound, by the damping.
+        length = self._bounded(problem, -dot(problem.g, d), state.step)
+        report = problem.report(None, None, length)
+        return problem.moved(length[:, None] * d), state._replace(step=state.step + 1, report=report)
+
+    def _bounded(self, problem: Problem, squared: Tensor, step: int) -> Tensor:
+        """Return the step size, or that at which a direction of so large a square reaches the bound."""
+        each = problem.space.each
+        length = each(self.value("lr", step))
+        if self.max_divergence is None:
+            return length
+        moves = squared > 0
+        bound = divide(2 * each(self.value("max_divergence", step)), squared, where=moves)
+        return torch.where(moves & (bound < length**2), torch.where(moves, bound, 1.0).sqrt(), length)
 
 
 def natural_gradient(
@@ -91,6 +103,11 @@ def natural_gradient(
     rtol: float = 1e-10,
     progress: float | None = 5e-4,
     max_steps: int = 250,
+    curvature_every: int = 1,
+    pairs: int = 16,
+    preconditioner: Literal["diagonal"] | None = None,
+    exponent: Hyperparameter = 0.75,
+    samples: int = 8,
     maximize: bool = False,
 ) -> NaturalGradient:
     r"""Make the rule of natural gradient descent.
@@ -104,17 +121,27 @@ def natural_gradient(
     :math:`\delta` is one of the Kullback-Leibler divergence of what the model predicts, to second order. The step
     does not look at the loss again.
 
+    With ``curvature_every`` above 1, the steps between two solves multiply with nothing. Their directions are by the
+    limited-memory BFGS matrix of pairs :math:`p_i, (F + \lambda I) p_i` that the last solve went through. Their
+    bound is one of :math:`d^\top (F + \lambda I) d / 2`, as this matrix knows it.
+
     Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
 
     Args:
         lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter` without the dict; may require grad, as
-            may the next three.
+            may the next three and ``exponent``.
         damping: :math:`\lambda`.
         max_divergence: :math:`\delta`; None bounds nothing.
         warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_every: Steps from one solve to the next; the first step makes one.
+        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
+            as large as the parameters twice.
+        preconditioner: As for :func:`~metagrad.optim.rules.gauss_newton.gauss_newton`.
+        exponent: Its :math:`\alpha`.
+        samples: How many draws of the labels the estimate of the diagonal is the mean of.
         maximize: Climb; the metric is the same.
 
     Returns:
@@ -137,7 +164,8 @@ def natural_gradient(
 
     References:
         Amari, "Natural gradient works efficiently in learning", Neural Computation 10(2), 1998; Martens, "New
-        insights and perspectives on the natural gradient method", JMLR 21, 2020, sections 5 and 6.
+        insights and perspectives on the natural gradient method", JMLR 21, 2020, sections 5 and 6; Morales, Nocedal,
+        "Automatic preconditioning by limited memory quasi-Newton updating", SIAM J. Optim. 10(4), 2000.
     """
     return NaturalGradient(
         lr=lr,
@@ -147,5 +175,10 @@ def natural_gradient(
         rtol=rtol,
         progress=progress,
         max_steps=max_steps,
+        curvature_every=curvature_every,
+        pairs=pairs,
+        preconditioner=preconditioner,
+        exponent=exponent,
+        samples=samples,
         maximize=maximize,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from metagrad.optim.rules.damped import Damped
 from metagrad.optim.rules.rule import Hyperparameter
@@ -20,11 +21,16 @@ class NewtonCG(Damped):
     rtol: float = 1e-10
     progress: float | None = 5e-4
     max_steps: int = 250
+    curvature_every: int = 1
+    pairs: int = 16
+    preconditioner: Literal["diagonal"] | None = None
+    exponent: Hyperparameter = 0.75
+    samples: int = 8
     maximize: bool = False
     batch_ndim: int = 0
 
     call, matrix, searches = "newton_cg(...)", "products", True
-    hyper = ("lr", "damping", "warm_start")
+    diagonal, hyper = "hessian", ("lr", "damping", "warm_start", "exponent")
 
 
 def newton_cg(
@@ -37,6 +43,11 @@ def newton_cg(
     rtol: float = 1e-10,
     progress: float | None = 5e-4,
     max_steps: int = 250,
+    curvature_every: int = 1,
+    pairs: int = 16,
+    preconditioner: Literal["diagonal"] | None = None,
+    exponent: Hyperparameter = 0.75,
+    samples: int = 8,
     maximize: bool = False,
 ) -> NewtonCG:
     r"""Make the rule of Hessian-free Newton steps.
@@ -54,12 +65,16 @@ def newton_cg(
     the absolute value of the curvature, which descends, and leaves saddle points that gradient descent is slow to
     leave. A gradient of exactly zero is taken for a minimum.
 
+    With ``curvature_every`` above 1, the steps between two solves multiply with nothing. Their directions are by the
+    limited-memory BFGS matrix of pairs :math:`p_i, (H + \lambda I) p_i` that the last solve went through. Their
+    lengths are looked for as well; the damping stays, as there is no model to compare a reduction with.
+
     Derivatives with respect to parameters and hyper-parameters are those of the steps that conjugate gradients took,
     and hold the graph of each; numbers that jump (lengths, factors of the damping, how many steps) are constants.
 
     Args:
         lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad, as may the next two.
+            require grad, as may the next two and ``exponent``.
         damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
         warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
             at 0. Martens begins at the whole of it.
@@ -69,6 +84,13 @@ def newton_cg(
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_every: Steps from one solve to the next; the first step makes one.
+        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
+            as large as the parameters twice.
+        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^\alpha`, with an estimate :math:`D` of the
+            Hessian's diagonal by Hutchinson's probes at each solve: for parameters of different scales.
+        exponent: Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.
+        samples: How many probes the estimate is the mean of, which cost a product each.
         maximize: Climb.
 
     Returns:
@@ -95,7 +117,8 @@ def newton_cg(
     References:
         Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4; Nocedal, Wright, "Numerical
         optimization", 2006, section 7.1; Dauphin et al., "Identifying and attacking the saddle point problem in
-        high-dimensional non-convex optimization", NeurIPS 2014.
+        high-dimensional non-convex optimization", NeurIPS 2014; Morales, Nocedal, "Automatic preconditioning by
+        limited memory quasi-Newton updating", SIAM J. Optim. 10(4), 2000; Martens, section 4.7, for the exponent.
     """
     return NewtonCG(
         lr=lr,
@@ -106,5 +129,10 @@ def newton_cg(
         rtol=rtol,
         progress=progress,
         max_steps=max_steps,
+        curvature_every=curvature_every,
+        pairs=pairs,
+        preconditioner=preconditioner,
+        exponent=exponent,
+        samples=samples,
         maximize=maximize,
     )

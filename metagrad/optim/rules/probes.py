@@ -41,7 +41,8 @@ def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw -1 and 1: of a random byte, eight."""
     words = torch.empty(-(-like.numel() // 32), dtype=torch.int32, device=like.device)
     octets = words.random_(-(2**31), None, generator=generator).view(torch.uint8)
-    return _signs_of_bytes(like.dtype, like.device)[octets.int()].view(-1)[: like.numel()].view(like.shape)
+    signs = _signs_of_bytes(like.dtype, like.device).index_select(0, octets.int())
+    return signs.view(-1)[: like.numel()].view(like.shape)
 
 
 @functools.lru_cache

@@ -24,7 +24,7 @@ class Report(NamedTuple):
     """What a step did, by tensors ``[tasks]``, or ``[]`` of one task."""
 
     steps: Tensor  # of the inner solver, int64
-    products: Tensor  # with the matrix, int64
+    products: Tensor  # with the matrix, those with probes of its diagonal among them, int64
     ending: Tensor  # of the inner solver: index into RESULTS, int64; -1 where it has none
     ratio: Tensor  # reduction of the loss by that of the model; NaN where it was not looked at
     length: Tensor  # of the direction that was taken: 1 the whole, 0 none; times the step size
@@ -60,6 +60,10 @@ class SecondOrder(RuleNode):
         """Say that every step does."""
         return True
 
+    def multiplies(self, step: int) -> bool:
+        """Say whether a step multiplies with the curvature, of which it may need nothing but the loss elsewhere."""
+        return True
+
     def space(self, params: Params) -> RowSpace:
         """Return the rows of parameters."""
         return RowSpace(params, self.batch_ndim)
@@ -76,25 +80,22 @@ class SecondOrder(RuleNode):
         first = next(iter(params.values()))
         return first.new_full(self.space(params).tasks, number)
 
-    def problem(self, grads: Params, params: Params, curvature: object | None, matrix: str) -> Problem:
-        """Write gradient, matrix and loss of a step as those of rows."""
+    def problem(self, grads: Params, params: Params, curvature: object | None, matrix: str | None) -> Problem:
+        """Write gradient, matrix and loss of a step as those of rows; None is of a step without a matrix."""
         gradients = checked_gradients(self.call, grads, params)
+        space, sign = self.space(params), -1 if self.maximize else 1
+        g = sign * space.rows(gradients)
+        if matrix is None:
+            return Problem(space, g, _no_products, sign, cast(Objective, curvature))
         if curvature is None:
             raise ValueError(
-                f"{self.call}.update: each step needs curvature, and got None. By hand, pass TapeObjective(loss, "
+                f"{self.call}.update: this step needs curvature, and got None. By hand, pass TapeObjective(loss, "
                 "params), or TapeCurvature(params, grads) where nothing is adapted."
             )
-        space, sign = self.space(params), -1 if self.maximize else 1
         multiply: Callable[[Params], Params] | None = getattr(curvature, matrix, None)
         if multiply is None:
             raise TypeError(f"{self.call}.update: {type(curvature).__name__} has no {matrix}(v).")
-        return Problem(
-            space,
-            sign * space.rows(gradients),
-            space.multiplied(multiply, sign),
-            sign,
-            cast(Objective, curvature),
-        )
+        return Problem(space, g, space.multiplied(multiply, sign), sign, cast(Objective, curvature))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +157,10 @@ class Problem:
         return Report(*map(self.for_task, (*columns, ratio.detach(), length.detach())))
 
 
+def _no_products(rows: Tensor) -> Tensor:
+    raise AssertionError("this step multiplies with no matrix")
+
+
 def no_report(number: Tensor) -> Report:
     """Return the report before the first step; ``number`` is one of each task."""
     count = torch.zeros_like(number, dtype=torch.int64)
@@ -175,6 +180,11 @@ def endings(report: Report) -> list[str]:
 
 def check_can_evaluate(call: str, curvature: object, remedy: str) -> None:
     """Refuse a curvature that does not know the loss elsewhere."""
+    if curvature is None:
+        raise ValueError(
+            f"{call}.update: the loss is needed at other parameters, and curvature is None. Pass "
+            f"TapeObjective(loss, params), or {remedy}."
+        )
     if not hasattr(curvature, "evaluate"):
         raise TypeError(
             f"{call}.update: the loss is needed at other parameters, and {type(curvature).__name__} has no "

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.damped import check_solver
 from metagrad.optim.rules.flat import norm
-from metagrad.optim.rules.krylov import conjugate_gradients
+from metagrad.optim.rules.krylov import check_solver, conjugate_gradients
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import (
     LEAST_FACTOR,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metagrad.optim.rules.curvature import Diagonal
 from metagrad.optim.rules.objective import fisher_products
+from metagrad.optim.rules.probes import Generators, drawn_like, torchs_own
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.shells.gradients import Recording
@@ -40,6 +41,7 @@ class GraphCurvature:
         passes: The losses.
         curved: Those whose curvature is taken, if others: of a part of the data.
         inverse_scale: What undoes the scale of the losses.
+        generators: Where the random numbers of estimates come from.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class GraphCurvature:
         curved: Sequence[BackwardPass] | None = None,
         *,
         inverse_scale: float = 1.0,
+        generators: Generators = torchs_own,
     ) -> None:
         self._params = params
         self._passes = passes
         self._curved = passes if curved is None else curved
         self._inverse_scale = inverse_scale
+        self._generators = generators
 
     @property
     def value(self) -> Tensor:
@@ -72,25 +76,40 @@ class GraphCurvature:
 
     def gauss_newton_products(self, v: Params) -> Params:
         """Return the Gauss-Newton matrix times ``v``."""
-        return self._of_parts(v, TapeCurvature.gauss_newton_products)
+        return self._of_parts(lambda tape, params: tape.gauss_newton_products(_in_dtypes_of(params, v)))
 
     def fisher_products(self, v: Params) -> Params:
         """Return the Fisher matrix times ``v``."""
-        return self._of_parts(v, fisher_products)
+        return self._of_parts(lambda tape, params: fisher_products(tape, _in_dtypes_of(params, v)))
 
     def diagonal(self, request: Diagonal) -> Params:
-        """Refuse: no optimizer of this kind asks."""
-        raise TypeError(f"GraphCurvature.diagonal({request}): there are products alone.")
+        """Return an estimate of a diagonal."""
+        if request.matrix == "gauss_newton":
+            return self._of_parts(lambda tape, _: tape.diagonal(request))
+        total = self._zeros()
+        for _ in range(request.samples):
+            # One probe for all losses, so that micro-batches have the estimate of the whole batch.
+            probe = {
+                key: drawn_like(zero, request.distribution, self._generators(zero.device))
+                for key, zero in total.items()
+            }
+            product = self.products(probe)
+            total = {key: total[key] + probe[key] * product[key] / request.samples for key in total}
+        return total
 
-    def _of_parts(self, v: Params, multiply: Callable[[TapeCurvature, Params], Params]) -> Params:
-        total = {key: torch.zeros_like(value) for key, value in v.items()}
+    def _zeros(self) -> Params:
+        return {key: torch.zeros_like(working(p)) for key, p in self._params.items()}
+
+    def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
+        """Add up what there is of each loss of known form, in the parameters that it depends on."""
+        total = self._zeros()
         for one in self._curved:
             for part in one.parts:
                 params = {key: p for key, p in self._params.items() if p in part.leaves and p in one.grads}
                 if params:
                     grads = {key: one.grads[p] for key, p in params.items()}
-                    tape = TapeCurvature(params, grads, losses=[part.loss])
-                    self._add(total, multiply(tape, _in_dtypes_of(params, v)))
+                    tape = TapeCurvature(params, grads, losses=[part.loss], generators=self._generators)
+                    self._add(total, result(tape, params))
         return total
 
     def _add(self, total: Params, products: Params) -> None:
@@ -112,6 +131,7 @@ class ClosureObjective(GraphCurvature):
         closure: Computes them, and calls ``backward``, which does nothing here.
         every: All parameters of the optimizer, whose ``.grad`` is left as it is.
         random: The states of random numbers that the closure began with, so that dropout is that of the step.
+        generators: Where the random numbers of estimates come from.
     """
 
     def __init__(
@@ -122,8 +142,9 @@ class ClosureObjective(GraphCurvature):
         closure: Callable[[], object],
         every: Sequence[Tensor],
         random: RandomState,
+        generators: Generators = torchs_own,
     ) -> None:
-        super().__init__(params, passes, curved)
+        super().__init__(params, passes, curved, generators=generators)
         self._closure = closure
         self._every = every
         self._random = random

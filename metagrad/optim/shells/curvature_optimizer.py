@@ -33,7 +33,8 @@ class CurvatureOptimizer(RuleOptimizer):
 
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
     unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
-    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it.
+    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it. An optimizer
+    that needs to know the form of the loss is told of it within ``with opt.recording():``.
 
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.
@@ -50,8 +51,9 @@ class CurvatureOptimizer(RuleOptimizer):
     notes_losses = False
     """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
     differentiates_twice = True
-    """Whether gradients are taken with their graph."""
+    """Whether gradients are taken with their graph where there are products with the curvature."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
+    _noted: Sequence[Evaluated] = ()  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
     found_inf: Tensor
 
@@ -98,7 +100,7 @@ class CurvatureOptimizer(RuleOptimizer):
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
             loss = scaler.scale(loss)  # type: ignore[assignment]
         if self._is_curvature_due():
-            self._backward_with_curvature(loss, gradient, retain_graph, inputs, ())
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
         else:
             loss.backward(gradient, retain_graph, inputs=inputs)
 
@@ -110,9 +112,10 @@ class CurvatureOptimizer(RuleOptimizer):
             return
 
         def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-            self._backward_with_curvature(loss, gradient, retain_graph, inputs, mode.losses)
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
         mode = Recording(backward, note_losses=self.notes_losses)
+        self._noted = mode.losses
         try:
             with mode:
                 yield
@@ -146,7 +149,6 @@ class CurvatureOptimizer(RuleOptimizer):
         gradient: Tensor | None,
         retain_graph: bool | None,
         inputs: Tensor | Sequence[Tensor] | None,
-        noted: Sequence[Evaluated],
     ) -> None:
         leaves = leaves_behind(loss) if inputs is None else _as_list(inputs)
         if "_is_linted" not in self.__dict__:
@@ -156,20 +158,24 @@ class CurvatureOptimizer(RuleOptimizer):
             loss,
             leaves,
             gradient,
-            create_graph=self.differentiates_twice,
+            create_graph=self._keeps_graph(),
             retain_graph=True,
             allow_unused=True,
         )
         grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
-        weights = weights_of(loss, gradient, [evaluated.value for evaluated in noted])
+        weights = weights_of(loss, gradient, [evaluated.value for evaluated in self._noted])
         losses = [
             WeightedLoss(evaluated.known, weight)
-            for evaluated, weight in zip(noted, weights, strict=True)
+            for evaluated, weight in zip(self._noted, weights, strict=True)
             if weight is not None and evaluated.known is not None
         ]
         self._observe(grads, losses, retain_graph=bool(retain_graph))
         for leaf, g in grads.items():
             accumulate(leaf, g)
+
+    def _keeps_graph(self) -> bool:
+        """Say whether the gradient of this step is taken with its graph."""
+        return self.differentiates_twice
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool

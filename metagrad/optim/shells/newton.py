@@ -6,12 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from metagrad.optim.rules.cubic_newton import cubic_newton
 from metagrad.optim.rules.gauss_newton import gauss_newton
-from metagrad.optim.rules.lbfgs import lbfgs
 from metagrad.optim.rules.natural_gradient import natural_gradient
 from metagrad.optim.rules.newton_cg import newton_cg
-from metagrad.optim.rules.trust_region_newton import trust_region_newton
 from metagrad.optim.shells.newton_optimizer import NewtonOptimizer
 from metagrad.optim.shells.optimizer import ParameterGroups
 
@@ -35,7 +32,15 @@ class NewtonCG(NewtonOptimizer):
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_fraction: The part of the data whose curvature is taken, above 0: the closure is called as
+            ``closure(fraction=...)`` for it. 1 takes the curvature of all data.
+        curvature_every: Steps from one solve to the next; between, directions are those of limited-memory BFGS.
+        pairs: How many pairs of a solve are kept for the steps up to the next.
+        preconditioner: ``"diagonal"`` is Martens', by an estimate of the diagonal at each solve.
+        exponent: Of that diagonal with its damping.
+        samples: How many probes the estimate is the mean of.
         maximize: Climb.
+        seed: Of the random numbers of the estimate; None takes ``torch.initial_seed()``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range, or parameters of a group differ in dtype or device.
@@ -52,6 +57,22 @@ class NewtonCG(NewtonOptimizer):
         ...     return loss
         >>> float(opt.step(closure)), torch.allclose(w, torch.tensor(3.0)), opt.stats["direction"]
         (104.0, True, 'newton')
+
+        Products with a quarter of the data, at every third step:
+
+        >>> x = torch.sin(torch.arange(64.0))
+        >>> w = torch.zeros(2, requires_grad=True)
+        >>> opt = NewtonCG([w], curvature_fraction=0.25, curvature_every=3)
+        >>> def closure(fraction=1.0):
+        ...     opt.zero_grad()
+        ...     part = x[: round(fraction * len(x))]
+        ...     loss = ((w[0] * part + w[1] - (2 * part + 1)) ** 2).mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(8):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.tensor([2.0, 1.0]), atol=1e-4), opt.stats["products"]
+        (True, 0)
 
     References:
         Martens, "Deep learning via Hessian-free optimization", ICML 2010.
@@ -72,7 +93,14 @@ class NewtonCG(NewtonOptimizer):
         rtol: float = 1e-10,
         progress: float | None = 5e-4,
         max_steps: int = 250,
+        curvature_fraction: float = 1.0,
+        curvature_every: int = 1,
+        pairs: int = 16,
+        preconditioner: Literal["diagonal"] | None = None,
+        exponent: float | Tensor = 0.75,
+        samples: int = 8,
         maximize: bool = False,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -85,8 +113,15 @@ class NewtonCG(NewtonOptimizer):
                 "rtol": rtol,
                 "progress": progress,
                 "max_steps": max_steps,
+                "curvature_fraction": curvature_fraction,
+                "curvature_every": curvature_every,
+                "pairs": pairs,
+                "preconditioner": preconditioner,
+                "exponent": exponent,
+                "samples": samples,
                 "maximize": maximize,
             },
+            seed=seed,
         )
 
 
@@ -110,7 +145,15 @@ class GaussNewton(NewtonOptimizer):
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_fraction: The part of the data whose curvature is taken, above 0: the closure is called as
+            ``closure(fraction=...)`` for it. 1 takes the curvature of all data.
+        curvature_every: Steps from one solve to the next; between, directions are those of limited-memory BFGS.
+        pairs: How many pairs of a solve are kept for the steps up to the next.
+        preconditioner: ``"diagonal"`` is Martens', by an estimate of the diagonal at each solve.
+        exponent: Of that diagonal with its damping.
+        samples: How many draws of the labels the estimate is the mean of.
         maximize: Climb, where the loss is the negative of one of known form.
+        seed: Of the random numbers of the estimate; None takes ``torch.initial_seed()``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range, or parameters of a group differ in dtype or device; in a
@@ -152,7 +195,14 @@ class GaussNewton(NewtonOptimizer):
         rtol: float = 1e-10,
         progress: float | None = 5e-4,
         max_steps: int = 250,
+        curvature_fraction: float = 1.0,
+        curvature_every: int = 1,
+        pairs: int = 16,
+        preconditioner: Literal["diagonal"] | None = None,
+        exponent: float | Tensor = 0.75,
+        samples: int = 8,
         maximize: bool = False,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -165,8 +215,15 @@ class GaussNewton(NewtonOptimizer):
                 "rtol": rtol,
                 "progress": progress,
                 "max_steps": max_steps,
+                "curvature_fraction": curvature_fraction,
+                "curvature_every": curvature_every,
+                "pairs": pairs,
+                "preconditioner": preconditioner,
+                "exponent": exponent,
+                "samples": samples,
                 "maximize": maximize,
             },
+            seed=seed,
         )
 
 
@@ -188,7 +245,15 @@ class NaturalGradient(NewtonOptimizer):
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        curvature_fraction: The part of the data whose curvature is taken, above 0: the closure is called as
+            ``closure(fraction=...)`` for it. 1 takes the curvature of all data.
+        curvature_every: Steps from one solve to the next; between, directions are those of limited-memory BFGS.
+        pairs: How many pairs of a solve are kept for the steps up to the next.
+        preconditioner: ``"diagonal"`` is Martens', by an estimate of the diagonal at each solve.
+        exponent: Of that diagonal with its damping.
+        samples: How many draws of the labels the estimate is the mean of.
         maximize: Climb; the metric is the same.
+        seed: Of the random numbers of the estimate; None takes ``torch.initial_seed()``.
 
     Raises:
         ValueError: As for :class:`GaussNewton`.
@@ -227,7 +292,14 @@ class NaturalGradient(NewtonOptimizer):
         rtol: float = 1e-10,
         progress: float | None = 5e-4,
         max_steps: int = 250,
+        curvature_fraction: float = 1.0,
+        curvature_every: int = 1,
+        pairs: int = 16,
+        preconditioner: Literal["diagonal"] | None = None,
+        exponent: float | Tensor = 0.75,
+        samples: int = 8,
         maximize: bool = False,
+        seed: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -239,210 +311,13 @@ class NaturalGradient(NewtonOptimizer):
                 "rtol": rtol,
                 "progress": progress,
                 "max_steps": max_steps,
+                "curvature_fraction": curvature_fraction,
+                "curvature_every": curvature_every,
+                "pairs": pairs,
+                "preconditioner": preconditioner,
+                "exponent": exponent,
+                "samples": samples,
                 "maximize": maximize,
             },
-        )
-
-
-class CubicNewton(NewtonOptimizer):
-    r"""Optimize by Newton's method with cubic regularisation.
-
-    .. math:: w_t = w_{t-1} + \eta \operatorname*{argmin}_d \;
-        g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3
-
-    see :func:`~metagrad.optim.rules.cubic_newton.cubic_newton`, whose steps these are.
-
-    Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
-        lr: The factor :math:`\eta` of every step.
-        cubic: :math:`M_0`, above 0; setting it in a group scales what has been adapted.
-        adapt: Look at the loss at the end of a step, which needs a closure.
-        rtol: The Lanczos process ends when the gradient of the model is so small, relative to that of the loss.
-        max_steps: The most steps of the Lanczos process, which keeps so many vectors.
-        maximize: Climb.
-
-    Raises:
-        ValueError: As for :class:`NewtonCG`.
-        TypeError: As for :class:`NewtonCG`.
-
-    Example:
-        >>> from metagrad.optim.shells.newton import CubicNewton
-        >>> w = torch.tensor([0.0, 0.1], requires_grad=True)
-        >>> opt = CubicNewton([w])
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = w[0] ** 2 - w[1] ** 2 + w[1] ** 4 / 2
-        ...     loss.backward()
-        ...     return loss
-        >>> for _ in range(15):
-        ...     loss = opt.step(closure)
-        >>> round(float(loss), 4)
-        -0.5
-
-    References:
-        Nesterov, Polyak, Mathematical Programming 108, 2006.
-    """
-
-    make_rule = staticmethod(cubic_newton)
-    adapted = "cubic"
-
-    def __init__(
-        self,
-        params: ParameterGroups,
-        lr: float | Tensor = 1.0,
-        *,
-        cubic: float | Tensor = 1.0,
-        adapt: bool = True,
-        rtol: float = 1e-10,
-        max_steps: int = 50,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "cubic": cubic,
-                "adapt": adapt,
-                "rtol": rtol,
-                "max_steps": max_steps,
-                "maximize": maximize,
-            },
-        )
-
-
-class TrustRegionNewton(NewtonOptimizer):
-    r"""Optimize by Newton's method within a trust region, with Steihaug's conjugate gradients.
-
-    .. math:: w_t = w_{t-1} + \operatorname*{argmin}_{|d| \le \Delta_t} \; g_t^\top d + \tfrac{1}{2} d^\top H_t d
-
-    see :func:`~metagrad.optim.rules.trust_region_newton.trust_region_newton`, whose steps these are.
-
-    Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
-        lr: A factor of every step.
-        radius: :math:`\Delta_0`, above 0; setting it in a group scales the radius that has been adapted.
-        max_radius: The largest radius.
-        accept: The ratio of reductions above which a step is taken, below 1/4.
-        adapt: Look at the loss at the end of a step, which needs a closure.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        maximize: Climb.
-
-    Raises:
-        ValueError: As for :class:`NewtonCG`.
-        TypeError: As for :class:`NewtonCG`.
-
-    Example:
-        >>> from metagrad.optim.shells.newton import TrustRegionNewton
-        >>> w = torch.tensor([0.0, 0.0], requires_grad=True)
-        >>> opt = TrustRegionNewton([w])
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = (w - torch.tensor([3.0, 4.0])).pow(2).sum()
-        ...     loss.backward()
-        ...     return loss
-        >>> loss = opt.step(closure)
-        >>> w.detach(), opt.stats["direction"], opt.stats["radius"]
-        (tensor([0.6000, 0.8000]), 'boundary', 2.0)
-
-    References:
-        Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
-    """
-
-    make_rule = staticmethod(trust_region_newton)
-    adapted = "radius"
-
-    def __init__(
-        self,
-        params: ParameterGroups,
-        lr: float | Tensor = 1.0,
-        *,
-        radius: float | Tensor = 1.0,
-        max_radius: float = 1e3,
-        accept: float = 1e-4,
-        adapt: bool = True,
-        rtol: float = 1e-10,
-        progress: float | None = None,
-        max_steps: int = 250,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "radius": radius,
-                "max_radius": max_radius,
-                "accept": accept,
-                "adapt": adapt,
-                "rtol": rtol,
-                "progress": progress,
-                "max_steps": max_steps,
-                "maximize": maximize,
-            },
-        )
-
-
-class LBFGS(NewtonOptimizer):
-    r"""Optimize by L-BFGS, one iteration a step.
-
-    .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
-
-    see :func:`~metagrad.optim.rules.lbfgs.lbfgs`, whose steps these are. ``torch.optim.LBFGS`` takes up to 20
-    iterations in a step, and one group; a step here is one, for groups that are blocks of their own, with gradients
-    that may be clipped or accumulated where there is no line search.
-
-    Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
-        lr: The factor :math:`\eta` of every step.
-        history: How many pairs are kept.
-        line_search: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
-        max_evaluations: The most gradients of a line search.
-        maximize: Climb.
-
-    Raises:
-        ValueError: As for :class:`NewtonCG`.
-        TypeError: As for :class:`NewtonCG`.
-
-    Example:
-        >>> from metagrad.optim.shells.newton import LBFGS
-        >>> w = torch.tensor([-1.2, 1.0], dtype=torch.float64, requires_grad=True)
-        >>> opt = LBFGS([w])
-        >>> def closure():
-        ...     opt.zero_grad()
-        ...     loss = 100 * (w[1] - w[0] ** 2) ** 2 + (1 - w[0]) ** 2
-        ...     loss.backward()
-        ...     return loss
-        >>> for _ in range(50):
-        ...     loss = opt.step(closure)
-        >>> torch.allclose(w, torch.ones_like(w))
-        True
-
-    References:
-        Liu, Nocedal, Mathematical Programming 45, 1989.
-    """
-
-    make_rule = staticmethod(lbfgs)
-    differentiates_twice = False
-    whole = "quasi_newton"
-
-    def __init__(
-        self,
-        params: ParameterGroups,
-        lr: float | Tensor = 1.0,
-        *,
-        history: int = 10,
-        line_search: Literal["strong_wolfe"] | None = "strong_wolfe",
-        max_evaluations: int = 25,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "history": history,
-                "line_search": line_search,
-                "max_evaluations": max_evaluations,
-                "maximize": maximize,
-            },
+            seed=seed,
         )

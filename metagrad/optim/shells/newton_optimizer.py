@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -26,7 +27,9 @@ from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.shells.gradients import leaves_behind, unknown_loss
 from metagrad.optim.shells.move import working
 from metagrad.optim.shells.optimizer import Group
-from metagrad.optim.shells.state import joined, keep
+from metagrad.optim.shells.parts_of_data import check_fraction, check_takes_fraction
+from metagrad.optim.shells.randomness import generators_of
+from metagrad.optim.shells.state import ParameterState, joined, keep
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 
@@ -37,7 +40,20 @@ class NewtonOptimizer(CurvatureOptimizer):
     the rule asks: there ``backward`` does nothing, ``.grad`` stays, and random numbers (dropout) are those of the
     first call. Running statistics of BatchNorm move with every call. Losses of several backward passes add up.
 
-    ``opt.step(closure, curvature=part)`` takes the curvature from another closure, of a part of the data.
+    Products with the curvature are what a step costs, and need fewer data than the gradient does. Where an optimizer
+    has a ``curvature_fraction`` below 1, gradient and loss are those of all data, and the curvature that of a part:
+    for it, the closure is called once more, as ``closure(fraction=0.25)``. It is to compute the mean over so many
+    examples, the first or any others::
+
+        def closure(fraction=1.0):
+            opt.zero_grad()
+            num_examples = round(fraction * len(x))
+            loss = F.cross_entropy(model(x[:num_examples]), y[:num_examples])
+            loss.backward()
+            return loss
+
+    ``opt.step(closure, curvature=part)`` takes the curvature from another closure, whatever the fraction is. Steps
+    that multiply with nothing, because of ``curvature_every``, call neither.
 
     Each group is a block of its own: its step is that with the other groups where they are. One group gives the whole
     curvature.
@@ -48,6 +64,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     """
 
     elementwise = False
+    shell_options = CurvatureOptimizer.shell_options | {"curvature_fraction"}
     adapted: ClassVar[str | None] = None
     """The hyper-parameter that the state of the rule has a factor of."""
     whole: ClassVar[str] = "newton"
@@ -62,13 +79,14 @@ class NewtonOptimizer(CurvatureOptimizer):
     def group_stats(self) -> list[dict[str, float | int | str]]:
         """What the last step did, for each group that had gradients.
 
-        ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search); its ``ending``,
+        ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search), among them those
+        with probes of a diagonal of the Hessian, and both 0 where the last solve gave the direction; its ``ending``,
         a name of :class:`metagrad.curvature.Result`, or ``NONE``; the ``ratio`` of the reductions of loss and model,
         NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step; the ``length`` of
         the step in units of its direction; and the ``direction``: ``newton``, ``natural_gradient`` or
         ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where nothing moved.
         """
-        return [self._described(group, state) for group, state in self.__dict__.get("_last", [])]
+        return [self._described(*last) for last in self.__dict__.get("_last", [])]
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
@@ -85,6 +103,7 @@ class NewtonOptimizer(CurvatureOptimizer):
 
         Raises:
             ValueError: ``curvature`` comes without ``closure``.
+            TypeError: ``curvature_fraction`` is below 1, and ``closure`` takes no argument ``fraction``.
         """
         if curvature is not None and closure is None:
             raise ValueError(
@@ -102,12 +121,40 @@ class NewtonOptimizer(CurvatureOptimizer):
         if not self.__dict__.get("_is_moving"):
             super().zero_grad(set_to_none)
 
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        check_fraction(type(self).__name__, self._fraction(self.param_groups[index]))
+
+    def _fraction(self, group: Group) -> float:
+        return float(group.get("curvature_fraction", 1.0))
+
+    def _multiplying(self) -> list[Group]:
+        """Return the groups whose rules take products at this step."""
+        return [group for group in self.param_groups if self._rule(group).multiplies(group["step"])]
+
+    def _keeps_graph(self) -> bool:
+        return self.differentiates_twice and bool(self._multiplying())
+
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         self._random = RandomState(sorted({p.device for p in self._all_params()}, key=str))
+        fractions = {self._fraction(group) for group in self._multiplying()}
+        if self._curvature_closure is None and fractions - {1.0}:
+            check_takes_fraction(type(self).__name__, closure, min(fractions))
         result = super()._evaluated(closure)
-        if self._curvature_closure is not None and self._passes is not None:
-            self._curved = self._passes_of(self._curvature_closure)
+        if self._passes is not None:
+            self._curved = self._parts(closure, fractions)
         return result
+
+    def _parts(
+        self, closure: Callable[..., Any], fractions: set[float]
+    ) -> dict[float, list[BackwardPass] | None]:
+        """Return the backward passes of parts of the data, for each fraction that is asked for and is not all."""
+        if self._curvature_closure is not None:
+            return dict.fromkeys(fractions, self._passes_of(self._curvature_closure)) if fractions else {}
+        return {
+            fraction: self._passes_of(functools.partial(closure, fraction=fraction))
+            for fraction in sorted(fractions - {1.0})
+        }
 
     def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass] | None:
         """Return the backward passes of another closure, of which nothing else is kept."""
@@ -125,10 +172,9 @@ class NewtonOptimizer(CurvatureOptimizer):
         gradient: Tensor | None,
         retain_graph: bool | None,
         inputs: Tensor | Sequence[Tensor] | None,
-        noted: Sequence[Any],
     ) -> None:
         self._value = scalar_of(loss, gradient).detach()
-        super()._backward_with_curvature(loss, gradient, retain_graph, inputs, noted)
+        super()._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
@@ -141,7 +187,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._passes: list[BackwardPass] | None = None
-        self._curved: list[BackwardPass] | None = None
+        self._curved: dict[float, list[BackwardPass] | None] = {}
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
@@ -156,9 +202,16 @@ class NewtonOptimizer(CurvatureOptimizer):
                 "none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and returns "
                 "it, or, where nothing is adapted, opt.backward(loss) in place of loss.backward()."
             )
+        generators, fraction = generators_of(group["seed"], group["step"]), self._fraction(group)
         if self._closure is not None:
             return ClosureObjective(
-                params, self._passes, self._curved, self._closure, self._all_params(), self._random
+                params,
+                self._passes,
+                self._curved.get(fraction),
+                self._closure,
+                self._all_params(),
+                self._random,
+                generators,
             )
         option = next((o for o in ("adapt", "line_search") if group.get(o)), None)
         if option is not None:
@@ -166,7 +219,14 @@ class NewtonOptimizer(CurvatureOptimizer):
                 f"{name}.step: {option}={group[option]!r} looks at the loss at other parameters, for which it is to "
                 f"be computed again. Call opt.step(closure), or set {option}={False if option == 'adapt' else None}."
             )
-        return GraphCurvature(params, self._passes, inverse_scale=self._inverse_scale())
+        if fraction < 1:
+            raise RuntimeError(
+                f"{name}.step: curvature_fraction={fraction:g} takes the curvature of a part of the data, for which "
+                "a closure is called. Call opt.step(closure), or set curvature_fraction=1."
+            )
+        return GraphCurvature(
+            params, self._passes, inverse_scale=self._inverse_scale(), generators=generators
+        )
 
     def _inverse_scale(self) -> float:
         if not hasattr(self, "found_inf"):
@@ -180,8 +240,8 @@ class NewtonOptimizer(CurvatureOptimizer):
                 return
             self._is_moving = True
             moves = [self._moved_group(index) for index in range(len(self.param_groups))]
-            self._last = [(group, state) for group, _, _, state in filter(None, moves)]
-            for _, params, moved, state in filter(None, moves):
+            self._last = [(group, state, whole) for group, _, _, state, whole in filter(None, moves)]
+            for _, params, moved, state, _ in filter(None, moves):
                 keep(state._replace(report=None), {key: self.state[p] for key, p in params.items()})
                 for key, p in params.items():
                     p.copy_(moved[key])
@@ -191,7 +251,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             self._is_moving = False
             self._forget()
 
-    def _moved_group(self, index: int) -> tuple[Group, Params, Params, Any] | None:
+    def _moved_group(self, index: int) -> tuple[Group, Params, Params, Any, str] | None:
         group = self.param_groups[index]
         params = {key: p for key, p in self._named(index).items() if p.grad is not None}
         if not params:
@@ -204,17 +264,21 @@ class NewtonOptimizer(CurvatureOptimizer):
             inverse = 1 / float(self.grad_scale)
             grads = {key: inverse * working(g) for key, g in grads.items()}
         rule, values = self._rule(group), {key: working(p) for key, p in params.items()}
-        state, curvature = self._joined(rule, params, values), self._curvature(group, params, grads)
+        state, curvature = self._joined(group, params, values), self._curvature(group, params, grads)
+        whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
         moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
-        return group, params, moved, state
+        return group, params, moved, state, whole
 
-    def _joined(self, rule: Any, params: Params, values: Params) -> Any:
+    def _joined(self, group: Group, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""
-        states = {key: self.state.get(p, {}) for key, p in params.items()}
+        rule, states = self._rule(group), {key: self.state.get(p, {}) for key, p in params.items()}
         steps = {state.get("step") for state in states.values()}
-        return joined(rule, states) if len(steps) == 1 and None not in steps else rule.init(values)
+        is_known = len(steps) == 1 and None not in steps
+        state = joined(rule, _completed(states, rule, values)) if is_known else rule.init(values)
+        # The number of the group's step has decided what the closure was called for.
+        return state if group.get("curvature_every", 1) == 1 else state._replace(step=group["step"])
 
-    def _described(self, group: Group, state: Any) -> dict[str, float | int | str]:
+    def _described(self, group: Group, state: Any, whole: str) -> dict[str, float | int | str]:
         report, ending = state.report, endings(state.report)[0]
         named = {Result.NEGATIVE_CURVATURE.name: "negative_curvature", Result.BOUNDARY.name: "boundary"}
         length = float(report.length)
@@ -224,9 +288,24 @@ class NewtonOptimizer(CurvatureOptimizer):
             "ending": ending,
             "ratio": float(report.ratio),
             "length": length,
-            "direction": "none" if length == 0 else named.get(ending, self.whole),
+            "direction": "none" if length == 0 else named.get(ending, whole),
         }
         if self.adapted is not None:
             factor, added = float(getattr(state, "factor", 1.0)), float(getattr(state, "added", 0.0))
             found[self.adapted] = float(group[self.adapted]) * factor + added
         return found
+
+
+def _completed(
+    states: Mapping[str, ParameterState], rule: Any, values: Params
+) -> Mapping[str, ParameterState]:
+    """Begin what states lack where a hyper-parameter was another: pairs, where ``curvature_every`` was 1."""
+    pattern = rule.init({})._asdict()
+    names = [field for field, value in pattern.items() if isinstance(value, dict)]
+    if all(field in state for state in states.values() for field in names):
+        return states
+    begun = rule.init(values)
+    return {
+        key: {**{field: getattr(begun, field)[key] for field in names}, **state}
+        for key, state in states.items()
+    }

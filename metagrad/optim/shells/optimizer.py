@@ -107,14 +107,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule = self._rule(group)
         together: dict[Hashable, list[str]] = defaultdict(list)
         for key, p in params.items():
-            state = self.state[p]
+            state, alike = self.state[p], self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
                 move_rows(rule, key, p, grads[key], state, curvature)
             elif self.elementwise and group["foreach"] is None and is_large(p):
                 move_pieces(rule, key, p, grads[key], state, curvature)
+            elif self.elementwise and alike is None:
+                # By itself, so that memory is given back before the next parameter needs some.
+                move_whole(rule, {key: p}, {key: grads[key]}, {key: state}, curvature)
             else:
-                together[state.get("step"), self._flat_with(group, rule, p)].append(key)
+                together[state.get("step"), alike].append(key)
         for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
             move = move_whole if alike is None or len(keys) == 1 else move_flat
             some, gradients = {key: params[key] for key in keys}, {key: grads[key] for key in keys}

@@ -19,8 +19,7 @@ from metagrad.optim.shells.state import ParameterState, joined, keep
 
 _SMALL = {"cpu": 2**14}
 _SMALL_ELSEWHERE = 2**22  # an accelerator waits for operations to be launched
-_LARGE = 2**20  # beyond some megabytes the allocator returns memory to the system, and every result faults
-_PIECE = 2**16  # elements whose temporaries stay in the cache, and whose memory the allocator keeps
+_PIECE = 2**17  # elements whose temporaries stay in the cache, and whose memory the allocator keeps
 _ALL = "all"
 
 
@@ -31,7 +30,7 @@ def is_small(param: Tensor) -> bool:
 
 def is_large(param: Tensor) -> bool:
     """Say whether a parameter is better moved in pieces."""
-    return param.device.type == "cpu" and param.numel() >= _LARGE and len(param) > 1
+    return param.device.type == "cpu" and param.numel() > _PIECE and len(param) > 1
 
 
 def move_flat(

@@ -2,110 +2,193 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metagrad.optim.shells.adahessian import AdaHessian
-from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
-from metagrad.optim.shells.kronecker import SOAP, Shampoo
-from metagrad.optim.shells.sophia import SophiaG, SophiaH
+from metagrad.optim import (
+    KFAC,
+    LBFGS,
+    SOAP,
+    AdaHessian,
+    CubicNewton,
+    GaussNewton,
+    Lion,
+    Muon,
+    NaturalGradient,
+    NewtonCG,
+    Shampoo,
+    SophiaG,
+    SophiaH,
+    SparseAdagrad,
+    SparseAdam,
+    TrustRegionNewton,
+)
+
+Trait = Literal[
+    "elementwise",  # has `foreach`, and moves large parameters in pieces
+    "sparse",  # takes the sparse gradients of tables; others refuse them
+    "matrices",  # takes matrices alone, and refuses other parameters
+    "model",  # is made of a model, whose layers it hooks; warns of modules that it does not know
+    "backward",  # has `opt.backward(loss)` and `opt.recording()`, which see the graph of the loss
+    "told",  # needs one of these where there is no closure, and refuses a step after `loss.backward()`
+    "known loss",  # needs a loss of known form, computed in a closure or within `opt.recording()`
+    "drawn labels",  # draws labels for each backward pass: curvature of micro-batches is not that of the batch
+    "twice",  # multiplies with second derivatives, and refuses graphs whose second derivatives are wrong
+    "seed",  # draws random numbers of its own
+    "one vector",  # of a group: one dtype, and a parameter that joins begins the group anew
+]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer, and settings at which it descends on the three problems."""
+    """An optimizer, its traits, and settings at which it descends on the three problems."""
 
-    make: type[torch.optim.Optimizer]
+    make: type[Any]
+    traits: frozenset[Trait]
     quadratic: dict[str, Any]
     rosenbrock: dict[str, Any]
     network: dict[str, Any]
-    negative: tuple[str, ...] = ("lr", "eps", "weight_decay")  # hyper-parameters refused below zero
-    curvature: bool = False
-    elementwise: bool = True  # takes parameters of any shape, and sparse gradients
-    exact_over_micro_batches: bool = True  # the gradient and curvature of a batch are the sums of its parts'
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # in all settings
+    by_hand: dict[str, Any] = field(
+        default_factory=dict
+    )  # without these, steps without a closure are refused
+    variant: str = ""
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         return self.make.__name__
 
+    def __str__(self) -> str:
+        return self.name + self.variant
 
-SOPHIA = {"negative": ("lr", "gamma", "eps", "weight_decay"), "curvature": True}
+    def of(
+        self, model: nn.Module, params: Iterable[Any] | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer for a model, or for some parameters or groups of it, with no settings but these."""
+        if "model" in self.traits:
+            return self.make(model, params=params, **options)
+        return self.make(model.parameters() if params is None else params, **options)
+
+
+def traits(*names: Trait) -> frozenset[Trait]:
+    return frozenset(names)
+
+
+SEED = {"seed": 0}
+DIAGONAL = traits("elementwise", "sparse", "backward", "told", "seed")
+FIRST_ORDER = traits("elementwise", "sparse")
+LAYERS = traits("model", "sparse", "backward")
+LAYERS_SETTINGS = [
+    {"lr": 0.1, "damping": 0.1, "kl_clip": None, "loss_reduction": "sum"},
+    {"lr": 1.0, "damping": 1.0, "kl_clip": 1e-3, "loss_reduction": "sum"},
+    {"lr": 0.1},
+]
+INVERSES = {"curvature_every": 1, "inverse_every": 2}
+NEWTON = traits("backward", "told", "twice", "one vector")
+NEWTON_OF_KNOWN_LOSSES = NEWTON | traits("known loss")
+FIXED_DAMPING = {"adapt": False, "damping": 0.5}
+
 CASES = [
-    Case(
-        AdaHessian,
-        quadratic={"lr": 0.5},
-        rosenbrock={"lr": 1.0},
-        network={"lr": 0.1},
-        negative=("lr", "eps", "weight_decay", "hessian_power"),
-        curvature=True,
-    ),
+    Case(AdaHessian, DIAGONAL | traits("twice"), {"lr": 0.5}, {"lr": 1.0}, {"lr": 0.1}, options=SEED),
     Case(
         SophiaH,
-        quadratic={"lr": 0.05, "curvature_every": 2},
-        rosenbrock={"lr": 0.01, "curvature_every": 2},
-        network={"lr": 0.02, "curvature_every": 3},
-        **SOPHIA,
+        DIAGONAL | traits("twice"),
+        {"lr": 0.05, "curvature_every": 2},
+        {"lr": 0.01, "curvature_every": 2},
+        {"lr": 0.02, "curvature_every": 3},
+        options=SEED,
     ),
     Case(
         SophiaG,
-        quadratic={"lr": 0.05, "curvature_every": 2},
-        rosenbrock={"lr": 0.05, "curvature_every": 2},
-        network={"lr": 0.02, "curvature_every": 3},
-        exact_over_micro_batches=False,
-        **SOPHIA,
+        DIAGONAL | traits("known loss", "drawn labels"),
+        {"lr": 0.05, "curvature_every": 2},
+        {"lr": 0.05, "curvature_every": 2},
+        {"lr": 0.02, "curvature_every": 3},
+        options=SEED,
     ),
-    Case(Lion, {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}, negative=("lr", "weight_decay")),
+    Case(Lion, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}),
     Case(
         Muon,
-        {"lr": 0.1, "weight_decay": 0.0},
-        {"lr": 0.02, "weight_decay": 0.0},
+        traits("matrices"),
+        {"lr": 0.1},
         {"lr": 0.02},
-        negative=("lr", "weight_decay", "momentum", "eps"),
-        elementwise=False,
-        options={"ns_dtype": None},
+        {"lr": 0.02},
+        options={"ns_dtype": None, "weight_decay": 0.0},
     ),
-    Case(SparseAdam, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.02}, negative=("lr", "eps")),
-    Case(SparseAdagrad, {"lr": 0.5}, {"lr": 1.0}, {"lr": 0.1}, negative=("lr", "eps", "lr_decay")),
-    Case(
-        Shampoo,
-        {"lr": 0.3},
-        {"lr": 0.1},
-        {"lr": 0.1},
-        negative=("lr", "momentum", "decay", "eps", "weight_decay", "graft_decay", "graft_eps"),
-        elementwise=False,
-        options={"root_every": 2},
-    ),
+    Case(SparseAdam, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.02}),
+    Case(SparseAdagrad, FIRST_ORDER, {"lr": 0.5}, {"lr": 1.0}, {"lr": 0.1}),
+    Case(Shampoo, traits(), {"lr": 0.3}, {"lr": 0.1}, {"lr": 0.1}, options={"root_every": 2}),
     Case(
         SOAP,
-        {"lr": 0.05, "weight_decay": 0.0},
+        traits(),
+        {"lr": 0.05},
         {"lr": 0.1},
         {"lr": 0.02},
-        negative=("lr", "eps", "weight_decay", "shift"),
-        elementwise=False,
-        options={"basis_every": 2, "shift": 1e-2},
+        options={"basis_every": 2, "shift": 1e-2, "weight_decay": 0.0},
     ),
+    Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={"curvature_every": 2, "inverse_every": 4}),
+    Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={**INVERSES, "eigen": True}, variant="-eigen"),
+    Case(
+        KFAC,
+        LAYERS | traits("told", "known loss", "drawn labels", "seed"),
+        *LAYERS_SETTINGS,
+        options={**INVERSES, "fisher": "sampled", **SEED},
+        variant="-sampled",
+    ),
+    Case(NewtonCG, NEWTON, {}, {}, {}, by_hand=FIXED_DAMPING),
+    Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
+    Case(NaturalGradient, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 0.1}),
+    Case(CubicNewton, NEWTON, {}, {}, {}, options={"max_steps": 10}, by_hand={"adapt": False}),
+    Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}),
+    Case(LBFGS, traits("backward", "one vector"), {}, {}, {}, by_hand={"line_search": None, "lr": 0.3}),
 ]
 
-every = pytest.mark.parametrize("case", CASES, ids=str)
-every_elementwise = pytest.mark.parametrize("case", [c for c in CASES if c.elementwise], ids=str)
-every_with_curvature = pytest.mark.parametrize("case", [c for c in CASES if c.curvature], ids=str)
+
+def of_cases(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [case for case in CASES if holds(case)], ids=str)
 
 
-def quadratic(w: Tensor) -> Tensor:
+def having(*names: Trait) -> pytest.MarkDecorator:
+    """Run a test for the rows that have all of some traits."""
+    return of_cases(lambda case: case.traits.issuperset(names))
+
+
+def lacking(*names: Trait) -> pytest.MarkDecorator:
+    """Run a test for the rows that have none of some traits."""
+    return of_cases(lambda case: case.traits.isdisjoint(names))
+
+
+every = lacking()
+
+
+def layer(*values: float) -> nn.Linear:
+    """Make a layer whose weight is a row of numbers."""
+    made = nn.Linear(len(values), 1, bias=False)
+    made.weight.data = torch.tensor([values])
+    return made
+
+
+def values_of(one: nn.Linear) -> list[float]:
+    return one.weight.flatten().tolist()
+
+
+def quadratic(one: nn.Linear) -> Tensor:
     """A convex quadratic of condition number 25, as least squares; its minimum is 0, at 1."""
-    scales = torch.tensor([[1.0, 5.0]], dtype=w.dtype)
-    return F.mse_loss(scales * w, scales, reduction="sum")
+    x = torch.diag(torch.tensor([1.0, 5.0], dtype=one.weight.dtype))
+    return F.mse_loss(one(x), x.sum(1, keepdim=True), reduction="sum")
 
 
-def rosenbrock(w: Tensor) -> Tensor:
+def rosenbrock(one: nn.Linear) -> Tensor:
     """The banana, as least squares; its minimum is 0, at (1, 1)."""
-    x, y = w.flatten()
+    x, y = one(torch.eye(2)).flatten()
     residuals = torch.stack([1 - x, 10 * (y - x**2)])
     return F.mse_loss(residuals, torch.zeros_like(residuals), reduction="sum")
 
@@ -151,18 +234,62 @@ def closure_of(opt: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> Cal
     return closure
 
 
-def run(opt: torch.optim.Optimizer, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+def run(opt: Any, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
     """Take steps by a closure, and return the losses before each."""
     return [float(opt.step(closure_of(opt, loss_of))) for _ in range(steps)]
 
 
-def optimizer(case: Case, params: Any, **options: Any) -> Any:
-    return case.make(params, **{**case.options, **case.network, **options})
+def steps_of(case: Case, number: int) -> int:
+    """Say how many steps are enough; those with the curvature of all parameters are dear, and few are needed."""
+    return number // 5 if "one vector" in case.traits else number
+
+
+def backward(case: Case, opt: Any, loss_of: Callable[[], Tensor]) -> None:
+    """Take the gradient in a loop without a closure, as each kind of optimizer has it."""
+    if "known loss" in case.traits:
+        with opt.recording():
+            loss_of().backward()
+    elif "backward" in case.traits:
+        opt.backward(loss_of())
+    else:
+        loss_of().backward()
+
+
+def optimizer(case: Case, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> Any:
+    """Make the optimizer with the settings for a network."""
+    return case.of(model, params, **{**case.options, **case.network, **options})
+
+
+def warning_of_modules(case: Case) -> contextlib.AbstractContextManager[Any]:
+    """Expect the warning of an optimizer that is made of a model with modules that it does not know."""
+    if "model" in case.traits:
+        return pytest.warns(UserWarning, match="moved along the plain gradient")
+    return contextlib.nullcontext()
 
 
 def snapshot(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def tensors_of(opt: torch.optim.Optimizer) -> list[Tensor]:
+    """List what an optimizer keeps of its parameters; rules replace these, and never write into them."""
+    kept = [value for state in opt.state.values() for value in state.values()]
+    return [value for value in kept if isinstance(value, Tensor)]
+
+
+def saved_and_loaded(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def assert_near(
+    one: Iterable[Tensor], other: Iterable[Tensor], *, rtol: float = 1e-9, atol: float = 1e-12
+) -> None:
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)

@@ -12,18 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim.rules.curvature import Diagonal
+from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, NewtonCG, TrustRegionNewton
 from metagrad.optim.rules.newton_cg import newton_cg
 from metagrad.optim.rules.objective import TapeObjective
-from metagrad.optim.shells.closure_objective import GraphCurvature
-from metagrad.optim.shells.newton import (
-    LBFGS,
-    CubicNewton,
-    GaussNewton,
-    NaturalGradient,
-    NewtonCG,
-    TrustRegionNewton,
-)
 from tests.optim.newton_problems import classic_start, fit_residuals, rosenbrock
 from tests.optim.shells.cases import assert_equal, classification, closure_of, network, run, snapshot
 
@@ -357,11 +348,6 @@ def test_a_scale_that_is_not_told_is_refused():
     scaler.unscale_(opt)
     with pytest.raises(RuntimeError, match=r"backward\(loss, scaler=scaler\)"):
         scaler.step(opt)
-
-
-def test_graph_curvature_has_no_diagonal():
-    with pytest.raises(TypeError, match=r"GraphCurvature.diagonal.*products alone"):
-        GraphCurvature({}, []).diagonal(Diagonal("hessian"))
 
 
 def test_scaler_told_before_unscaling_changes_nothing():

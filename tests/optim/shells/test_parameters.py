@@ -8,19 +8,30 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim.shells.adahessian import AdaHessian
-from metagrad.optim.shells.first_order import Lion, Muon
+from metagrad.optim.shells.first_order import Lion
 from tests.optim.shells.cases import (
     batch,
     classification,
     closure_of,
     every,
-    every_elementwise,
+    having,
+    lacking,
+    layer,
     network,
     optimizer,
     quadratic,
     run,
     snapshot,
+    steps_of,
+    values_of,
+    warning_of_modules,
 )
+
+
+def layers(*rows):
+    """Make layers, and the model that they are."""
+    made = [layer(*row) for row in rows]
+    return nn.ModuleList(made), *made
 
 
 def matrix(*values):
@@ -30,8 +41,8 @@ def matrix(*values):
 @every
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_an_unused_parameter_stays(case, set_to_none):
-    used, unused = matrix(1.0, 2.0), matrix(3.0, 4.0)
-    opt = optimizer(case, [used, unused])
+    model, used, unused = layers((1.0, 2.0), (3.0, 4.0))
+    opt = optimizer(case, model)
 
     def closure():
         opt.zero_grad(set_to_none=set_to_none)
@@ -41,97 +52,146 @@ def test_an_unused_parameter_stays(case, set_to_none):
 
     for _ in range(3):
         opt.step(closure)
-    assert unused.tolist() == [[3.0, 4.0]]
-    assert unused not in opt.state
-    assert used.tolist() != [[1.0, 2.0]]
+    assert values_of(unused) == [3.0, 4.0]
+    assert unused.weight not in opt.state
+    assert values_of(used) != [1.0, 2.0]
 
 
 @every
 def test_a_parameter_that_is_used_later_begins_then(case):
-    first, second = matrix(1.0, 2.0), matrix(3.0, 4.0)
-    opt = optimizer(case, [first, second])
+    model, first, second = layers((1.0, 2.0), (3.0, 4.0))
+    opt = optimizer(case, model)
     run(opt, lambda: quadratic(first), 4)
     run(opt, lambda: quadratic(first) + quadratic(second), 1)
-    assert opt.state[first]["step"] == 5
-    assert opt.state[second]["step"] == 1
-    assert second.tolist() != [[3.0, 4.0]]
-    assert second.isfinite().all()
+    assert opt.state[first.weight]["step"] == (1 if "one vector" in case.traits else 5)
+    assert opt.state[second.weight]["step"] == 1
+    assert values_of(second) != [3.0, 4.0]
+    assert second.weight.isfinite().all()
 
 
 @every
 def test_a_parameter_without_curvature(case):
     """The Hessian of a linear loss is zero, and has no graph."""
-    w, linear = matrix(2.0, 2.0), matrix(1.0, 1.0)
-    opt = optimizer(case, [w, linear], lr=1e-4)
-    run(opt, lambda: quadratic(w) + F.mse_loss(linear, linear.detach() - 1, reduction="sum"), 1)
-    run(opt, lambda: quadratic(w) + linear.sum(), 3)
-    assert linear.isfinite().all()
-    assert (linear != 1).all()
+    model, curved, linear = layers((2.0, 2.0), (1.0, 1.0))
+    opt = optimizer(case, model, lr=1e-4)
+    eye = torch.eye(2)
+    run(opt, lambda: quadratic(curved) + F.mse_loss(linear(eye), torch.zeros(2, 1), reduction="sum"), 1)
+    before = values_of(linear)
+    run(opt, lambda: quadratic(curved) + linear(eye).sum(), 3)
+    assert linear.weight.isfinite().all()
+    assert all(new < old for new, old in zip(values_of(linear), before, strict=True))
 
 
-@every_elementwise
+class Scaled(nn.Module):
+    """A layer, times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer(1.0, 2.0)
+        self.scalar = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self) -> torch.Tensor:
+        return self.scalar * self.layer(torch.eye(2))
+
+
+@lacking("matrices")
 def test_a_scalar_parameter(case):
-    scalar = torch.tensor(3.0, requires_grad=True)
-    opt = optimizer(case, [scalar], lr=0.1)
-    losses = run(opt, lambda: F.mse_loss(scalar, torch.tensor(1.0)), 30)
+    model = Scaled()
+    with warning_of_modules(case):
+        opt = optimizer(case, model, lr=0.1)
+    losses = run(opt, lambda: F.mse_loss(model(), torch.ones(2, 1)), 30)
     assert losses[-1] < losses[0]
-    assert scalar.shape == ()
+    assert model.scalar.shape == ()
+    assert model.scalar != 3
 
 
-@every_elementwise
-def test_conv1d_and_a_bias(case):
+def convolutional():
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 4, 2), nn.Flatten(), nn.Linear(4, 3)
-        )
+        return nn.Sequential(nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Conv1d(4, 4, 2), nn.Flatten(), nn.Linear(4, 3))
+
+
+@lacking("matrices")
+def test_conv1d_and_a_bias(case):
+    model = convolutional()
     x, y = batch()
-    losses = run(optimizer(case, model.parameters()), lambda: F.cross_entropy(model(x.unsqueeze(1)), y), 40)
+    opt = optimizer(case, model)
+    losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 40))
     assert losses[-1] < 0.9 * losses[0]
+
+
+@having("matrices")
+def test_parameters_that_are_no_matrices_are_refused_by_name(case):
+    with pytest.raises(ValueError, match=r"'scalar' must be a matrix, got shape \(\)"):
+        optimizer(case, Scaled(), Scaled().named_parameters())
+    with pytest.raises(ValueError, match=r"'0.weight' must be a matrix, got shape \(4, 1, 3\)"):
+        optimizer(case, convolutional(), convolutional().named_parameters())
+    with pytest.raises(ValueError, match=r"'bias' must be a matrix, got shape \(3,\)"):
+        optimizer(case, nn.Linear(3, 3), nn.Linear(3, 3).named_parameters())
+
+
+@lacking("one vector")
+def test_two_dtypes_in_a_group(case):
+    model, one, other = layers((1.0, 3.0), (1.0, 3.0))
+    other.double()
+    opt = optimizer(case, model)
+    losses = run(opt, lambda: quadratic(one) + quadratic(other), 3)
+    assert losses[-1] < losses[0]
+    assert (one.weight.dtype, other.weight.dtype) == (torch.float32, torch.float64)
+
+
+@having("one vector")
+def test_two_dtypes_in_a_group_are_refused(case):
+    model, one, other = layers((1.0, 3.0), (1.0, 3.0))
+    other.double()
+    opt = optimizer(case, model)
+    with pytest.raises(ValueError, match=r"all parameters make one vector.*float64"):
+        run(opt, lambda: quadratic(one) + quadratic(other), 1)
 
 
 @every
 def test_an_empty_group(case):
-    w = matrix(1.0, 3.0)
-    opt = optimizer(case, [{"params": []}, {"params": [w]}])
-    losses = run(opt, lambda: quadratic(w), 3)
+    model = layer(1.0, 3.0)
+    opt = optimizer(case, model, [{"params": []}, {"params": [model.weight]}])
+    losses = run(opt, lambda: quadratic(model), 3)
     assert losses[-1] < losses[0]
 
 
 @every
 def test_values_of_a_group_of_its_own(case):
-    still, moving = matrix(2.0, 2.0), matrix(2.0, 2.0)
-    opt = optimizer(case, [{"params": [still], "lr": 0.0}, {"params": [moving]}])
+    model, still, moving = layers((2.0, 2.0), (2.0, 2.0))
+    opt = optimizer(case, model, [{"params": [still.weight], "lr": 0.0}, {"params": [moving.weight]}])
     run(opt, lambda: quadratic(still) + quadratic(moving), 3)
-    assert still.tolist() == [[2.0, 2.0]]
-    assert moving.tolist() != [[2.0, 2.0]]
+    assert values_of(still) == [2.0, 2.0]
+    assert values_of(moving) != [2.0, 2.0]
 
 
 @every
 def test_a_group_that_is_added_later(case):
-    w, late = matrix(2.0, 2.0), matrix(2.0, 2.0)
-    opt = optimizer(case, [w])
-    run(opt, lambda: quadratic(w) + quadratic(late), 2)
-    opt.add_param_group({"params": late, "lr": 0.01})
-    run(opt, lambda: quadratic(w) + quadratic(late), 2)
-    assert opt.state[late]["step"] == 2
-    assert late.tolist() != [[2.0, 2.0]]
+    model, early, late = layers((2.0, 2.0), (2.0, 2.0))
+    opt = optimizer(case, model, [{"params": [early.weight]}])
+    run(opt, lambda: quadratic(early) + quadratic(late), 2)
+    assert values_of(late) == [2.0, 2.0]
+    opt.add_param_group({"params": late.weight, "lr": 0.01})
+    run(opt, lambda: quadratic(early) + quadratic(late), 2)
+    assert opt.state[late.weight]["step"] == 2
+    assert values_of(late) != [2.0, 2.0]
 
 
 @every
 def test_parameters_with_names(case):
     model = network()
-    opt = optimizer(case, model.named_parameters())
+    opt = optimizer(case, model, model.named_parameters())
     assert opt.param_groups[0]["param_names"] == ["first.weight", "second.weight"]
     run(opt, classification(model), 1)
 
 
 @every
 def test_no_gradients_no_step(case):
-    w = matrix(1.0, 2.0)
-    opt = optimizer(case, [w])
+    model = layer(1.0, 2.0)
+    opt = optimizer(case, model)
     assert opt.step() is None
-    assert w.tolist() == [[1.0, 2.0]]
+    assert values_of(model) == [1.0, 2.0]
 
 
 @every
@@ -139,78 +199,81 @@ def test_frozen_parameters_stay(case):
     model = network()
     model.first.weight.requires_grad_(False)
     before = snapshot(model)
-    run(optimizer(case, model.parameters()), classification(model), 2)
+    run(optimizer(case, model), classification(model), 2)
     assert torch.equal(model.first.weight, before[0])
     assert not torch.equal(model.second.weight, before[1])
 
 
 @every
 def test_a_complex_parameter_is_refused_by_name(case):
-    spectrum = torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)
-    with pytest.raises(TypeError, match=rf"{case}\(params\): 'spectrum' is torch.complex64.*real"):
-        case.make([("spectrum", spectrum)])
+    model = nn.ModuleDict(
+        {"real": nn.Linear(2, 2), "spectrum": nn.Linear(2, 2, bias=False, dtype=torch.complex64)}
+    )
+    spectrum = model["spectrum"].weight
+    with pytest.raises(TypeError, match=rf"{case.name}\(params\): 'weight' is torch.complex64.*real"):
+        case.of(model["spectrum"], model["spectrum"].named_parameters())
     with pytest.raises(TypeError, match=r"'param_groups\[0\]\[1\]' is torch.complex64"):
-        case.make([matrix(1.0, 2.0), spectrum])
+        case.of(model, [{"params": [model["real"].weight, spectrum]}])
+
+
+NO_NUMBERS = {"step", "seed", "foreach", "differentiable"}  # of the shell, and of torch
 
 
 @every
 def test_negative_hyperparameters_are_refused(case):
-    w = matrix(1.0, 2.0)
-    assert set(case.negative) <= set(case.make([w]).defaults)
-    for name in case.negative:
-        with pytest.raises(ValueError, match=rf"{name} must be at least 0, got -1"):
-            case.make([w], **{name: -1.0})
-        with pytest.raises(ValueError, match=rf"{name} must be at least 0, got -1"):
-            case.make([w], **{name: torch.tensor(-1.0)})
-        with pytest.raises(ValueError, match=rf"{name} must be at least 0"):
-            case.make([{"params": [w], name: -1.0}])
+    model = layer(1.0, 2.0)
+    defaults = case.of(model).defaults
+    names = [name for name, value in defaults.items() if value is None or type(value) in (int, float)]
+    assert "lr" in names
+    for name in set(names) - NO_NUMBERS:
+        for refused in (-1.0, torch.tensor(-1.0)):
+            with pytest.raises(ValueError, match=rf"{name} must be .*, got -1"):
+                case.of(model, **{name: refused})
+        with pytest.raises(ValueError, match=rf"{name} must be"):
+            case.of(model, [{"params": [model.weight], name: -1.0}])
 
 
 @every
 def test_a_group_that_is_refused_is_not_added(case):
-    opt = optimizer(case, [matrix(1.0, 2.0)])
+    model, early, late = layers((1.0, 2.0), (1.0, 2.0))
+    opt = optimizer(case, model, [{"params": [early.weight]}])
     with pytest.raises(ValueError, match="lr must be at least 0"):
-        opt.add_param_group({"params": [matrix(1.0, 2.0)], "lr": -1.0})
+        opt.add_param_group({"params": [late.weight], "lr": -1.0})
     assert len(opt.param_groups) == 1
 
 
 @every
 def test_forms_that_belong_elsewhere_are_refused(case):
-    w = matrix(1.0, 2.0)
+    model = layer(1.0, 2.0)
     with pytest.raises(TypeError, match=r"lr must be a number or a 0-d tensor, got list.*scheduler"):
-        case.make([w], lr=[0.1, 0.2])
+        case.of(model, lr=[0.1, 0.2])
     with pytest.raises(ValueError, match=r"lr must have one element, got shape \(2,\)"):
-        case.make([w], lr=torch.ones(2))
+        case.of(model, lr=torch.ones(2))
     with pytest.raises(ValueError, match="empty parameter list"):
-        case.make([])
+        case.of(nn.Identity())
     with pytest.raises(TypeError, match="iterable of Tensors"):
-        case.make(w)
+        case.of(model, model.weight)
 
 
 @every
 def test_a_tensor_as_lr_is_read_at_every_step(case):
-    w, twin = matrix(2.0, 2.0), matrix(2.0, 2.0)
+    model, twin = layer(2.0, 2.0), layer(2.0, 2.0)
     lr = torch.tensor(0.1, dtype=torch.float64)
-    opt, other = optimizer(case, [w], lr=lr), optimizer(case, [twin], lr=0.1)
-    run(opt, lambda: quadratic(w), 1)
+    opt, other = optimizer(case, model, lr=lr), optimizer(case, twin, lr=0.1)
+    run(opt, lambda: quadratic(model), 1)
     run(other, lambda: quadratic(twin), 1)
-    assert torch.equal(w, twin)
+    assert values_of(model) == values_of(twin) != [2.0, 2.0]
     lr.fill_(0.0)
-    run(opt, lambda: quadratic(w), 1)
-    assert torch.equal(w, twin)
+    run(opt, lambda: quadratic(model), 1)
+    assert values_of(model) == values_of(twin)
 
 
 def test_betas_are_fractions_and_may_be_tensors():
-    w = matrix(1.0, 2.0)
+    model = layer(1.0, 2.0)
     with pytest.raises(ValueError, match=r"betas\[1\] must be below 1, got 1.0"):
-        AdaHessian([w], betas=(0.9, 1.0))
-    opt = AdaHessian([w], betas=(torch.tensor(0.9), torch.tensor(0.99)))
-    run(opt, lambda: quadratic(w), 2)
-
-
-def test_muon_takes_matrices_alone():
-    with pytest.raises(ValueError, match=r"'bias' must be a matrix, got shape \(3,\)"):
-        Muon([("bias", torch.zeros(3, requires_grad=True))])
+        AdaHessian(model.parameters(), betas=(0.9, 1.0))
+    opt = AdaHessian(model.parameters(), betas=(torch.tensor(0.9), torch.tensor(0.99)))
+    run(opt, lambda: quadratic(model), 2)
 
 
 def test_options_of_the_paper_reach_the_rule():

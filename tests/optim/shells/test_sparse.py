@@ -9,12 +9,22 @@ from torch import nn
 from metagrad.optim.rules.curvature import KnownDiagonal
 from metagrad.optim.rules.sophia import sophia_h
 from metagrad.optim.shells.adahessian import AdaHessian
-from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
+from metagrad.optim.shells.first_order import Lion, SparseAdagrad, SparseAdam
 from metagrad.optim.shells.move import move_rows, move_whole
-from metagrad.optim.shells.sophia import SophiaG, SophiaH
+from metagrad.optim.shells.sophia import SophiaH
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.row_sparse import RowSparse
-from tests.optim.shells.cases import closure_of
+from tests.optim.shells.cases import (
+    assert_equal,
+    closure_of,
+    having,
+    lacking,
+    of_cases,
+    optimizer,
+    run,
+    snapshot,
+    warning_of_modules,
+)
 
 BATCHES = [[3, 3, 7], [1, 7], [1, 9, 9], [3], [0, 19]]
 ROWS = 20
@@ -100,14 +110,48 @@ def test_rules_with_a_diagonal_on_rows_are_the_dense_ones():
         torch.testing.assert_close(table, dense, rtol=1e-12, atol=1e-14)
 
 
-def test_sophia_g_on_rows():
-    table = nn.Embedding(ROWS, 3, sparse=True)
-    opt = SophiaG(table.parameters(), lr=0.1)
-    ids, labels = torch.tensor([2, 5, 5]), torch.tensor([0, 1, 2])
-    before = table.weight.detach().clone()
-    opt.step(closure_of(opt, lambda: nn.functional.cross_entropy(table(ids), labels)))
-    assert (table.weight != before).any(1).nonzero().flatten().tolist() == [2, 5]
-    assert (opt.state[table.weight]["hessian"] >= 0).all()
+def tagger():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(ROWS, 4, sparse=True), nn.Linear(4, 3, bias=False))
+
+
+def tagging(model):
+    ids, labels = torch.tensor([2, 5, 5, 7]), torch.tensor([0, 1, 1, 2])
+    return lambda: nn.functional.cross_entropy(model(ids), labels)
+
+
+@having("sparse")
+def test_rows_that_are_touched_descend_alone(case):
+    model = tagger()
+    with warning_of_modules(case):
+        opt = optimizer(case, model)
+    table = model[0].weight
+    before = table.detach().clone()
+    losses = run(opt, tagging(model), 5)
+    assert losses[-1] < losses[0]
+    assert (table != before).any(1).nonzero().flatten().tolist() == [2, 5, 7]
+    assert opt.state[table]["rows"].tolist() == [2, 5, 7]
+
+
+@lacking("sparse")
+def test_sparse_gradients_are_refused_by_name(case):
+    model = tagger()
+    opt = optimizer(case, model, model.named_parameters())
+    with pytest.raises(
+        TypeError, match=rf"{case.name}\.step: the gradient of '0.weight' is sparse.*SparseAdam"
+    ):
+        run(opt, tagging(model), 1)
+    assert_equal(snapshot(model), snapshot(tagger()))
+
+
+@of_cases(lambda case: "sparse" in case.traits and case.name not in ("SparseAdam", "SparseAdagrad"))
+def test_weight_decay_of_a_table_is_refused(case):
+    model = tagger()
+    with warning_of_modules(case):
+        opt = optimizer(case, model, weight_decay=0.1)
+    with pytest.raises(ValueError, match=rf"{case.name}\.step: .*sparse, and weight_decay would move every"):
+        run(opt, tagging(model), 1)
 
 
 @pytest.mark.parametrize("order", ["sparse first", "dense first"])
@@ -145,19 +189,6 @@ def test_grad_scaler_with_a_table(kind):
     scaler.update()
     twin.step(closure_of(twin, lambda: look_up(torch.tensor([1, 2]), other, "dense").pow(4).sum()))
     torch.testing.assert_close(table, other)
-
-
-@pytest.mark.parametrize("make", [Lion, AdaHessian, SophiaH])
-def test_weight_decay_of_a_table_is_refused(make):
-    with pytest.raises(
-        ValueError, match=rf"{make.__name__}.step: .*sparse, and weight_decay would move every"
-    ):
-        trained(make, "coo", lr=0.1, weight_decay=0.1)
-
-
-def test_muon_refuses_sparse_gradients():
-    with pytest.raises(TypeError, match=r"Muon\.step: the gradient of .* is sparse.*SparseAdam"):
-        trained(Muon, "coo", lr=0.1)
 
 
 def test_sparse_gradients_of_two_dimensions_are_refused():

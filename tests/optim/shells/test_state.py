@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -18,30 +17,25 @@ from tests.optim.shells.cases import (
     assert_equal,
     classification,
     every,
-    every_with_curvature,
+    having,
     network,
     optimizer,
     run,
+    saved_and_loaded,
     snapshot,
+    tensors_of,
 )
-
-
-def saved_and_loaded(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_resumes_bit_for_bit(case, dtype):
     model = network(dtype)
-    opt = optimizer(case, model.parameters())
+    opt = optimizer(case, model)
     run(opt, classification(model, dtype), 4)
     other = network(dtype)
     other.load_state_dict(saved_and_loaded(model.state_dict()))
-    resumed = case.make(other.parameters(), lr=0.7, **({"seed": 99} if case.curvature else {}))
+    resumed = case.of(other, lr=0.7, **({"seed": 99} if "seed" in case.traits else {}))
     resumed.load_state_dict(saved_and_loaded(opt.state_dict()))
     run(opt, classification(model, dtype), 5)
     run(resumed, classification(other, dtype), 5)
@@ -52,15 +46,13 @@ def test_resumes_bit_for_bit(case, dtype):
 def test_state_of_half_precision_is_float32_and_stays_so(case):
     """load_state_dict of torch casts floating point state to the dtype of the parameter."""
     model = network(torch.bfloat16)
-    opt = optimizer(case, model.parameters())
+    opt = optimizer(case, model)
     run(opt, classification(model, torch.bfloat16), 2)
     opt.load_state_dict(saved_and_loaded(opt.state_dict()))
     run(opt, classification(model, torch.bfloat16), 1)
-    for p in model.parameters():
-        assert p.dtype == torch.bfloat16
-        tensors = [value for value in opt.state[p].values() if isinstance(value, torch.Tensor)]
-        assert tensors
-        assert all(value.dtype == torch.float32 for value in tensors)
+    assert all(p.dtype == torch.bfloat16 and p in opt.state for p in model.parameters())
+    assert tensors_of(opt)
+    assert all(value.dtype == torch.float32 for value in tensors_of(opt))
 
 
 @every
@@ -68,7 +60,7 @@ def test_state_of_half_precision_is_float32_and_stays_so(case):
 def test_dtype_device_and_identity_of_parameters_are_kept(case, dtype):
     model = network(dtype)
     before = [(id(p), p.data_ptr(), p.dtype, p.device) for p in model.parameters()]
-    run(optimizer(case, model.parameters()), classification(model, dtype), 2)
+    run(optimizer(case, model), classification(model, dtype), 2)
     assert before == [(id(p), p.data_ptr(), p.dtype, p.device) for p in model.parameters()]
     assert all(p.isfinite().all() and p.is_leaf and p.requires_grad for p in model.parameters())
 
@@ -76,7 +68,7 @@ def test_dtype_device_and_identity_of_parameters_are_kept(case, dtype):
 @every
 def test_loading_shares_no_memory(case):
     model, other = network(), network()
-    opt, second = optimizer(case, model.parameters()), optimizer(case, other.parameters())
+    opt, second = optimizer(case, model), optimizer(case, other)
     run(opt, classification(model), 2)
     state = opt.state_dict()
     kept = copy.deepcopy(state)
@@ -89,22 +81,14 @@ def test_loading_shares_no_memory(case):
 
 
 @every
-def test_pickles(case):
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_copies_with_its_model(case, again):
     model = network()
-    opt = optimizer(case, model.parameters())
+    opt = optimizer(case, model)
     run(opt, classification(model), 2)
-    twin, other = pickle.loads(pickle.dumps((model, opt)))
-    run(opt, classification(model), 3)
-    run(other, classification(twin), 3)
-    assert_equal(snapshot(model), snapshot(twin))
-
-
-@every
-def test_deepcopies_with_its_model(case):
-    model = network()
-    opt = optimizer(case, model.parameters())
-    run(opt, classification(model), 2)
-    twin, other = copy.deepcopy((model, opt))
+    twin, other = again((model, opt))
     run(other, classification(twin), 3)
     assert other.param_groups[0]["params"][0] is next(twin.parameters())
     run(opt, classification(model), 3)
@@ -113,36 +97,40 @@ def test_deepcopies_with_its_model(case):
 
 @every
 def test_hyperparameters_live_in_groups_alone(case):
-    opt = optimizer(case, network().parameters())
+    opt = optimizer(case, network())
     own = set(vars(opt)) - set(vars(torch.optim.SGD(network().parameters())))
-    assert own <= {"_estimates", "_scale"}
+    assert all(name.startswith("_") and name.strip("_") not in opt.defaults for name in own)
     for name, value in opt.defaults.items():
         assert opt.param_groups[0][name] == value
-    assert repr(opt).startswith(f"{case} (\nParameter Group 0\n")
+    assert repr(opt).startswith(f"{case.name} (\nParameter Group 0\n")
     assert "lr: " in repr(opt)
 
 
-@every_with_curvature
-def test_probes_follow_the_seed(case):
+@having("seed")
+def test_random_numbers_follow_the_seed(case):
     def after(seed):
         model = network()
-        opt = optimizer(case, model.parameters(), seed=seed)
+        opt = optimizer(case, model, seed=seed)
         run(opt, classification(model), 2)
-        return [value for p in model.parameters() for value in list(opt.state[p].values())[1:]]
+        return tensors_of(opt)
 
     assert_equal(after(5), after(5))
     assert not all(torch.equal(a, b) for a, b in zip(after(5), after(6), strict=True))
 
 
-@every_with_curvature
+@having("seed")
 def test_without_a_seed_it_is_torchs(case):
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        before = torch.get_rng_state()
-        opt = optimizer(case, network().parameters())
-        assert opt.param_groups[0]["seed"] == 1234
-        run(opt, classification(network()), 1)
-        assert torch.equal(before, torch.get_rng_state())  # the program's own random numbers are left alone
+        assert case.of(network()).param_groups[0]["seed"] == 1234
+
+
+@every
+def test_random_numbers_of_the_program_are_left_alone(case):
+    model = network()
+    before = torch.get_rng_state()
+    run(optimizer(case, model), classification(model), 2)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_steps_and_seeds_mix_without_collisions():

@@ -1,0 +1,149 @@
+"""Newton's method with bounded steps, by a cubic term or a trust region, as optimizers of torch's kind."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from metagrad.optim.rules.cubic_newton import cubic_newton
+from metagrad.optim.rules.trust_region_newton import trust_region_newton
+from metagrad.optim.shells.newton_optimizer import NewtonOptimizer
+from metagrad.optim.shells.optimizer import ParameterGroups
+
+
+class CubicNewton(NewtonOptimizer):
+    r"""Optimize by Newton's method with cubic regularisation.
+
+    .. math:: w_t = w_{t-1} + \eta \operatorname*{argmin}_d \;
+        g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3
+
+    see :func:`~metagrad.optim.rules.cubic_newton.cubic_newton`, whose steps these are.
+
+    Args:
+        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        lr: The factor :math:`\eta` of every step.
+        cubic: :math:`M_0`, above 0; setting it in a group scales what has been adapted.
+        adapt: Look at the loss at the end of a step, which needs a closure.
+        rtol: The Lanczos process ends when the gradient of the model is so small, relative to that of the loss.
+        max_steps: The most steps of the Lanczos process, which keeps so many vectors.
+        maximize: Climb.
+
+    Raises:
+        ValueError: As for :class:`NewtonCG`.
+        TypeError: As for :class:`NewtonCG`.
+
+    Example:
+        >>> from metagrad.optim.shells.bounded_newton import CubicNewton
+        >>> w = torch.tensor([0.0, 0.1], requires_grad=True)
+        >>> opt = CubicNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = w[0] ** 2 - w[1] ** 2 + w[1] ** 4 / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(15):
+        ...     loss = opt.step(closure)
+        >>> round(float(loss), 4)
+        -0.5
+
+    References:
+        Nesterov, Polyak, Mathematical Programming 108, 2006.
+    """
+
+    make_rule = staticmethod(cubic_newton)
+    adapted = "cubic"
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        cubic: float | Tensor = 1.0,
+        adapt: bool = True,
+        rtol: float = 1e-10,
+        max_steps: int = 50,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "cubic": cubic,
+                "adapt": adapt,
+                "rtol": rtol,
+                "max_steps": max_steps,
+                "maximize": maximize,
+            },
+        )
+
+
+class TrustRegionNewton(NewtonOptimizer):
+    r"""Optimize by Newton's method within a trust region, with Steihaug's conjugate gradients.
+
+    .. math:: w_t = w_{t-1} + \operatorname*{argmin}_{|d| \le \Delta_t} \; g_t^\top d + \tfrac{1}{2} d^\top H_t d
+
+    see :func:`~metagrad.optim.rules.trust_region_newton.trust_region_newton`, whose steps these are.
+
+    Args:
+        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        lr: A factor of every step.
+        radius: :math:`\Delta_0`, above 0; setting it in a group scales the radius that has been adapted.
+        max_radius: The largest radius.
+        accept: The ratio of reductions above which a step is taken, below 1/4.
+        adapt: Look at the loss at the end of a step, which needs a closure.
+        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
+        max_steps: The most steps of conjugate gradients.
+        maximize: Climb.
+
+    Raises:
+        ValueError: As for :class:`NewtonCG`.
+        TypeError: As for :class:`NewtonCG`.
+
+    Example:
+        >>> from metagrad.optim.shells.bounded_newton import TrustRegionNewton
+        >>> w = torch.tensor([0.0, 0.0], requires_grad=True)
+        >>> opt = TrustRegionNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (w - torch.tensor([3.0, 4.0])).pow(2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = opt.step(closure)
+        >>> w.detach(), opt.stats["direction"], opt.stats["radius"]
+        (tensor([0.6000, 0.8000]), 'boundary', 2.0)
+
+    References:
+        Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
+    """
+
+    make_rule = staticmethod(trust_region_newton)
+    adapted = "radius"
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        radius: float | Tensor = 1.0,
+        max_radius: float = 1e3,
+        accept: float = 1e-4,
+        adapt: bool = True,
+        rtol: float = 1e-10,
+        progress: float | None = None,
+        max_steps: int = 250,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "radius": radius,
+                "max_radius": max_radius,
+                "accept": accept,
+                "adapt": adapt,
+                "rtol": rtol,
+                "progress": progress,
+                "max_steps": max_steps,
+                "maximize": maximize,
+            },
+        )
