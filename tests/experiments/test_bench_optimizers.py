@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments import bench_optimizers as bench
+
+
+def tiny() -> bench.Work:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    return bench.Work(model, torch.randn(8, 4), torch.randint(3, (8,)))
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    def run(*arguments: str) -> None:
+        threads = str(torch.get_num_threads())
+        monkeypatch.setattr(bench, "WORKLOADS", {"tiny": tiny})
+        options = ("--rounds", "1", "--threads", threads, "--out", str(tmp_path), *arguments)
+        monkeypatch.setattr(sys, "argv", ["bench_optimizers", *options])
+        bench.main()
+
+    return run
+
+
+@pytest.fixture
+def no_rival(monkeypatch):
+    monkeypatch.setitem(sys.modules, bench.RIVAL, None)
+
+
+class Rival(torch.optim.SGD):
+    """Notes whether the gradients that it is given can be differentiated."""
+
+    seen: list[bool]
+
+    def __init__(self, params, **options) -> None:
+        super().__init__(params, lr=0.0)
+        Rival.seen = []
+
+    def step(self, closure=None):  # type: ignore[override]
+        loss = super().step(closure)
+        params = [p for group in self.param_groups for p in group["params"]]
+        Rival.seen.append(all(p.grad.requires_grad for p in params))
+        return loss
+
+
+def test_every_optimizer_is_measured(program, no_rival, capsys, tmp_path):
+    program()
+    out = capsys.readouterr().out
+    rows = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows] == list(bench.METHODS)
+    for name, *cells in rows:
+        if name.startswith(bench.RIVAL):
+            assert cells[-1].strip() == "pytorch_optimizer is not installed"
+        else:
+            assert float(cells[0]) > 0
+            assert float(cells[2]) >= 1
+    record = json.loads((tmp_path / "optimizers.json").read_text())
+    assert list(record["workloads"]["tiny"]["results"]) == list(bench.METHODS)
+    assert len(record["checks"]) == 3
+    assert "## tiny" in (tmp_path / "optimizers.md").read_text()
+    assert (tmp_path / "optimizers.png").stat().st_size > 0
+
+
+def test_each_step_is_timed_beside_a_gradient_over_whole_periods(monkeypatch):
+    calls = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[override]
+            calls.append("step")
+            return super().step(closure)
+
+    monkeypatch.setitem(bench.METHODS, "counting", bench.Method(bench.of_all(Counting), period=5))
+    gradient_of = bench.gradient_of
+
+    def noted(work, model):
+        gradient = gradient_of(work, model)
+        return lambda: (calls.append("gradient"), gradient())[1]
+
+    monkeypatch.setattr(bench, "gradient_of", noted)
+    measured = bench.measure(tiny(), ["counting"], rounds=2)
+    weighed, first, rest = calls[0], calls[1], calls[2:]
+    assert (weighed, first) == ("gradient", "step")
+    assert rest == ["gradient", "step"] * 10 + ["step"] * 6  # the last are weighed
+    assert len(measured.results["counting"].times) == 2
+
+
+def test_the_peak_holds_what_an_optimizer_keeps():
+    measured = bench.measure(tiny(), ["torch.SGD", "torch.Adam"], rounds=1)
+    params = sum(p.nbytes for p in tiny().model.parameters())
+    held = {name: result.peak * measured.nbytes for name, result in measured.results.items()}
+    assert held["torch.Adam"] - held["torch.SGD"] >= 2 * params
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(("name", "expected"), [("AdaHessian", [True] * 12), ("Lion", [False] * 12)])
+def test_a_rival_is_given_graphs_when_it_wants_them(name, expected, monkeypatch):
+    monkeypatch.setitem(sys.modules, bench.RIVAL, SimpleNamespace(**{name: Rival, "SophiaH": Rival}))
+    for method, wanted in (
+        (f"{bench.RIVAL}.{name}", expected),
+        (f"{bench.RIVAL}.SophiaH-10", [True, *[False] * 9, True, False]),
+    ):
+        work = tiny()
+        step = bench.METHODS[method].stepper(work, work.model)
+        for _ in range(12):
+            step()
+        assert Rival.seen == wanted
+
+
+def test_muon_has_the_matrices_and_descent_the_rest():
+    muon, descent = bench.METHODS["Muon"].make(bench.cnn(1).model)
+    assert {p.ndim for p in muon.param_groups[0]["params"]} == {2}
+    assert {p.ndim for p in descent.param_groups[0]["params"]} == {1, 4}
+
+
+def test_exact_diagonals_are_those_of_the_dense_hessian():
+    work = bench.few()
+    shapes = [p.shape for p in work.model.parameters()]
+    sizes = [shape.numel() for shape in shapes]
+
+    def loss(flat):
+        values = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        W1, b1, W2, b2 = values
+        return F.cross_entropy(torch.tanh(work.x @ W1.t() + b1) @ W2.t() + b2, work.y)
+
+    flat = torch.cat([p.detach().reshape(-1) for p in work.model.parameters()])
+    expected = torch.autograd.functional.hessian(loss, flat).diagonal()
+    torch.testing.assert_close(bench.exact_diagonals(work)["Hessian"], expected)
+
+
+def test_exact_diagonals_of_a_linear_model_are_in_closed_form():
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(4, (8,))
+    model = nn.Linear(3, 4, bias=False).double()
+    p = model(x).softmax(1).detach()
+    expected = ((p * (1 - p)).T @ x**2 / 8).reshape(-1)
+    for diagonal in bench.exact_diagonals(bench.Work(model, x, y)).values():
+        torch.testing.assert_close(diagonal, expected)
+
+
+def test_an_estimate_that_is_wrong_ends_the_program_if_it_is_ours(program, no_rival, monkeypatch):
+    matrix, make, read = bench.ESTIMATES["SophiaH-10"]
+    wrong = (matrix, make, lambda state: 2 * read(state))
+    monkeypatch.setitem(bench.ESTIMATES, "SophiaH-10", wrong)
+    with pytest.raises(
+        SystemExit, match=r"SophiaH-10: the mean of 1000 estimates is off the Hessian diagonal"
+    ):
+        program("--optimizers", "SophiaH-10")
+
+
+def test_equal_rules_are_compared(monkeypatch):
+    names = ("Lion", f"{bench.RIVAL}.Lion")
+    monkeypatch.setitem(sys.modules, bench.RIVAL, SimpleNamespace(__spec__=SimpleNamespace()))
+    for factor, expected in ((1.0, "differ by 0.0e+00"), (3.0, "differ by 6.0e-05")):
+        make = bench.of_all(lambda params, lr, factor=factor: bench.Lion(params, lr=factor * lr))
+        monkeypatch.setitem(bench.METHODS, names[1], bench.Method(make))
+        (line,) = bench.check(names)
+        assert expected in line
+
+
+def test_goals_are_judged():
+    results = {
+        "AdaHessian": bench.Result([3.0, 3.4, 9.0], 1.0),
+        bench.RIVALS["AdaHessian"]: bench.Result([3.3], 1.0),
+        "KFAC-10": bench.Result([1.7], 1.0),
+        "Lion": bench.Result([1.0], 1.0),
+    }
+    judged = "<= 3.5: met, <= pytorch_optimizer's 3.30: MISSED"
+    assert bench.goal("AdaHessian", results) == judged
+    assert bench.goal("KFAC-10", results) == "<= 1.6: MISSED"
+    assert bench.goal("Lion", results) == ""
+    results[bench.RIVALS["AdaHessian"]] = bench.Result(note="is not installed")
+    assert bench.goal("AdaHessian", results) == "<= 3.5: met"
+
+
+def test_an_optimizer_that_raises_says_so(monkeypatch):
+    def failing(model):
+        raise RuntimeError("no\nand more")
+
+    monkeypatch.setitem(bench.METHODS, "failing", bench.Method(failing))
+    measured = bench.measure(tiny(), ["torch.SGD", "failing"], rounds=1)
+    assert measured.results["failing"].note == "RuntimeError: no"
+    assert measured.results["torch.SGD"].times
+    assert bench.table("tiny", measured).endswith("RuntimeError: no |")
+
+
+@pytest.mark.parametrize("name", [name for name in bench.WORKLOADS if name.endswith("128")])
+def test_workloads_are_classified(name):
+    work = bench.WORKLOADS[name]()
+    assert len(work.x) == len(work.y) == 128
+    loss = work.loss(copy.deepcopy(work.model))
+    assert 1 < loss.item() < 4
+
+
+def test_what_is_unknown_is_named(program, capsys):
+    for arguments, text in (
+        (("--workloads", "huge"), "huge: expected any of tiny"),
+        (("--optimizers", "Nought"), "Nought: expected any of torch.SGD"),
+        (("--rounds", "0"), "--rounds and --threads must be positive"),
+    ):
+        with pytest.raises(SystemExit):
+            program(*arguments)
+        assert text in capsys.readouterr().err
