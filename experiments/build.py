@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
-from experiments.schema import Device, Omniglot
+from experiments.optimizer_schemas import NeedsClosure
+from experiments.schema import Device, Omniglot, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-    from experiments.schema import Config, Target
+    from experiments.schema import Config, Optimizer
     from metagrad.tasks import TaskDistribution
 
-ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.")
+ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.", "experiments.optimizers.")
+READ_BY_PROGRAM = ("batch_size", "curvature_batch", "rest", "tuned")
+"""Keys of an optimizer's config that are no arguments of it."""
 STREAMS = ("train", "validation", "test")
 
 
@@ -39,21 +42,36 @@ class Parts(NamedTuple):
     generator: torch.Generator
 
 
-def build(config: Target, *args: object) -> Any:
+def build(config: Target | Mapping[str, Any], *args: object) -> Any:
     """Instantiate what a config names, with `args` before its own arguments.
 
     Raises:
         ValueError: The target is outside of `ALLOWED`, or refuses its arguments.
     """
-    for target in _targets(asdict(config)):
+    settings = asdict(config) if isinstance(config, Target) else dict(config)
+    for target in _targets(settings):
         if not target.startswith(ALLOWED):
             raise ValueError(
                 f"build: _target_={target} is not allowed; it must start with {', '.join(ALLOWED)}."
             )
     try:
-        return hydra.utils.instantiate(config, *args, _convert_="all")
+        return hydra.utils.instantiate(settings, *args, _convert_="all")
     except InstantiationException as error:
-        raise ValueError(f"build: {config._target_}: {error.__cause__ or error}") from error
+        raise ValueError(f"build: {settings['_target_']}: {error.__cause__ or error}") from error
+
+
+def build_optimizer(config: Optimizer, params: object) -> torch.optim.Optimizer:
+    """Build an optimizer of parameters, or of a model where it takes one.
+
+    Raises:
+        ValueError: It refuses its arguments.
+    """
+    settings = {key: value for key, value in asdict(config).items() if key not in READ_BY_PROGRAM}
+    make = build(settings)
+    try:
+        return make(params)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"build: {config._target_}: {error}") from error
 
 
 def build_splits(config: Config) -> Splits:
@@ -69,7 +87,7 @@ def build_parts(config: Config) -> Parts:
     """Build the learner, its outer optimizer, the schedule and the generator of training tasks."""
     model, loss = build(config.model), build(config.loss)
     maml = build(config.algorithm, model, loss).to(device(config))
-    optimizer = build(config.optimizer)(maml.parameters())
+    optimizer = build_optimizer(_outer(config.optimizer), maml.parameters())
     return Parts(maml, optimizer, build(config.schedule)(optimizer), generator(config.seed, "train"))
 
 
@@ -89,6 +107,16 @@ def generator(seed: int, stream: str) -> torch.Generator:
     """Return a generator of its own for each stream of tasks, so that none shifts another."""
     sequence = np.random.SeedSequence(seed, spawn_key=(STREAMS.index(stream),))
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
+
+
+def _outer(config: Optimizer) -> Optimizer:
+    """Refuse what the outer loop cannot offer: a closure over a loss that is known by its name."""
+    if isinstance(config, NeedsClosure):
+        raise ValueError(
+            f"build: {config._target_} needs a closure that computes the loss, which the outer loop has not. Compare "
+            "it by experiments.optimizers, or take optimizer=adam, adahessian, sophia_h, shampoo or soap."
+        )
+    return config
 
 
 def _targets(config: dict[str, Any]) -> Iterator[str]:

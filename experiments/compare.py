@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments import result
 from experiments.metrics import read_rows
 from experiments.plots.comparison import comparison
 
+CONF = Path(__file__).parents[1] / "conf"
 OVERRIDES = ".hydra/overrides.yaml"
 IGNORED = ("seed", "resume")
 
@@ -136,7 +139,8 @@ def _planned(folder: Path) -> list[Job]:
     if not file.is_file():
         return []
     hydra: dict[str, Any] = yaml.safe_load(file.read_text())["hydra"]
-    overrides = OverridesParser.create().parse_overrides(hydra["overrides"]["task"])
+    loader = ConfigLoaderImpl(create_config_search_path(CONF.as_uri()))  # which glob(*) looks into
+    overrides = OverridesParser.create(loader).parse_overrides(hydra["overrides"]["task"])
     jobs = BasicSweeper.split_arguments(overrides, None)[0]
     return [
         Job(folder / str(i), _parse(job), None, "missing: it never started") for i, job in enumerate(jobs)

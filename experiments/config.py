@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from experiments.optimizer_schemas import CATALOGUE
 from experiments.schema import (
     MLP,
     SGD,
@@ -32,7 +33,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "loss": {"loss": Loss},
     "model": {"mlp": MLP, "conv4": Conv4},
     "algorithm": {"maml": Algorithm},
-    "optimizer": {"adam": Adam, "sgd": SGD},
+    "optimizer": {"adam": Adam, "sgd": SGD, **CATALOGUE},
     "schedule": {"constant": Constant, "cosine": Cosine},
     "logger": {"logger": Logger},
 }

@@ -69,7 +69,8 @@ def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Bat
         optimizer.zero_grad(set_to_none=True)
         out = _judged(run, batch)
         with _phase(tracker, "backward"):
-            out.loss.backward()
+            # An optimizer that uses curvature takes it while the graph of the loss is there.
+            getattr(optimizer, "backward", torch.Tensor.backward)(out.loss)
         with _phase(tracker, "optimizer"):
             optimizer.step()
     schedule.step()

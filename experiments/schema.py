@@ -113,15 +113,27 @@ class Algorithm(Target):
 
 @dataclass
 class Optimizer(Target):
-    """The optimizer of the outer loop."""
+    """The optimizer of the outer loop, or one that `experiments.optimizers` compares.
+
+    That program alone reads `batch_size`, the examples of a step (null: as many as the workload says), and `tuned`,
+    from the name of a workload to the hyper-parameters that were found best there.
+    """
 
     _partial_: bool = True
     lr: float = MISSING
+    batch_size: int | None = None
+    tuned: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class FirstOrder(Optimizer):
+    """An optimizer with weight decay."""
+
     weight_decay: float = MISSING
 
 
 @dataclass
-class Adam(Optimizer):
+class Adam(FirstOrder):
     """torch.optim.Adam."""
 
     betas: list[float] = MISSING
@@ -129,7 +141,7 @@ class Adam(Optimizer):
 
 
 @dataclass
-class SGD(Optimizer):
+class SGD(FirstOrder):
     """torch.optim.SGD."""
 
     momentum: float = MISSING

@@ -17,21 +17,17 @@ Everything a run leaves behind is in its folder, `outputs/DATE/TIME` or `multiru
 from __future__ import annotations
 
 import logging
-import random
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-import numpy as np
-import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments import checkpoint, memory, provenance, result, resume
 from experiments.build import build_parts, build_splits, device
 from experiments.config import plain, register, typed
+from experiments.job import failures_reported, seed_everything
 from experiments.journal import Journal
 from experiments.loop import Run, train
 from experiments.mirror import open_mirror
@@ -46,15 +42,8 @@ if TYPE_CHECKING:
     from experiments.build import Parts
     from experiments.mirror import Mirror
 
-FAILURE = "failure.txt"
-DEFAULT_THREADS = torch.get_num_threads()
-EXPECTED = (ValueError, ArithmeticError, OSError, OmegaConfBaseException)
 log = logging.getLogger("experiments.train")
 register()
-
-
-class RunError(CompactHydraException):
-    """An error whose message is all the user needs; Hydra prints it without a traceback."""
 
 
 def main() -> None:
@@ -70,22 +59,13 @@ def main() -> None:
 def program(config: DictConfig) -> None:
     """Run one job; what goes wrong is in its log and its folder as well as on the terminal."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    (folder / FAILURE).unlink(missing_ok=True)
-    try:
+    with failures_reported(folder, log):
         run_job(typed(config), folder)
-    except EXPECTED as error:
-        log.error("%s", error)
-        (folder / FAILURE).write_text(f"{error}\n")
-        raise RunError(str(error)) from error
-    except Exception as error:
-        log.exception("The run failed.")
-        (folder / FAILURE).write_text(f"{type(error).__name__}: {error}\n")
-        raise
 
 
 def run_job(config: Config, folder: Path) -> None:
     """Train, test, plot and report one run in its folder."""
-    seed_everything(config)
+    seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
     settings = plain(config)
     step = _start(config, parts, folder)
@@ -98,15 +78,6 @@ def run_job(config: Config, folder: Path) -> None:
         train(run)
         report = finish(run, mirror)
     log.info("%s", report)
-
-
-def seed_everything(config: Config) -> None:
-    """Set the global random states and flags of torch; jobs of a sweep share a process."""
-    random.seed(config.seed)
-    np.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
-    torch.set_num_threads(config.threads or DEFAULT_THREADS)
-    torch.autograd.set_detect_anomaly(config.anomaly)
 
 
 def finish(run: Run, mirror: Mirror) -> str:

@@ -42,12 +42,12 @@ from experiments.curvature.schema import (
     training,
     typed,
 )
+from experiments.job import failures_reported, seed_everything
 from experiments.journal import Journal
 from experiments.loop import peak_memory
 from experiments.metrics import JsonLines, read_rows
 from experiments.mirror import open_mirror
 from experiments.plots.curvature import draw
-from experiments.train import EXPECTED, FAILURE, RunError, seed_everything
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -62,16 +62,8 @@ register_curvature()
 def main(config: DictConfig) -> None:
     """Run one job; what goes wrong is in its log and its folder as well as on the terminal."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
+    with failures_reported(folder, log):
         run_job(typed(config), folder)
-    except EXPECTED as error:
-        log.error("%s", error)
-        (folder / FAILURE).write_text(f"{error}\n")
-        raise RunError(str(error)) from error
-    except Exception as error:
-        log.exception("The run failed.")
-        (folder / FAILURE).write_text(f"{type(error).__name__}: {error}\n")
-        raise
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class Run:
 def run_job(config: CurvatureConfig, folder: Path) -> None:
     """Train and measure, or measure a checkpoint; then plot and report."""
     shared = training(config)
-    seed_everything(shared)
+    seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     parts, where = build_parts(shared), device(shared)
     start = 0 if config.checkpoint is None else load_model(config.checkpoint, parts)
     tasks, loss_fn = build(config.task), build(config.loss)

@@ -11,7 +11,7 @@ from experiments.config import plain
 from experiments.schema import Device
 
 CONF = Path(__file__).parents[2] / "conf"
-OF_OTHERS = {"problem"}  # a group of experiments.curvature, whose tests compose it
+OF_OTHERS = {"problem", "workload"}  # of experiments.curvature and .optimizers, whose tests compose them
 OPTIONS = [
     f"{file.parent.name}={file.stem}"
     for file in sorted(CONF.glob("*/*.yaml"))

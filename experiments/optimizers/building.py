@@ -1,0 +1,89 @@
+"""From an optimizer's config to one that takes steps on a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.build import build_optimizer
+from experiments.optimizer_schemas import KFAC, Muon, Newton
+from experiments.optimizers.workload import Examples, Problem
+from experiments.schema import Optimizer
+
+Step = Callable[[Examples], Tensor]
+
+
+def stepper(config: Optimizer, problem: Problem) -> Step:
+    """Return what takes a step on a batch, and returns the loss before it.
+
+    Raises:
+        ValueError: The optimizer does not fit the model, or refuses its arguments.
+    """
+    optimizer = _built(config, problem.model)
+
+    def closure_of(examples: Examples) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = problem.loss(examples)
+            loss.backward()
+            return loss
+
+        return closure
+
+    size = config.curvature_batch if isinstance(config, Newton) else None
+    if size is None:
+        return lambda examples: optimizer.step(closure_of(examples))
+
+    def step(examples: Examples) -> Tensor:
+        part = Examples(examples.x[:size], examples.y[:size])
+        return optimizer.step(closure_of(examples), curvature=closure_of(part))
+
+    return step
+
+
+class Together:
+    """Optimizers of different parameters, which step together."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        """Reset all gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:
+        """Take gradients once, and a step of each."""
+        loss = closure()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        return loss.detach()
+
+
+def _built(config: Optimizer, model: nn.Module) -> Any:
+    if isinstance(config, KFAC):
+        return build_optimizer(config, model)
+    if isinstance(config, Muon):
+        matrices, rest = split_for_muon(model)
+        return Together([build_optimizer(config, matrices), build_optimizer(config.rest, rest)])
+    return build_optimizer(config, model.parameters())
+
+
+def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the matrices of all layers but the last, and all other parameters.
+
+    Raises:
+        ValueError: There are no such matrices.
+    """
+    params = list(model.parameters())
+    last = next(p for p in reversed(params) if p.ndim > 1)
+    matrices = [p for p in params if p.ndim == 2 and p is not last]
+    if not matrices:
+        raise ValueError(
+            f"optimizers: muon moves matrices of hidden layers, and {type(model).__name__} has none. Take another "
+            "optimizer for this workload."
+        )
+    return matrices, [p for p in params if all(p is not matrix for matrix in matrices)]

@@ -1,0 +1,122 @@
+"""What optimizers are compared on: a model, its loss, and examples to train on and to be judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from experiments.build import build, generator
+from experiments.optimizers.schema import Characters, Reconstruction, Workload
+from experiments.schema import Conv4
+from metagrad.tasks import Omniglot
+
+CHUNK = 1000  # examples that are judged at once
+MAX_LEVEL = 255
+
+
+class Examples(NamedTuple):
+    """Inputs, and what the model should make of them: the images themselves, or classes."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and its data; `judged` are the training examples that its loss is measured on."""
+
+    model: nn.Module
+    reconstructs: bool
+    train: Examples
+    judged: Examples
+    test: Examples
+
+    def loss(self, examples: Examples) -> Tensor:
+        """Return the mean loss: the cross-entropy of classes, or of an image's pixels, summed over them."""
+        output = self.model(examples.x)
+        if self.reconstructs:
+            total = F.binary_cross_entropy_with_logits(output, examples.y, reduction="sum")
+            return total / len(examples.x)
+        return F.cross_entropy(output, examples.y)
+
+    @torch.no_grad()
+    def judge(self) -> dict[str, float]:
+        """Measure losses, and of a classifier how often it is right."""
+        return {
+            name: value
+            for part, examples in (("train", self.judged), ("test", self.test))
+            for name, value in self._judged(part, examples).items()
+        }
+
+    def _judged(self, part: str, examples: Examples) -> dict[str, float]:
+        chunks = list(map(Examples, examples.x.split(CHUNK), examples.y.split(CHUNK)))
+        total = sum(len(chunk.x) * self.loss(chunk).item() for chunk in chunks)
+        metrics = {f"loss/{part}": total / len(examples.x)}
+        if not self.reconstructs:
+            hits = sum(int((self.model(chunk.x).argmax(1) == chunk.y).sum()) for chunk in chunks)
+            metrics[f"accuracy/{part}(%)"] = 100 * hits / len(examples.x)
+        return metrics
+
+
+def problem(config: Workload, seed: int, device: torch.device) -> Problem:
+    """Build the model of a workload, the same for every optimizer of a seed, and load its data."""
+    model = build(config.model).to(device)  # type: ignore[reportAttributeAccessIssue]
+    reconstructs = isinstance(config, Reconstruction)
+    images = drawings(config.data).to(device)
+    kept = images.shape[1] - config.data.held_out
+    is_flat = not isinstance(config.model, Conv4)  # type: ignore[reportAttributeAccessIssue]
+    train, test = (
+        _examples(part, reconstructs=reconstructs, is_flat=is_flat)
+        for part in images.split([kept, config.data.held_out], dim=1)
+    )
+    chosen = torch.randperm(len(train.x), generator=generator(seed, "validation"))[: config.judged].to(device)
+    return Problem(model, reconstructs, train, Examples(train.x[chosen], train.y[chosen]), test)
+
+
+def drawings(config: Characters) -> Tensor:
+    """Load characters, [characters, drawings, 28, 28] with ink = 1 on 0.
+
+    Raises:
+        ValueError: The files are not there, or there are fewer characters.
+    """
+    tasks = Omniglot(
+        config.root, split="background", rotations=False, resize=config.resize, download=config.download
+    )
+    if config.count > tasks.num_classes:
+        raise ValueError(
+            f"optimizers: workload.data.count must be at most {tasks.num_classes}, the characters of the "
+            f"background, got {config.count}."
+        )
+    return tasks.images[: config.count].float() / MAX_LEVEL
+
+
+def batches(examples: Examples, batch_size: int, seed: int) -> Iterator[Examples]:
+    """Yield batches for ever, from one random order of the examples after another.
+
+    Raises:
+        ValueError: There are fewer examples than a batch has.
+    """
+    number = len(examples.x)
+    if batch_size > number:
+        raise ValueError(
+            f"optimizers: optimizer.batch_size must be at most {number}, the training examples, got {batch_size}."
+        )
+    source, waiting = generator(seed, "train"), torch.empty(0, dtype=torch.long)
+    while True:
+        if len(waiting) < batch_size:
+            waiting = torch.cat([waiting, torch.randperm(number, generator=source)])
+        chosen, waiting = waiting[:batch_size].to(examples.x.device), waiting[batch_size:]
+        yield Examples(examples.x[chosen], examples.y[chosen])
+
+
+def _examples(images: Tensor, *, reconstructs: bool, is_flat: bool) -> Examples:
+    """Make examples of images [characters, drawings, 28, 28]."""
+    x = images.flatten(0, 1)
+    x = x.flatten(1) if is_flat else x.unsqueeze(1)
+    classes = torch.arange(len(images), device=x.device).repeat_interleave(images.shape[1])
+    return Examples(x, x if reconstructs else classes)
