@@ -430,7 +430,7 @@ def test_tuned_settings_win_over_the_files_own_and_the_command_line_over_both():
     assert resolved() == (0.5, 0.25)
     assert resolved("optimizer.lr=0.125") == (0.125, 0.25)
     assert resolved("++optimizer.lr=0.125", "optimizer.eps=1.0") == (0.125, 1.0)
-    assert resolved("workload=conv4", "++optimizer.tuned={autoencoder:{lr:0.5}}") == (1e-3, 1e-8)
+    assert resolved("workload=conv4", "++optimizer.tuned={conv4:{lr:0.75}}") == (0.75, 1e-8)
 
 
 def test_what_is_tuned_is_checked_as_other_settings_are():
