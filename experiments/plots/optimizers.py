@@ -86,7 +86,14 @@ def _label(axis: Any, curves: Mapping[str, Curve], styles: Mapping[str, Mapping[
             color=styles[label]["color"],
             va="center",
             fontsize=8.5,
-            arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": MUTED,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
             annotation_clip=False,
         )
 
