@@ -77,7 +77,7 @@ def move_pieces(
         )
         param[part].copy_(moved[key])
         for before, after in zip(old, new, strict=True):
-            if isinstance(before, dict):
+            if isinstance(before, dict) and after[key] is not before[key]:
                 before[key].copy_(after[key])
         step = new.step
     kept["step"] = step
