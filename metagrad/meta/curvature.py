@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from metagrad.curvature.operators.output_losses import OutputLoss
 from metagrad.curvature.operators.recognition import evaluate
 from metagrad.optim.kfac.layer_calls import CALL, LayerCalls, observed
-from metagrad.optim.kfac.layers import layers_among, warn_of_others
+from metagrad.optim.kfac.layers import known_layers
 from metagrad.optim.kfac.objective import LayerObjective
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import needs_layers
@@ -34,8 +34,7 @@ def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
             f'MAML(..., memory="block"): {CALL} asks what layers were given, which is gone after the sweep of a '
             'block. Use memory="step".'
         )
-    call = f"MAML(..., inner={CALL})"
-    warn_of_others(call, model, layers_among(call, model, lambda p: p.requires_grad), stacklevel=4)
+    known_layers(f"MAML(..., inner={CALL})", model, stacklevel=4)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,13 @@ Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
 _KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def known_layers(model: nn.Module) -> dict[str, Layer]:
+def known_layers(call: str, model: nn.Module, *, stacklevel: int) -> dict[str, Layer]:
     """Find the layers of a model whose weight is trained, by name.
+
+    Args:
+        call: What needs them, for errors.
+        model: The model.
+        stacklevel: Of the warning.
 
     Raises:
         ValueError: A convolution is grouped, or the weights of a layer are another module's as well.
@@ -26,8 +31,18 @@ def known_layers(model: nn.Module) -> dict[str, Layer]:
     Warns:
         UserWarning: Other modules have parameters, which K-FAC moves along the plain gradient.
     """
-    layers = layers_among("KFAC(model)", model, lambda param: param.requires_grad)
-    warn_of_others("KFAC(model)", model, layers, stacklevel=5)
+    layers = layers_among(call, model, lambda param: param.requires_grad)
+    others = [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    if others:
+        warnings.warn(
+            f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
+            f"gradient: {', '.join(others)}.",
+            stacklevel=stacklevel,
+        )
     return layers
 
 
@@ -43,21 +58,6 @@ def layers_among(call: str, model: nn.Module, is_trained: Callable[[nn.Parameter
         _check_groups(call, name, layer)
     _check_sharing(call, model, layers)
     return layers
-
-
-def warn_of_others(call: str, model: nn.Module, layers: Mapping[str, Layer], *, stacklevel: int) -> None:
-    """Name the modules whose parameters are trained, and are not those of layers."""
-    others = [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
-    ]
-    if others:
-        warnings.warn(
-            f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
-            f"gradient: {', '.join(others)}.",
-            stacklevel=stacklevel,
-        )
 
 
 def _check_groups(call: str, name: str, module: nn.Module) -> None:

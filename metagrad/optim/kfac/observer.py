@@ -54,7 +54,7 @@ class LayerOptimizer(CurvatureOptimizer):
                 f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
                 "Pass the model itself; params= takes groups of its parameters."
             )
-        self._layers = known_layers(model)
+        self._layers = known_layers("KFAC(model)", model, stacklevel=4)
         self._handles: list[RemovableHandle] = []
         super().__init__(model.named_parameters() if params is None else params, hyperparameters, seed=seed)
         self._set_hooks()
