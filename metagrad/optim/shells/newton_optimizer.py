@@ -264,14 +264,14 @@ class NewtonOptimizer(CurvatureOptimizer):
             inverse = 1 / float(self.grad_scale)
             grads = {key: inverse * working(g) for key, g in grads.items()}
         rule, values = self._rule(group), {key: working(p) for key, p in params.items()}
-        state, curvature = self._joined(group, params, values), self._curvature(group, params, grads)
+        state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
         moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
         return group, params, moved, state, whole
 
-    def _joined(self, group: Group, params: Params, values: Params) -> Any:
+    def _joined(self, group: Group, rule: Any, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""
-        rule, states = self._rule(group), {key: self.state.get(p, {}) for key, p in params.items()}
+        states = {key: self.state.get(p, {}) for key, p in params.items()}
         steps = {state.get("step") for state in states.values()}
         is_known = len(steps) == 1 and None not in steps
         state = joined(rule, _completed(states, rule, values)) if is_known else rule.init(values)
