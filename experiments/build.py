@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from experiments.schema import Config, Optimizer
     from metagrad.tasks import TaskDistribution
 
-ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.", "experiments.optimizers.")
+ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.", "experiments.optimizers.models.")
 READ_BY_PROGRAM = ("batch_size", "curvature_batch", "rest", "tuned")
 """Keys of an optimizer's config that are no arguments of it."""
 STREAMS = ("train", "validation", "test")
