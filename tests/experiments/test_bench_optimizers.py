@@ -10,30 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments import bench_optimizers as bench
+from experiments.bench_optimizers import __main__ as program_of
+from experiments.bench_optimizers import checks, measuring, methods, report
 
 
-def tiny() -> bench.Work:
+def tiny() -> methods.Work:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    return bench.Work(model, torch.randn(8, 4), torch.randint(3, (8,)))
+    return methods.Work(model, torch.randn(8, 4), torch.randint(3, (8,)))
 
 
 @pytest.fixture
 def program(monkeypatch, tmp_path):
     def run(*arguments: str) -> None:
         threads = str(torch.get_num_threads())
-        monkeypatch.setattr(bench, "WORKLOADS", {"tiny": tiny})
+        monkeypatch.setattr(program_of, "WORKLOADS", {"tiny": tiny})
         options = ("--rounds", "1", "--threads", threads, "--out", str(tmp_path), *arguments)
         monkeypatch.setattr(sys, "argv", ["bench_optimizers", *options])
-        bench.main()
+        program_of.main()
 
     return run
 
 
 @pytest.fixture
 def no_rival(monkeypatch):
-    monkeypatch.setitem(sys.modules, bench.RIVAL, None)
+    monkeypatch.setitem(sys.modules, methods.RIVAL, None)
 
 
 class Rival(torch.optim.SGD):
@@ -56,15 +57,15 @@ def test_every_optimizer_is_measured(program, no_rival, capsys, tmp_path):
     program()
     out = capsys.readouterr().out
     rows = [line.strip("| ").split("|") for line in out.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows] == list(bench.METHODS)
+    assert [row[0].strip() for row in rows] == list(methods.METHODS)
     for name, *cells in rows:
-        if name.startswith(bench.RIVAL):
+        if name.startswith(methods.RIVAL):
             assert cells[-1].strip() == "pytorch_optimizer is not installed"
         else:
             assert float(cells[0]) > 0
             assert float(cells[2]) >= 1
     record = json.loads((tmp_path / "optimizers.json").read_text())
-    assert list(record["workloads"]["tiny"]["results"]) == list(bench.METHODS)
+    assert list(record["workloads"]["tiny"]["results"]) == list(methods.METHODS)
     assert len(record["checks"]) == 3
     assert "## tiny" in (tmp_path / "optimizers.md").read_text()
     assert (tmp_path / "optimizers.png").stat().st_size > 0
@@ -78,15 +79,15 @@ def test_each_step_is_timed_beside_a_gradient_over_whole_periods(monkeypatch):
             calls.append("step")
             return super().step(closure)
 
-    monkeypatch.setitem(bench.METHODS, "counting", bench.Method(bench.of_all(Counting), period=5))
-    gradient_of = bench.gradient_of
+    monkeypatch.setitem(methods.METHODS, "counting", methods.Method(methods.of_all(Counting), period=5))
+    gradient_of = measuring.gradient_of
 
     def noted(work, model):
         gradient = gradient_of(work, model)
         return lambda: (calls.append("gradient"), gradient())[1]
 
-    monkeypatch.setattr(bench, "gradient_of", noted)
-    measured = bench.measure(tiny(), ["counting"], rounds=2)
+    monkeypatch.setattr(measuring, "gradient_of", noted)
+    measured = measuring.measure(tiny(), ["counting"], rounds=2)
     weighed, first, rest = calls[0], calls[1], calls[2:]
     assert (weighed, first) == ("gradient", "step")
     assert rest == ["gradient", "step"] * 10 + ["step"] * 6  # the last are weighed
@@ -94,7 +95,7 @@ def test_each_step_is_timed_beside_a_gradient_over_whole_periods(monkeypatch):
 
 
 def test_the_peak_holds_what_an_optimizer_keeps():
-    measured = bench.measure(tiny(), ["torch.SGD", "torch.Adam"], rounds=1)
+    measured = measuring.measure(tiny(), ["torch.SGD", "torch.Adam"], rounds=1)
     params = sum(p.nbytes for p in tiny().model.parameters())
     held = {name: result.peak * measured.nbytes for name, result in measured.results.items()}
     assert held["torch.Adam"] - held["torch.SGD"] >= 2 * params
@@ -103,26 +104,26 @@ def test_the_peak_holds_what_an_optimizer_keeps():
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize(("name", "expected"), [("AdaHessian", [True] * 12), ("Lion", [False] * 12)])
 def test_a_rival_is_given_graphs_when_it_wants_them(name, expected, monkeypatch):
-    monkeypatch.setitem(sys.modules, bench.RIVAL, SimpleNamespace(**{name: Rival, "SophiaH": Rival}))
+    monkeypatch.setitem(sys.modules, methods.RIVAL, SimpleNamespace(**{name: Rival, "SophiaH": Rival}))
     for method, wanted in (
-        (f"{bench.RIVAL}.{name}", expected),
-        (f"{bench.RIVAL}.SophiaH-10", [True, *[False] * 9, True, False]),
+        (f"{methods.RIVAL}.{name}", expected),
+        (f"{methods.RIVAL}.SophiaH-10", [True, *[False] * 9, True, False]),
     ):
         work = tiny()
-        step = bench.METHODS[method].stepper(work, work.model)
+        step = methods.METHODS[method].stepper(work, work.model)
         for _ in range(12):
             step()
         assert Rival.seen == wanted
 
 
 def test_muon_has_the_matrices_and_descent_the_rest():
-    muon, descent = bench.METHODS["Muon"].make(bench.cnn(1).model)
+    muon, descent = methods.METHODS["Muon"].make(methods.cnn(1).model)
     assert {p.ndim for p in muon.param_groups[0]["params"]} == {2}
     assert {p.ndim for p in descent.param_groups[0]["params"]} == {1, 4}
 
 
 def test_exact_diagonals_are_those_of_the_dense_hessian():
-    work = bench.few()
+    work = checks.few()
     shapes = [p.shape for p in work.model.parameters()]
     sizes = [shape.numel() for shape in shapes]
 
@@ -133,7 +134,7 @@ def test_exact_diagonals_are_those_of_the_dense_hessian():
 
     flat = torch.cat([p.detach().reshape(-1) for p in work.model.parameters()])
     expected = torch.autograd.functional.hessian(loss, flat).diagonal()
-    torch.testing.assert_close(bench.exact_diagonals(work)["Hessian"], expected)
+    torch.testing.assert_close(checks.exact_diagonals(work)["Hessian"], expected)
 
 
 def test_exact_diagonals_of_a_linear_model_are_in_closed_form():
@@ -142,14 +143,14 @@ def test_exact_diagonals_of_a_linear_model_are_in_closed_form():
     model = nn.Linear(3, 4, bias=False).double()
     p = model(x).softmax(1).detach()
     expected = ((p * (1 - p)).T @ x**2 / 8).reshape(-1)
-    for diagonal in bench.exact_diagonals(bench.Work(model, x, y)).values():
+    for diagonal in checks.exact_diagonals(methods.Work(model, x, y)).values():
         torch.testing.assert_close(diagonal, expected)
 
 
 def test_an_estimate_that_is_wrong_ends_the_program_if_it_is_ours(program, no_rival, monkeypatch):
-    matrix, make, read = bench.ESTIMATES["SophiaH-10"]
+    matrix, make, read = checks.ESTIMATES["SophiaH-10"]
     wrong = (matrix, make, lambda state: 2 * read(state))
-    monkeypatch.setitem(bench.ESTIMATES, "SophiaH-10", wrong)
+    monkeypatch.setitem(checks.ESTIMATES, "SophiaH-10", wrong)
     with pytest.raises(
         SystemExit, match=r"SophiaH-10: the mean of 1000 estimates is off the Hessian diagonal"
     ):
@@ -157,44 +158,44 @@ def test_an_estimate_that_is_wrong_ends_the_program_if_it_is_ours(program, no_ri
 
 
 def test_equal_rules_are_compared(monkeypatch):
-    names = ("Lion", f"{bench.RIVAL}.Lion")
-    monkeypatch.setitem(sys.modules, bench.RIVAL, SimpleNamespace(__spec__=SimpleNamespace()))
+    names = ("Lion", f"{methods.RIVAL}.Lion")
+    monkeypatch.setitem(sys.modules, methods.RIVAL, SimpleNamespace(__spec__=SimpleNamespace()))
     for factor, expected in ((1.0, "differ by 0.0e+00"), (3.0, "differ by 6.0e-05")):
-        make = bench.of_all(lambda params, lr, factor=factor: bench.Lion(params, lr=factor * lr))
-        monkeypatch.setitem(bench.METHODS, names[1], bench.Method(make))
-        (line,) = bench.check(names)
+        make = methods.of_all(lambda params, lr, factor=factor: methods.Lion(params, lr=factor * lr))
+        monkeypatch.setitem(methods.METHODS, names[1], methods.Method(make))
+        (line,) = checks.check(names)
         assert expected in line
 
 
 def test_goals_are_judged():
     results = {
-        "AdaHessian": bench.Result([3.0, 3.4, 9.0], 1.0),
-        bench.RIVALS["AdaHessian"]: bench.Result([3.3], 1.0),
-        "KFAC-10": bench.Result([1.7], 1.0),
-        "Lion": bench.Result([1.0], 1.0),
+        "AdaHessian": measuring.Result([3.0, 3.4, 9.0], 1.0),
+        report.RIVALS["AdaHessian"]: measuring.Result([3.3], 1.0),
+        "KFAC-10": measuring.Result([1.7], 1.0),
+        "Lion": measuring.Result([1.0], 1.0),
     }
     judged = "<= 3.5: met, <= pytorch_optimizer's 3.30: MISSED"
-    assert bench.goal("AdaHessian", results) == judged
-    assert bench.goal("KFAC-10", results) == "<= 1.6: MISSED"
-    assert bench.goal("Lion", results) == ""
-    results[bench.RIVALS["AdaHessian"]] = bench.Result(note="is not installed")
-    assert bench.goal("AdaHessian", results) == "<= 3.5: met"
+    assert report.goal("AdaHessian", results) == judged
+    assert report.goal("KFAC-10", results) == "<= 1.6: MISSED"
+    assert report.goal("Lion", results) == ""
+    results[report.RIVALS["AdaHessian"]] = measuring.Result(note="is not installed")
+    assert report.goal("AdaHessian", results) == "<= 3.5: met"
 
 
 def test_an_optimizer_that_raises_says_so(monkeypatch):
     def failing(model):
         raise RuntimeError("no\nand more")
 
-    monkeypatch.setitem(bench.METHODS, "failing", bench.Method(failing))
-    measured = bench.measure(tiny(), ["torch.SGD", "failing"], rounds=1)
+    monkeypatch.setitem(methods.METHODS, "failing", methods.Method(failing))
+    measured = measuring.measure(tiny(), ["torch.SGD", "failing"], rounds=1)
     assert measured.results["failing"].note == "RuntimeError: no"
     assert measured.results["torch.SGD"].times
-    assert bench.table("tiny", measured).endswith("RuntimeError: no |")
+    assert report.table("tiny", measured).endswith("RuntimeError: no |")
 
 
-@pytest.mark.parametrize("name", [name for name in bench.WORKLOADS if name.endswith("128")])
+@pytest.mark.parametrize("name", [name for name in methods.WORKLOADS if name.endswith("128")])
 def test_workloads_are_classified(name):
-    work = bench.WORKLOADS[name]()
+    work = methods.WORKLOADS[name]()
     assert len(work.x) == len(work.y) == 128
     loss = work.loss(copy.deepcopy(work.model))
     assert 1 < loss.item() < 4

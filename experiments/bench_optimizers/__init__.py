@@ -1,0 +1,1 @@
+"""What a step of an optimizer costs, in gradients."""
