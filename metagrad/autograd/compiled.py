@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import is_differentiable
+from metagrad.autograd.backend import Backend
 from metagrad.autograd.compile_check import UncompilableError
 
 T = TypeVar("T")
@@ -101,7 +102,12 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         # Not as a decorator, which would import the compiler along with this module.
         torch.compiler.assume_constant_result(pass_gate)
-        self.function = torch.compile(with_own_code(function), fullgraph=True, **options)
+        self.function = torch.compile(
+            with_own_code(function),
+            fullgraph=True,
+            backend=Backend(**options),
+            dynamic=options.get("dynamic"),
+        )
 
     def __call__(self, check: Callable[[], None], *args: object) -> Any:
         """Call the function; ``check`` is called first where it has to be compiled, and may raise."""

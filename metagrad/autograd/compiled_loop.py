@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from metagrad._tree import HOLE, Structure, Tree, TreeSpec, dissect, tree_flatten
 from metagrad.autograd.ambient import AutocastState
+from metagrad.autograd.backend import Repeated
 from metagrad.autograd.compile_check import check_compilable
 from metagrad.autograd.compiled import operand
 from metagrad.autograd.held import rooted
@@ -19,6 +21,12 @@ from metagrad.autograd.schedule import Step, plain
 
 Around = Callable[[int], contextlib.AbstractContextManager]
 """What to enter around the step of a number."""
+
+Advance = Callable[[list[Tensor], int], tuple[list[Tensor], list[Tensor]]]
+"""The tensors of a state, and the index of a step, to those of the next state and of aux."""
+
+Pull = Callable[[list[Tensor], int, list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
+"""The same with the cotangents of a step's results and totals, to the cotangents of its state and the totals."""
 
 _ONE = dissect(torch.empty(0))[1]
 
@@ -65,33 +73,47 @@ class Loop:
             for leaf in leaves
         ]
 
-    def advance(
-        self, state: list[Tensor], index: int, shared: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take the step of an index by compiled code; return the tensors of the state and of aux."""
-        check = functools.partial(self._check, state, shared)
-        with self.around(self.times[index]):
-            new, aux = self.kernels.advance(check, self.step, self.layout, state, self.numbers[index], shared)
-        if isinstance(aux, Tensor):
-            self.aux = _ONE
-            return new, [aux]
-        tensors, self.aux = dissect(aux)
-        return new, tensors
+    def advancing(self, shared: list[Tensor]) -> Advance:
+        """Return what takes steps by compiled code, on one way over the loop."""
 
-    def pull(
-        self,
-        wanted: Wanted,
-        state: list[Tensor],
-        index: int,
-        shared: list[Tensor],
-        cotangents: list[Tensor],
-        totals: list[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Pull cotangents back through the step of an index by compiled code."""
-        number = self.numbers[index]
-        return self.kernels.pull(
-            checked_before, self.step, self.layout, wanted, state, number, shared, cotangents, totals
-        )
+        def step(tensors: list[Tensor]) -> list[Tensor]:
+            state, number = tensors[: self.width], tensors[self.width]
+            check = functools.partial(self._check, state, shared)
+            new, aux = self.kernels.advance(check, self.step, self.layout, state, number, shared)
+            found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
+            return [*new, *found]
+
+        repeated = Repeated(step)
+
+        def advance(state: list[Tensor], index: int) -> tuple[list[Tensor], list[Tensor]]:
+            with self.around(self.times[index]):
+                results = repeated([*state, self.numbers[index], *shared])
+            return results[: self.width], results[self.width :]
+
+        return advance
+
+    def pulling(self, wanted: Wanted, shared: list[Tensor]) -> Pull:
+        """Return what pulls cotangents back through steps by compiled code, on one way back over the loop."""
+        sizes = (self.width, 1, len(shared), len(wanted.results), len(wanted.shared))
+        flowing = len(wanted.state)
+
+        def vjp(tensors: list[Tensor]) -> list[Tensor]:
+            supply = iter(tensors)
+            state, (number,), *others = (list(itertools.islice(supply, size)) for size in sizes)
+            of_state, totals = self.kernels.pull(
+                checked_before, self.step, self.layout, wanted, state, number, *others
+            )
+            return [*of_state, *totals]
+
+        repeated = Repeated(vjp)
+
+        def pull(
+            state: list[Tensor], index: int, cotangents: list[Tensor], totals: list[Tensor]
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            results = repeated([*state, self.numbers[index], *shared, *cotangents, *totals])
+            return results[:flowing], results[flowing:]
+
+        return pull
 
     def versions(self) -> Versions:
         """Return what the step reads without being handed it."""
@@ -118,8 +140,9 @@ class Loop:
     def chained(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the loop step by step, keeping the graphs that torch.compile makes for their derivatives."""
         state, shared, collected = list(tensors[: self.width]), list(tensors[self.width :]), []
+        advance = self.advancing(shared)
         for index in range(len(self.times)):
-            state, aux = self.advance([rooted(tensor) for tensor in state], index, shared)
+            state, aux = advance([rooted(tensor) for tensor in state], index)
             collected.append(aux)
         return [*state, *map(torch.stack, zip(*collected, strict=True))]
 

@@ -186,15 +186,30 @@ def test_constants_that_torch_cannot_make_variable_end_in_one_warning():
     assert len(caught) == 1
 
 
-def test_options_reach_torch_compile(monkeypatch):
+def test_options_reach_the_backend(monkeypatch):
     seen = []
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda fn, **how: seen.append(how) or compile(fn, backend="eager"))
-    mg.unroll(
-        lambda w, t: (w, None), torch.ones(2), steps=1, compile={"mode": "max-autotune", "dynamic": False}
-    )
-    assert seen
-    assert all(how == {"fullgraph": True, "mode": "max-autotune", "dynamic": False} for how in seen)
+
+    def backend(graph, inputs, **how):
+        seen.append(how)
+        return graph.forward
+
+    def inductor(graph, inputs, config_patches, **how):
+        seen.append(config_patches)
+        return graph.forward
+
+    def run(**options):
+        mg.unroll(lambda w, t: (w + 1, None), torch.ones(2), steps=1, compile=options)
+
+    run(backend=backend, mode="max-autotune", options={"fast": True}, dynamic=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", inductor)
+    run(mode="max-autotune-no-cudagraphs", options={"epilogue_fusion": False})
+    assert seen[0] == {"mode": "max-autotune", "options": {"fast": True}}
+    assert seen[1]["max_autotune"]
+    assert not seen[1]["epilogue_fusion"]
+    with pytest.raises(RuntimeError, match="Unexpected optimization option fast"):
+        run(options={"fast": True})
 
 
 def test_without_grad_mode_and_without_graphs():

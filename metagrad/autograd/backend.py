@@ -1,0 +1,155 @@
+"""What torch.compile makes its graphs with, which notes them as they run, so that a loop can call them again.
+
+Before torch.compile runs what it made of a function, it looks at everything that the function has read: a tenth of
+a millisecond for a step of MAML, whose kernels may take less. Between two steps of a loop nothing of that changes
+but the tensors that are handed on, and those keep their shapes, dtypes and layouts. So one step goes by
+torch.compile, and the others by the graph that was seen to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+Graph = Callable[..., Sequence[Tensor]]
+
+
+class GraphCall(NamedTuple):
+    """What a graph was called with, and what came of it."""
+
+    graph: Graph
+    inputs: tuple[object, ...]
+    outputs: Sequence[Tensor]
+
+
+class _Noted(threading.local):
+    """The calls of graphs in this thread, while somebody asks for them."""
+
+    calls: list[GraphCall] | None = None
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[GraphCall]]:
+    before, _noted.calls = _noted.calls, []
+    try:
+        yield _noted.calls
+    finally:
+        _noted.calls = before
+
+
+class Backend:
+    """A backend of torch.compile whose graphs are noted as they run.
+
+    Args:
+        backend: Whose graphs, as torch.compile takes it, and likewise the rest.
+        mode: What inductor is to spend its time on.
+        options: Of the backend.
+        dynamic: Whether sizes may vary.
+    """
+
+    def __init__(
+        self,
+        backend: str | Callable[..., Graph] = "inductor",
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        # Not at the top, which would import the compiler along with metagrad.
+        from torch import _TorchCompileInductorWrapper, _TorchCompileWrapper
+
+        self.compile: Callable[..., Any]
+        if backend == "inductor":
+            from metagrad.autograd.narrow import TransposeNarrow
+
+            own = {"post_grad_custom_post_pass": TransposeNarrow()}
+            self.compile = _TorchCompileInductorWrapper(mode, {**own, **(options or {})}, dynamic)
+        else:
+            self.compile = _TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
+
+    def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
+        """Compile a graph."""
+        graph = self.compile(module, examples)
+        if _changes_objects():
+            return graph
+
+        def noting(*inputs: object) -> Sequence[Tensor]:
+            outputs = graph(*inputs)
+            if _noted.calls is not None:
+                _noted.calls.append(GraphCall(graph, inputs, outputs))
+            return outputs
+
+        return noting
+
+
+def _changes_objects() -> bool:
+    """Say whether the function that is being compiled also changes objects of Python's, which its graph does not."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    changed = (AttributeMutationExisting, ValueMutationExisting)
+    return bool(effects.tensor_hooks) or any(
+        isinstance(variable.mutation_type, changed) for variable in effects._get_modified_vars()
+    )
+
+
+class Repeated:
+    """A function of tensors that is one call of compiled code, called several times on the way over a loop.
+
+    Args:
+        function: The function. It is called until it is known which graph it comes to.
+    """
+
+    def __init__(self, function: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        self.function = function
+        self.graph: _Placed | None = None
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Call the function, or its graph alone."""
+        if self.graph is not None and len(set(map(id, tensors))) == len(tensors):
+            return self.graph(tensors)
+        with _noting() as calls:
+            results = self.function(tensors)
+        self.graph = _placed(calls[0], tensors, results) if len(calls) == 1 else None
+        return results
+
+
+class _Placed(NamedTuple):
+    """A graph as a function of a list of tensors.
+
+    Attributes:
+        graph: The graph.
+        constants: Its inputs, None for those that are among the tensors.
+        places: Which of the tensors each input is, None for a constant.
+        results: Where the results are, in the outputs followed by the tensors.
+    """
+
+    graph: Graph
+    constants: list[object]
+    places: list[int | None]
+    results: list[int]
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Call the graph."""
+        pairs = zip(self.places, self.constants, strict=True)
+        outputs = self.graph(*(value if place is None else tensors[place] for place, value in pairs))
+        values = (*outputs, *tensors)
+        return [values[place] for place in self.results]
+
+
+def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> _Placed | None:
+    """Find by identity what was handed to a graph, and what became of it; None if that is not the whole function."""
+    among = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = [among.get(id(value)) for value in call.inputs]
+    constants = [value if place is None else None for value, place in zip(call.inputs, places, strict=True)]
+    found = {id(value): place for place, value in enumerate((*call.outputs, *tensors))}
+    if len(among) < len(tensors) or any(id(result) not in found for result in results):
+        return None
+    return _Placed(call.graph, constants, places, [found[id(result)] for result in results])
