@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 Graph = Callable[..., Sequence[Tensor]]
@@ -61,17 +62,15 @@ class Backend:
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
-        # Not at the top, which would import the compiler along with metagrad.
-        from torch import _TorchCompileInductorWrapper, _TorchCompileWrapper
-
         self.compile: Callable[..., Any]
         if backend == "inductor":
+            # Not at the top, which would import the compiler along with metagrad.
             from metagrad.autograd.narrow import TransposeNarrow
 
             own = {"post_grad_custom_post_pass": TransposeNarrow()}
-            self.compile = _TorchCompileInductorWrapper(mode, {**own, **(options or {})}, dynamic)
+            self.compile = torch._TorchCompileInductorWrapper(mode, {**own, **(options or {})}, dynamic)
         else:
-            self.compile = _TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
+            self.compile = torch._TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
 
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph."""
@@ -109,11 +108,13 @@ class Repeated:
 
     def __init__(self, function: Callable[[list[Tensor]], list[Tensor]]) -> None:
         self.function = function
-        self.graph: _Placed | None = None
+        self.graph: PlacedGraph | None = None
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the function, or its graph alone."""
-        if self.graph is not None and len(set(map(id, tensors))) == len(tensors):
+        if len(set(map(id, tensors))) < len(tensors):
+            return self.function(tensors)
+        if self.graph is not None:
             return self.graph(tensors)
         with _noting() as calls:
             results = self.function(tensors)
@@ -121,7 +122,7 @@ class Repeated:
         return results
 
 
-class _Placed(NamedTuple):
+class PlacedGraph(NamedTuple):
     """A graph as a function of a list of tensors.
 
     Attributes:
@@ -144,12 +145,12 @@ class _Placed(NamedTuple):
         return [values[place] for place in self.results]
 
 
-def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> _Placed | None:
+def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> PlacedGraph | None:
     """Find by identity what was handed to a graph, and what became of it; None if that is not the whole function."""
     among = {id(tensor): place for place, tensor in enumerate(tensors)}
     places = [among.get(id(value)) for value in call.inputs]
     constants = [value if place is None else None for value, place in zip(call.inputs, places, strict=True)]
     found = {id(value): place for place, value in enumerate((*call.outputs, *tensors))}
-    if len(among) < len(tensors) or any(id(result) not in found for result in results):
+    if any(id(result) not in found for result in results):
         return None
-    return _Placed(call.graph, constants, places, [found[id(result)] for result in results])
+    return PlacedGraph(call.graph, constants, places, [found[id(result)] for result in results])

@@ -138,11 +138,22 @@ def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
 
 def operand(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     """Return a leaf of one layout, so that the same compiled code takes it every time."""
-    leaf = tensor.detach().contiguous()
-    if 1 in leaf.shape:
+    leaf = tensor.detach()
+    if not leaf.is_contiguous():
+        leaf = leaf.contiguous()
+    elif 1 in leaf.shape and leaf.stride() != _strides(leaf.shape):
         # An axis of size 1 is contiguous whatever its stride, but torch.compile compares strides.
         leaf = leaf.view(-1).view(leaf.shape)
     return leaf.requires_grad_() if requires_grad and is_differentiable(leaf) else leaf
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a new tensor of a shape."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
 
 
 def laid_out(tensor: Tensor) -> Tensor:

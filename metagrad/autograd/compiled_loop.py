@@ -22,12 +22,6 @@ from metagrad.autograd.schedule import Step, plain
 Around = Callable[[int], contextlib.AbstractContextManager]
 """What to enter around the step of a number."""
 
-Advance = Callable[[list[Tensor], int], tuple[list[Tensor], list[Tensor]]]
-"""The tensors of a state, and the index of a step, to those of the next state and of aux."""
-
-Pull = Callable[[list[Tensor], int, list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
-"""The same with the cotangents of a step's results and totals, to the cotangents of its state and the totals."""
-
 _ONE = dissect(torch.empty(0))[1]
 
 
@@ -65,6 +59,7 @@ class Loop:
         self.numbers = [torch.full((), t, dtype=torch.int64, device=self.device) for t in times]
         self.autocast = AutocastState()
         self.aux: Structure | None = None
+        self._advance = Repeated(self._stepped)
 
     def _tensors(self, leaves: list, kind: type, dtype: torch.dtype) -> list:
         """Make tensors of the numbers that change: ints in a state, which count, and floats among the arguments."""
@@ -73,29 +68,31 @@ class Loop:
             for leaf in leaves
         ]
 
-    def advancing(self, shared: list[Tensor]) -> Advance:
-        """Return what takes steps by compiled code, on one way over the loop."""
+    def advance(
+        self, state: list[Tensor], index: int, shared: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Take the step of an index by compiled code; return the tensors of the state and of aux."""
+        with self.around(self.times[index]):
+            results = self._advance([*state, self.numbers[index], *shared])
+        return results[: self.width], results[self.width :]
 
-        def step(tensors: list[Tensor]) -> list[Tensor]:
-            state, number = tensors[: self.width], tensors[self.width]
-            check = functools.partial(self._check, state, shared)
-            new, aux = self.kernels.advance(check, self.step, self.layout, state, number, shared)
-            found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
-            return [*new, *found]
+    def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Take the step of a state, a number and the tensors of the arguments."""
+        state, number, shared = tensors[: self.width], tensors[self.width], tensors[self.width + 1 :]
+        check = functools.partial(self._check, state, shared)
+        new, aux = self.kernels.advance(check, self.step, self.layout, state, number, shared)
+        found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
+        return [*new, *found]
 
-        repeated = Repeated(step)
+    def pulling(self, wanted: Wanted) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
+        """Return what pulls cotangents back through steps by compiled code.
 
-        def advance(state: list[Tensor], index: int) -> tuple[list[Tensor], list[Tensor]]:
-            with self.around(self.times[index]):
-                results = repeated([*state, self.numbers[index], *shared])
-            return results[: self.width], results[self.width :]
-
-        return advance
-
-    def pulling(self, wanted: Wanted, shared: list[Tensor]) -> Pull:
-        """Return what pulls cotangents back through steps by compiled code, on one way back over the loop."""
-        sizes = (self.width, 1, len(shared), len(wanted.results), len(wanted.shared))
+        Returns:
+            The tensors of a state, the index of the step, the tensors of the arguments, the cotangents of the
+            results and the totals of those of the arguments, to the cotangents of the state and the new totals.
+        """
         flowing = len(wanted.state)
+        sizes = (self.width, 1, len(self.tensors) - self.width, len(wanted.results), len(wanted.shared))
 
         def vjp(tensors: list[Tensor]) -> list[Tensor]:
             supply = iter(tensors)
@@ -108,7 +105,11 @@ class Loop:
         repeated = Repeated(vjp)
 
         def pull(
-            state: list[Tensor], index: int, cotangents: list[Tensor], totals: list[Tensor]
+            state: list[Tensor],
+            index: int,
+            shared: list[Tensor],
+            cotangents: list[Tensor],
+            totals: list[Tensor],
         ) -> tuple[list[Tensor], list[Tensor]]:
             results = repeated([*state, self.numbers[index], *shared, *cotangents, *totals])
             return results[:flowing], results[flowing:]
@@ -140,9 +141,8 @@ class Loop:
     def chained(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the loop step by step, keeping the graphs that torch.compile makes for their derivatives."""
         state, shared, collected = list(tensors[: self.width]), list(tensors[self.width :]), []
-        advance = self.advancing(shared)
         for index in range(len(self.times)):
-            state, aux = advance([rooted(tensor) for tensor in state], index)
+            state, aux = self.advance([rooted(tensor) for tensor in state], index, shared)
             collected.append(aux)
         return [*state, *map(torch.stack, zip(*collected, strict=True))]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad._tree import Tree, is_differentiable
 from metagrad.autograd.compiled import operand
-from metagrad.autograd.compiled_loop import Advance, Loop
+from metagrad.autograd.compiled_loop import Loop
 from metagrad.autograd.kernels import Wanted
 from metagrad.autograd.recompute import vjp
 
@@ -67,11 +67,10 @@ class Sweep:
         width = self.loop.width
         state, shared = [operand(t) for t in tensors[:width]], [operand(t) for t in tensors[width:]]
         kept, collected = [], []
-        advance = self.loop.advancing(shared)
         for index in range(len(self.loop.times)):
             if index % self.stride == 0:
                 kept.extend(state)
-            state, aux = advance(state, index)
+            state, aux = self.loop.advance(state, index, shared)
             collected.append(aux)
         return [*state, *map(torch.stack, zip(*collected, strict=True))], kept
 
@@ -92,21 +91,21 @@ class Sweep:
         current = [_materialized(cotangents[i], tensors[i]) for i in flowing]
         totals = [torch.zeros_like(shared[i]) for i in asked]
         states: list[list[Tensor]] = []
-        advance, pull = self.loop.advancing(shared), self.loop.pulling(wanted, shared)
+        pull = self.loop.pulling(wanted)
         for index in reversed(range(len(self.loop.times))):
-            states = states or self._states(kept, index, advance)
+            states = states or self._states(kept, index, shared)
             incoming = [*current, *(operand(c[index]) for c in reports.values())]
-            current, totals = pull(states.pop(), index, incoming, totals)
+            current, totals = pull(states.pop(), index, shared, incoming, totals)
         found = dict(zip((*flowing, *(width + i for i in asked)), (*current, *totals), strict=True))
         return [found[i] if need else None for i, need in enumerate(needed)]
 
-    def _states(self, kept: Sequence[Tensor], last: int, advance: Advance) -> list[list[Tensor]]:
+    def _states(self, kept: Sequence[Tensor], last: int, shared: list[Tensor]) -> list[list[Tensor]]:
         """Return the states from the one kept before step ``last`` to that of step ``last``."""
         first, width = last - last % self.stride, self.loop.width
         place = first // self.stride * width
         states = [list(kept[place : place + width])]
         for index in range(first, last):
-            states.append(advance(states[-1], index)[0])
+            states.append(self.loop.advance(states[-1], index, shared)[0])
         return states
 
 

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import tree_map
 from metagrad.autograd.ambient import RandomState
 from metagrad.autograd.budget import BudgetError
 from metagrad.optim.rules import Params
@@ -37,12 +36,17 @@ class Tasks(NamedTuple):
 
     def split(self, size: int) -> Iterator[Tasks]:
         """Yield ``size`` tasks after the other, at the end those that are left."""
+        if size >= self.support_x.shape[0]:
+            yield self
+            return
         for i in range(0, self.support_x.shape[0], size):
             yield self.select(slice(i, i + size))
 
     def select(self, index: int | slice | Tensor) -> Tasks:
         """Return some of the tasks, or with an int one of them, without the first axis."""
-        return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
+        *tensors, rows = self
+        chosen = (None if tensor is None else tensor[index] for tensor in tensors)
+        return Tasks(*chosen, {name: numbers[index] for name, numbers in rows.items()})  # type: ignore[arg-type]
 
 
 class Batching:
@@ -108,6 +112,10 @@ def prefers_loop(model: nn.Module, device_type: str) -> bool:
     return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
 
 
+def _batched(model: nn.Module, sparse: Collection[str]) -> Iterator[Tensor]:
+    return (p for name, p in model.named_parameters() if p.requires_grad and name not in sparse)
+
+
 def loop_reason(model: nn.Module, sparse: Collection[str] = ()) -> str | None:
     """Say why torch.vmap cannot take a model, where that shows without trying.
 
@@ -115,7 +123,6 @@ def loop_reason(model: nn.Module, sparse: Collection[str] = ()) -> str | None:
         model: The model.
         sparse: The names of tables of which tasks have rows, and whose lookups are not torch's own.
     """
-    batched = {id(p) for name, p in model.named_parameters() if p.requires_grad and name not in sparse}
     for name, module in model.named_modules():
         kind = f"{type(module).__name__} ({name or 'the model itself'})"
         if isinstance(module, nn.RNNBase):
@@ -123,7 +130,7 @@ def loop_reason(model: nn.Module, sparse: Collection[str] = ()) -> str | None:
         if (
             isinstance(module, nn.Embedding)
             and module.padding_idx is not None
-            and id(module.weight) in batched
+            and any(p is module.weight for p in _batched(model, sparse))
         ):
             return f"torch.vmap forgets the padding_idx of {kind} (torch 2.13), unless MAML(..., sparse) names it"
         if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:

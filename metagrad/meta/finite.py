@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,7 +26,10 @@ def check_nonfinite(policy: object) -> None:
 
 def refuse_nonfinite(losses: Tensor, steps: int) -> None:
     """Raise for the first task and step whose loss, of ``[tasks, steps (and the query)]``, is NaN or infinite."""
-    finite = torch.isfinite(losses.detach())
+    losses = losses.detach()
+    if math.isfinite(losses.sum().item()):
+        return
+    finite = torch.isfinite(losses)
     if finite.all():
         return
     task, step = (int(i) for i in (~finite).nonzero()[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -181,9 +182,13 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
     values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
     if not values:
         return True
-    norms = [norm.to(values[0].device, torch.float32) for norm in torch._foreach_norm(values)]  # type: ignore[reportPrivateImportUsage]
+    norms: Sequence[Tensor] = torch._foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(values[0].device, torch.float32) for norm in norms]
     # The norm of large entries may overflow where none of them is infinite.
-    return bool(torch.stack(norms).isfinite().all()) or all(bool(v.isfinite().all()) for v in values)
+    return math.isfinite(torch.stack(list(norms)).sum().item()) or all(
+        bool(v.isfinite().all()) for v in values
+    )
 
 
 def _learned(params: Params, rule: Rule) -> list[Tensor]:

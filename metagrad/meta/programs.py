@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metagrad._tree import Structure, dissect, tree_map
 from metagrad.autograd.compile_check import UncompilableError, check_compilable
-from metagrad.autograd.compiled import Compiled, CompileOptions, operand, pass_gate
-from metagrad.autograd.held import held
+from metagrad.autograd.compiled import CompileOptions, operand
 from metagrad.autograd.kernels import Kernels
 from metagrad.meta.stacked import is_plain
+from metagrad.meta.value_and_grad import ValueAndGrad
 from metagrad.optim.rules import Params, Rule
 
 if TYPE_CHECKING:
     from metagrad.meta.inner import Loss
 
 
-def _query(loss: Loss, structure: Structure, tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Judge adapted parameters."""
-    pass_gate()
-    return loss(*structure.fill(tensors))
+class Query(NamedTuple):
+    """The loss of adapted parameters as a function of a list of tensors.
+
+    Attributes:
+        loss: Parameters, inputs and targets to losses and predictions.
+        structure: Where the tensors stand in those.
+    """
+
+    loss: Loss
+    structure: Structure
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return losses and predictions."""
+        return list(self.loss(*self.structure.fill(tensors)))
+
+
+def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+    """Weigh gradients that have one contribution in every place: from the only task, or from the task of the row."""
+    return [
+        gradient * weights.view(*weights.shape, *[1] * (gradient.ndim - weights.ndim)) for gradient in grads
+    ]
 
 
 class Programs(Kernels):
@@ -39,7 +56,7 @@ class Programs(Kernels):
 
     def __init__(self, options: CompileOptions) -> None:
         super().__init__("MAML(..., compile)", options)
-        self.query = Compiled(_query, options.options)
+        self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
         self.prediction: tuple[int, ...] | None = None
         self._longest: weakref.WeakKeyDictionary[Rule, int] = weakref.WeakKeyDictionary()
 
@@ -50,16 +67,8 @@ class Programs(Kernels):
     def judge(self, loss: Loss, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return losses and predictions of adapted parameters."""
         tensors, structure = dissect((params, x, y))
-
-        def eager(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return list(loss(*structure.fill(tensors)))
-
-        def run(tensors: list[Tensor]) -> list[Tensor]:
-            return list(self.query(lambda: self.check(eager, tensors), loss, structure, tensors))
-
-        if torch.is_grad_enabled():
-            return held(run, eager, tensors)  # type: ignore[return-value]
-        return run([operand(tensor) for tensor in tensors])  # type: ignore[return-value]
+        query = Query(loss, structure)
+        return self.query(lambda: self.check(query, tensors), query, tensors)  # type: ignore[return-value]
 
     def check(self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
         """Run what is to be compiled as it is; refuse what compiling would lose."""

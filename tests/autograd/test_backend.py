@@ -39,15 +39,15 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize(("memory", "ways"), [("full", 1), ("step", 1), ("sqrt", 2)])
-def test_one_step_on_every_way_goes_by_torch_compile(calls, memory, ways):
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+def test_one_step_of_a_loop_goes_by_torch_compile(calls, memory):
     def step(w, t, lr):
         return w - lr * torch.sin(w) / (1 + t), w.sum()
 
     w, lr = tensor(1.0, 2.0), tensor(0.5)
     last, _ = mg.unroll(step, w, lr, steps=9, memory=memory, compile=OPTIONS)
     got = torch.autograd.grad(last.square().sum(), (w, lr))
-    assert calls == ["advance"] * ways + ["pull"] * (memory != "full")
+    assert calls == ["advance"] + ["pull"] * (memory != "full")
     last, _ = mg.unroll(step, w, lr, steps=9)
     torch.testing.assert_close(got, torch.autograd.grad(last.square().sum(), (w, lr)), rtol=1e-12, atol=0)
 

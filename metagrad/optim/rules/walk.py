@@ -10,11 +10,16 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_PLAIN = (float, int, str, type(None))
+"""Most of what fields hold."""
+
 
 def hyperparameters_in(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in the fields of a rule with their paths, such as ``lr.head.weight``."""
     if isinstance(value, Tensor):
         yield path, value
+    if isinstance(value, _PLAIN):
+        return
     for key, item in _items(value):
         yield from hyperparameters_in(item, f"{path}.{key}" if path else str(key))
 
@@ -23,6 +28,8 @@ def with_hyperparameters(value: T, change: Callable[[Tensor], Tensor]) -> T:
     """Return a rule whose tensors are what ``change`` makes of them."""
     if isinstance(value, Tensor):
         return change(value)  # type: ignore[return-value]
+    if isinstance(value, _PLAIN):
+        return value
     if _is_rule(value):
         fields = {name: with_hyperparameters(item, change) for name, item in _items(value)}
         return dataclasses.replace(value, **fields)  # type: ignore[type-var]
