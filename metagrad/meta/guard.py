@@ -53,7 +53,7 @@ class Guard:
 
     compute: Compute
     again: Compute
-    numbers: Tensor
+    numbers: range | Tensor
     skipped: Tensor | None
 
     def __call__(self, params: Params, rule: Rule, tasks: Tasks) -> Results:

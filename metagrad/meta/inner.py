@@ -18,7 +18,7 @@ from metagrad.autograd.budget import Memory, checked_memory, free_bytes
 from metagrad.autograd.chain_types import Chain
 from metagrad.autograd.compiled_unroll import unroll_compiled
 from metagrad.autograd.lint import refuse_defects
-from metagrad.autograd.schedule import Step, plain
+from metagrad.autograd.schedule import Step
 from metagrad.autograd.unroll import unroll
 from metagrad.meta.curvature import inner_curvature, observed_layers
 from metagrad.meta.objective import LossFn
@@ -85,18 +85,28 @@ class InnerLoop:
         return replace(self, memory=int(budget) // num_parts)
 
     def run(
-        self, loss: Loss, params: Params, x: Tensor, y: Tensor, *, steps: int, tasks: tuple[int, ...]
+        self,
+        loss: Loss,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        *,
+        steps: int,
+        tasks: tuple[int, ...],
+        rule: Rule | None = None,
     ) -> Adaptation:
         """Take ``steps`` steps on ``loss(params, x, y)``; differentiable where grad mode is on.
 
-        ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked.
+        ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked; ``rule`` is taken for
+        the loop's own, with other hyper-parameters.
         """
         used = torch.zeros(tasks, dtype=torch.int64, device=x.device)
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
         _refuse_inference_mode()
-        rules = () if self.programs is None else (self.programs.rule(self.rule, params, steps),)
-        state, args = (params, self.rule.init(params), used), (x, y, *rules)
+        if self.programs is not None:
+            rule = self.programs.rule(self.rule, params, steps)
+        state, args = (params, self.rule.init(params), used), (x, y) if rule is None else (x, y, rule)
         first = steps - self.differentiated(steps)
         collected = []
         if first:
@@ -125,7 +135,7 @@ class InnerLoop:
 
     def _loop(self, step: Step, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
         if torch.compiler.is_compiling():
-            return plain(step, state, args, times)
+            return _unchecked(step, state, args, times)
         if self.programs is None:
             late = _from(step, times.start) if times.start else step
             return unroll(late, state, *args, steps=len(times), memory=self.memory)
@@ -139,13 +149,12 @@ class InnerLoop:
         create_graph = self.order == 2 and keep_graph
 
         def step(
-            state: tuple, t: int, x: Tensor, y: Tensor, compiled: Rule | None = None
+            state: tuple, t: int, x: Tensor, y: Tensor, rule: Rule | None = None
         ) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
-            rule = self.rule if compiled is None else compiled
-            with phase("inner", t) if compiled is None else contextlib.nullcontext():
+            with phase("inner", t) if rule is None else contextlib.nullcontext():
                 losses, grads, curvature = self._gradients(loss, params, x, y, create_graph, t)
-                moved = rule.update(grads, rule_state, params, curvature)
+                moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
                 if self.tolerance is None:
                     return (*moved, used + 1), losses
                 active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
@@ -211,6 +220,15 @@ def _refuse_inference_mode() -> None:
             "MAML: inner steps need gradients, which torch.inference_mode() does not allow. Use "
             "torch.no_grad(), under which MAML adapts all the same."
         )
+
+
+def _unchecked(step: Step, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
+    """Run the loop; what :func:`metagrad.unroll` looks at has been looked at before."""
+    collected = []
+    for t in times:
+        state, losses = step(state, t, *args)
+        collected.append(losses)
+    return state, torch.stack(collected)
 
 
 def _from(step: Step, first: int) -> Step:

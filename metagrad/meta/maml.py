@@ -244,14 +244,14 @@ class MAML(nn.Module):
             buffers.restore()
             return results
 
-        def guarded(tasks: Tasks, numbers: Tensor) -> Results:
+        def guarded(tasks: Tasks, numbers: range | Tensor) -> Results:
             dropped = skipped if self.nonfinite == "skip" else None
             return Guard(compute, again, numbers, dropped)(params, self.inner.rule, tasks)
 
         if self.nonfinite == "skip":
             results, kept = without_nonfinite(guarded, losses_in, tasks, self.model, steps)
             return results, skipped.fill_(True).index_fill_(0, kept, False)
-        results = guarded(tasks, torch.arange(len(skipped)))
+        results = guarded(tasks, range(len(skipped)))
         refuse_nonfinite(losses_in(results), steps)
         return results, skipped
 

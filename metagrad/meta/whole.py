@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from metagrad._tree import Structure, dissect
@@ -33,8 +34,7 @@ class MetaBatch(NamedTuple):
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Adapt and judge: support losses, steps used, query losses, predictions."""
         params, tasks, rule = self.structure.fill(tensors)
-        inner = dataclasses.replace(self.work.inner, rule=rule)
-        return list(self.work._replace(inner=inner).judge(params, tasks))
+        return list(self.work.judge(params, tasks, rule))
 
 
 _QUERY_LOSSES = 2  # among the results
@@ -62,4 +62,6 @@ class WholePrograms(Programs):
 
 def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
     """Weigh a gradient to which every task has contributed; all tasks must weigh alike, as in the mean."""
-    return [gradient * weights[0] for gradient in grads] if bool((weights == weights[0]).all()) else None
+    first, *others = weights.tolist()
+    alike = all(weight == first for weight in others)
+    return torch._foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]

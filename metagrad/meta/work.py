@@ -17,7 +17,7 @@ from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
 from metagrad.meta.objective import Labels, Objective, check_labels
 from metagrad.meta.programs import refuse_model
 from metagrad.meta.whole import WholePrograms
-from metagrad.optim.rules import Params
+from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import needs_curvature
 
 
@@ -38,11 +38,19 @@ class Work(NamedTuple):
             adapted, rows = tree_map(lambda tensor: tensor.unsqueeze(0), (adapted, rows))
         return adapted, losses, used, rows
 
-    def judge(self, params: Params, tasks: Tasks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return support losses ``[tasks, steps]``, steps used, query losses ``[tasks]`` and predictions."""
+    def judge(
+        self, params: Params, tasks: Tasks, rule: Rule | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return support losses ``[tasks, steps]``, steps used, query losses ``[tasks]`` and predictions.
+
+        Args:
+            params: What tasks start from.
+            tasks: The tasks.
+            rule: What to take for the rule of the inner loop, with other hyper-parameters.
+        """
         assert tasks.query_x is not None
         assert tasks.query_y is not None
-        adapted, losses, used = self._run(params, tasks)
+        adapted, losses, used = self._run(params, tasks, rule)
         loss = self._loss(tasks.rows)
         judge = loss if self.inner.programs is None else functools.partial(self.inner.programs.judge, loss)
         with phase("query"):
@@ -80,13 +88,13 @@ class Work(NamedTuple):
         if self.inner.programs.prediction is not None:
             check_labels(self.labels, self.inner.programs.prediction)
 
-    def _run(self, params: Params, tasks: Tasks) -> Adaptation:
+    def _run(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Adaptation:
         """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
         x, y = tasks.support_x, tasks.support_y
         shape = (x.shape[0],) if self.stacked else ()
         start = start_values(params, tasks.rows, x.shape[0] if self.stacked else None)
         adapted, losses, used = self.inner.run(
-            self._loss(tasks.rows), start, x, y, steps=self.steps, tasks=shape
+            self._loss(tasks.rows), start, x, y, steps=self.steps, tasks=shape, rule=rule
         )
         return Adaptation(adapted, losses.reshape(self.steps, used.numel()).t(), used.reshape(-1))
 
