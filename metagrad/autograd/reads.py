@@ -29,6 +29,12 @@ _WRITERS = {torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
 _IN_PLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
 _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _IN_PLACE} | {"__setitem__"}
 
+# What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
+_ATTRIBUTES = {
+    getattr(Tensor, name).__get__
+    for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+}
+
 
 class Constant(NamedTuple):
     """A free tensor that does not require grad.
@@ -186,7 +192,7 @@ class _Numbering(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # A mode is off the stack while it looks at an operation.
-        if torch._C._len_torch_dispatch_stack() < self._modes_before:
+        if func in _ATTRIBUTES or torch._C._len_torch_dispatch_stack() < self._modes_before:
             return func(*args, **(kwargs or {}))
         number, self.call_number = self.call_number, self.call_number + 1
         return self._called(number, func, args, kwargs or {})
@@ -210,16 +216,32 @@ class Recorder(_Numbering):
         generator = kwargs.get("generator")
         if generator is not None:
             self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
-        with unobserved():
-            free = {i: t for i, t in enumerate(tensors_in((args, kwargs))) if not self._is_own(t)}
+        free = self._free(tensors_in((args, kwargs) if kwargs else args))
         if free:
             writes = _may_write(function, kwargs)
             stand_ins = {i: self.reads.add(t, function, number, i, writes) for i, t in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
         result = function(*args, **kwargs)
-        made = tensors_in(result)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
+
+    def _free(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """Return the free ones among tensors by their positions.
+
+        Most tensors are arguments, or were just made with a graph; to see that, nothing is asked of torch.
+        """
+        doubtful: dict[int, Tensor] = {}
+        for position, tensor in enumerate(tensors):
+            key = id(tensor)
+            if key not in self.arguments:
+                made = self.made.get(key)
+                if made is None or made() is not tensor or key in self.without_grad:
+                    doubtful[position] = tensor
+        if not doubtful:
+            return doubtful
+        with unobserved():
+            return {position: tensor for position, tensor in doubtful.items() if not self._is_own(tensor)}
 
     def __enter__(self):
         _active.recorders.append(self)
@@ -231,9 +253,11 @@ class Recorder(_Numbering):
 
     def note(self, made: Iterable[Tensor]) -> None:
         """Remember tensors as made by the function."""
+        mark = self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add
         for tensor in made:
-            self.made[id(tensor)] = weakref.ref(tensor)
-            (self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add)(id(tensor))
+            key = id(tensor)
+            self.made[key] = weakref.ref(tensor)
+            mark(key)
 
     def _is_as_made(self, tensor: Tensor) -> bool:
         """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
