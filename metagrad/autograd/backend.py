@@ -88,14 +88,21 @@ class Backend:
 
 
 def _changes_objects() -> bool:
-    """Say whether the function that is being compiled also changes objects of Python's, which its graph does not."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+    """Say whether the function that is being compiled may also change objects of Python's, which its graph does not.
 
-    effects = InstructionTranslator.current_tx().output.side_effects
-    changed = (AttributeMutationExisting, ValueMutationExisting)
-    return bool(effects.tensor_hooks) or any(
-        isinstance(variable.mutation_type, changed) for variable in effects._get_modified_vars()
+    Only torch.compile's own books say so; where they are kept in another way than in torch 2.13, it may.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        kinds = [variable.mutation_type for variable in effects._get_modified_vars()]
+        hooks = effects.tensor_hooks
+    except (AttributeError, ImportError):
+        return True
+    return bool(hooks) or any(
+        isinstance(kind, (AttributeMutationExisting, ValueMutationExisting)) for kind in kinds
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import metagrad as mg
+from metagrad.autograd import backend
 from metagrad.autograd.compiled import Compiled
 from metagrad.autograd.kernels import Kernels
 
@@ -50,6 +51,15 @@ def test_one_step_of_a_loop_goes_by_torch_compile(calls, memory):
     assert calls == ["advance"] + ["pull"] * (memory != "full")
     last, _ = mg.unroll(step, w, lr, steps=9)
     torch.testing.assert_close(got, torch.autograd.grad(last.square().sum(), (w, lr)), rtol=1e-12, atol=0)
+
+
+def test_every_step_goes_by_torch_compile_where_its_books_cannot_be_read(calls, monkeypatch):
+    assert backend._changes_objects()  # for nothing is being compiled
+    monkeypatch.setattr(backend, "_changes_objects", lambda: True)
+    with torch.no_grad():
+        last, _ = mg.unroll(lambda w, t: (w * 3, None), torch.ones(1), steps=4, compile={"backend": "eager"})
+    assert last.item() == 81
+    assert calls == ["advance"] * 4
 
 
 class Counter:
