@@ -65,9 +65,9 @@ class Backend:
         self.compile: Callable[..., Any]
         if backend == "inductor":
             # Not at the top, which would import the compiler along with metagrad.
-            from metagrad.autograd.narrow import TransposeNarrow
+            from metagrad.autograd.products import TransposeProducts
 
-            own = {"post_grad_custom_post_pass": TransposeNarrow()}
+            own = {"post_grad_custom_post_pass": TransposeProducts()}
             self.compile = torch._TorchCompileInductorWrapper(mode, {**own, **(options or {})}, dynamic)
         else:
             self.compile = torch._TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
