@@ -107,24 +107,21 @@ def _changes_objects() -> bool:
 
 
 class Repeated:
-    """A function of tensors that is one call of compiled code, called several times on the way over a loop.
+    """Calls of a function of tensors that is one call of compiled code, on the way over a loop."""
 
-    Args:
-        function: The function. It is called until it is known which graph it comes to.
-    """
-
-    def __init__(self, function: Callable[[list[Tensor]], list[Tensor]]) -> None:
-        self.function = function
+    def __init__(self) -> None:
         self.graph: PlacedGraph | None = None
 
-    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Call the function, or its graph alone."""
+    def __call__(
+        self, function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Call the function or, once it is known which graph it comes to, the graph alone."""
         if len(set(map(id, tensors))) < len(tensors):
-            return self.function(tensors)
+            return function(tensors)
         if self.graph is not None:
             return self.graph(tensors)
         with _noting() as calls:
-            results = self.function(tensors)
+            results = function(tensors)
         self.graph = _placed(calls[0], tensors, results) if len(calls) == 1 else None
         return results
 

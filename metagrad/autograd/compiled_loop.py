@@ -59,7 +59,7 @@ class Loop:
         self.numbers = [torch.full((), t, dtype=torch.int64, device=self.device) for t in times]
         self.autocast = AutocastState()
         self.aux: Structure | None = None
-        self._advance = Repeated(self._stepped)
+        self._repeated = Repeated()
 
     def _tensors(self, leaves: list, kind: type, dtype: torch.dtype) -> list:
         """Make tensors of the numbers that change: ints in a state, which count, and floats among the arguments."""
@@ -73,7 +73,7 @@ class Loop:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Take the step of an index by compiled code; return the tensors of the state and of aux."""
         with self.around(self.times[index]):
-            results = self._advance([*state, self.numbers[index], *shared])
+            results = self._repeated(self._stepped, [*state, self.numbers[index], *shared])
         return results[: self.width], results[self.width :]
 
     def _stepped(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -102,7 +102,7 @@ class Loop:
             )
             return [*of_state, *totals]
 
-        repeated = Repeated(vjp)
+        repeated = Repeated()
 
         def pull(
             state: list[Tensor],
@@ -111,7 +111,7 @@ class Loop:
             cotangents: list[Tensor],
             totals: list[Tensor],
         ) -> tuple[list[Tensor], list[Tensor]]:
-            results = repeated([*state, self.numbers[index], *shared, *cotangents, *totals])
+            results = repeated(vjp, [*state, self.numbers[index], *shared, *cotangents, *totals])
             return results[:flowing], results[flowing:]
 
         return pull

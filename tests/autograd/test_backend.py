@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +153,19 @@ def test_what_a_step_reads_besides_is_that_of_its_own_loop():
     for by in (1.0, 2.0, 3.0):
         last, _ = mg.unroll(Shifted(by), w, steps=4, memory="step", compile=OPTIONS)
         assert last.item() == 4 * by
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+def test_a_loop_leaves_nothing_to_the_garbage_collector(memory):
+    def run():
+        w = tensor(1.0, 2.0)
+        last, _ = mg.unroll(lambda w, t: (w * 0.5, None), w, steps=4, memory=memory, compile=OPTIONS)
+        last.sum().backward()
+        return weakref.ref(w)
+
+    run()
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
