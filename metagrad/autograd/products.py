@@ -28,7 +28,7 @@ _VECTOR = 16
 
 
 class TransposeProducts(CustomGraphPass):
-    """A pass over the graphs of inductor that chooses between products and their transposes."""
+    """A pass over the graphs that inductor makes for CPUs: it chooses between products and their transposes."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Move transpositions out of sums into the products that they are of, then exchange narrow products."""
@@ -52,7 +52,7 @@ class TransposeProducts(CustomGraphPass):
 def _can_move(node: Any, reader: fx.Node) -> bool:
     """Say whether a transposition that is all that is read of a node ends in products, or in transpositions."""
     value = node.meta["val"]
-    if value.device.type != "cpu" or value.ndim != 3 or list(node.users) != [reader]:
+    if value.ndim != 3 or list(node.users) != [reader]:
         return False
     if node.target in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
         return all(
@@ -87,7 +87,7 @@ def _is_narrow(product: fx.Node, transposed: bool = False) -> bool:
     _, rows, columns = value.mT.shape if transposed else value.shape
     # A size that is not known does not compare.
     known = isinstance(rows, int) and isinstance(columns, int)
-    return value.device.type == "cpu" and known and 1 < columns < _VECTOR <= rows
+    return known and 1 < columns < _VECTOR <= rows
 
 
 def _call(graph: fx.Graph, function: torch._ops.OpOverload, *args: Any) -> fx.Node:
