@@ -67,10 +67,8 @@ class Backend:
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
             make = functools.partial(torch._TorchCompileInductorWrapper, mode, dynamic=dynamic)
-            self.compile, self.compile_for_cpu = (
-                make(options),
-                make({**_options_for_cpu(), **(options or {})}),
-            )
+            self.compile = make(options)
+            self.compile_for_cpu = make({**_options_for_cpu(), **(options or {})})
         else:
             self.compile = torch._TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile

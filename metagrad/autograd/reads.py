@@ -222,7 +222,7 @@ class Recorder(_Numbering):
             stand_ins = {i: self.reads.add(t, function, number, i, writes) for i, t in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), stand_ins)
         result = function(*args, **kwargs)
-        made = [result] if isinstance(result, Tensor) else tensors_in(result)
+        made = tensors_in(result)
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
 

@@ -35,7 +35,7 @@ def with_hyperparameters(value: T, change: Callable[[Tensor], Tensor]) -> T:
         return dataclasses.replace(value, **fields)  # type: ignore[type-var]
     if isinstance(value, Mapping):
         return {key: with_hyperparameters(item, change) for key, item in value.items()}  # type: ignore[return-value]
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return type(value)(with_hyperparameters(item, change) for item in value)  # type: ignore[call-arg]
     return value
 
@@ -46,7 +46,7 @@ def _items(value: object) -> Iterator[tuple[object, Any]]:
         return ((name, getattr(value, name)) for name in fields)
     if isinstance(value, Mapping):
         return iter(value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return iter(enumerate(value))
     return iter(())
 
