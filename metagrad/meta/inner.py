@@ -152,6 +152,7 @@ class InnerLoop:
             state: tuple, t: int, x: Tensor, y: Tensor, rule: Rule | None = None
         ) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
+            # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
                 losses, grads, curvature = self._gradients(loss, params, x, y, create_graph, t)
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import is_differentiable
+from metagrad.autograd.ambient import AutocastState
 from metagrad.autograd.compiled import Compiled, operand, pass_gate
 from metagrad.autograd.fallback import Fallback
 from metagrad.autograd.kernels import checked_before, exchanged
@@ -102,7 +103,7 @@ class _ValueAndGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx, compiled, check, losses, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.compiled, ctx.losses = compiled, losses
+        ctx.compiled, ctx.losses, ctx.autocast = compiled, losses, AutocastState()
         ctx.wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         operands = [operand(tensor) for tensor in tensors]
         grads, results = compiled.gradient(check, losses, compiled.place, ctx.wanted, operands)
@@ -117,18 +118,17 @@ class _ValueAndGrad(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, None, None, *vjp(ctx.losses, tensors, needed, cotangents))
         place = ctx.compiled.place
-        products = None
-        if [i for i, cotangent in enumerate(cotangents) if cotangent is not None] == [place]:
-            products = ctx.compiled.weighted(grads, cotangents[place])
+        present = tuple(i for i, cotangent in enumerate(cotangents) if cotangent is not None)
+        products = ctx.compiled.weighted(grads, cotangents[place]) if present == (place,) else None
         if products is None:
-            products = _pulled(ctx, tensors, needed, cotangents)
+            with ctx.autocast.restored():
+                products = _pulled(ctx, tensors, needed, cotangents, present)
         found = dict(zip(ctx.wanted, products, strict=True))
         return (None, None, None, *(found.get(i) for i in range(len(needed))))
 
 
-def _pulled(ctx, tensors, needed, cotangents) -> Sequence[Tensor | None]:
+def _pulled(ctx, tensors, needed, cotangents, present) -> Sequence[Tensor | None]:
     """Pull back cotangents that do not weigh the losses alone."""
-    present = tuple(i for i, cotangent in enumerate(cotangents) if cotangent is not None)
 
     def compiled() -> Sequence[Tensor | None]:
         handed = [operand(tensor) for tensor in tensors], [operand(cotangents[i]) for i in present]

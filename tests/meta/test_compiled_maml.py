@@ -389,3 +389,17 @@ def test_by_inductor(compile):
     eager = mg.MAML(maml.model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=3)
     for seed in (0, 1):
         assert_same(meta_gradient(maml, draw_batch(seed)), meta_gradient(eager, draw_batch(seed)))
+
+
+@pytest.mark.parametrize("options", [{}, {"whole": True}])
+def test_cotangents_of_predictions_are_pulled_back_under_the_autocast_of_the_forward_pass(options):
+    model, batch = perceptron().float(), draw_batch()
+    batch = Batch(batch.support.to(dtype=torch.float32), batch.query.to(dtype=torch.float32))
+    compiled, _ = pair(model, rules.sgd(lr=0.1), options, steps=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = compiled(batch)
+        inside = torch.autograd.grad(
+            out.query_logits.float().square().sum(), model.parameters(), retain_graph=True
+        )
+    outside = torch.autograd.grad(out.query_logits.float().square().sum(), model.parameters())
+    assert_same(outside, inside, rtol=1e-6)
