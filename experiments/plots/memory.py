@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from experiments import memory
@@ -22,7 +23,7 @@ def memory_plot(folder: Path) -> Path:
     path = folder / "plots" / "memory.png"
     with figure(path, 1, 2, size=(10.5, 3.9), width_ratios=(3, 1)) as axes:
         _timeline(axes[0, 0], shown, scale, unit)
-        _growth(axes[0, 1], [row for row in phases if row["name"] == "inner"])
+        _growth(axes[0, 1], phases)
     return path
 
 
@@ -91,10 +92,12 @@ def _separate_outer_steps(axis: Any, phases: list[dict[str, Any]]) -> None:
         axis.text(i + 0.15, top * 1.1, f"Outer step {phases[i]['outer']}", va="top", fontsize=8.5, color=INK)
 
 
-def _growth(axis: Any, inner: list[dict[str, Any]]) -> None:
+def _growth(axis: Any, phases: list[dict[str, Any]]) -> None:
     added: dict[int, list[int]] = {}
-    for row in inner:
-        added.setdefault(row["index"], []).append(row["after"] - row["before"])
+    # Up to the next phase, before which a step lets go of what it only returned.
+    for row, following in itertools.pairwise(phases):
+        if row["name"] == "inner":
+            added.setdefault(row["index"], []).append(following["before"] - row["before"])
     means = {step: sum(values) / len(values) for step, values in added.items()}
     scale, unit = _unit(max(map(abs, means.values()), default=0))
     axis.bar(list(means), [mean / scale for mean in means.values()], width=0.62, color=BLUE, alpha=0.8)
