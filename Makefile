@@ -3,6 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
+# One process per core and one thread in each, so that processes do not wait for each other's threads.
+WORKERS ?= logical
+OMP_NUM_THREADS ?= 1
+PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
+	--maxprocesses 8 --dist worksteal --durations 10
+
 .PHONY: demo test test-all lint clean
 
 $(READY): pyproject.toml constraints.txt
@@ -14,11 +20,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## MAML on sinusoids: trains, evaluates, plots, prints the memory table
 	$(BIN)/python -m experiments.train experiment=demo
 
-test: $(READY)  ## every test that is not marked slow
-	$(BIN)/python -m pytest -m "not slow"
+test: $(READY)  ## every test that is not marked slow: minutes on two cores
+	$(PYTEST) -m "not slow"
 
 test-all: $(READY)  ## every test
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)  ## formatting, lint and types, as CI runs them
 	$(BIN)/ruff format --check .

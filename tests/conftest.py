@@ -1,0 +1,95 @@
+"""What every test shares: the same random numbers in any order, another seed on request, skips by reason.
+
+``METAGRAD_TEST_SEED=n`` is added to every seed that a test fixes: ``torch.manual_seed``,
+``torch.Generator().manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``
+where they are called from a file of ``tests/``, and the seed each test starts with. Seeds inside the
+library, and those that a test passes to it as an argument, stay as they are. 0 changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+TESTS = str(Path(__file__).parent)
+SEED = int(os.environ.get("METAGRAD_TEST_SEED", "0"))
+
+
+def shifted(seed: int) -> int:
+    """Add METAGRAD_TEST_SEED to a seed that a file of tests/ gives."""
+    from_tests = sys._getframe(2).f_code.co_filename.startswith(TESTS)
+    return seed + SEED if from_tests else seed
+
+
+def shift_seeds() -> None:
+    """Replace what takes a seed by what adds METAGRAD_TEST_SEED to it."""
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed):
+            return super().manual_seed(shifted(seed))
+
+    torch.Generator = Generator  # torch's own cannot be patched: it is immutable
+    for module, name in (
+        (torch, "manual_seed"),
+        (random, "seed"),
+        (np.random, "seed"),
+        (np.random, "default_rng"),
+    ):
+        setattr(module, name, with_shifted_seed(getattr(module, name)))
+
+
+def with_shifted_seed(function):
+    def call(seed=None):
+        return function(None if seed is None else shifted(seed))
+
+    return call
+
+
+def pytest_configure(config):
+    hypothesis.settings.register_profile("suite", derandomize=SEED == 0, deadline=None, database=None)
+    hypothesis.settings.load_profile("suite")
+    if SEED:
+        hypothesis.core.global_force_seed = SEED
+        shift_seeds()
+
+
+def pytest_report_header():
+    return f"METAGRAD_TEST_SEED: {SEED}, CPU capability: {torch.backends.cpu.get_cpu_capability()}"
+
+
+def restart_random_numbers():
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers():
+    """Start every test with the same random numbers, whichever worker runs it after whichever other."""
+    restart_random_numbers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    """Start what tests share with the same random numbers, whichever test asks for it first."""
+    if fixturedef.scope != "function":
+        restart_random_numbers()
+
+
+def pytest_terminal_summary(terminalreporter):
+    reasons = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", []):
+        path, _, reason = report.longrepr
+        reasons[reason.removeprefix("Skipped: ")].append(Path(path).name)
+    if reasons:
+        terminalreporter.section("skipped, by reason")
+    for reason, files in sorted(reasons.items()):
+        terminalreporter.line(f"{len(files):5d}  {reason} ({', '.join(sorted(set(files)))})")
