@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import metagrad as mg
 from metagrad.optim.rules.krylov import RESULTS, conjugate_gradients
-from metagrad.optim.rules.lanczos_rows import minimize_cubic
+from metagrad.optim.rules.lanczos_rows import least_root, minimize_cubic
 from metagrad.optim.rules.lbfgs import two_loop
 from metagrad.optim.rules.strong_wolfe import strong_wolfe
 
@@ -149,6 +152,47 @@ def test_a_cubic_model_without_a_gradient_has_no_step():
     found = minimize_cubic(multiplied(M), g, torch.ones(2, dtype=F64), rtol=1e-10, max_steps=5)
     assert found.x[1].tolist() == [0.0] * 3
     assert found.steps.tolist()[1] == 0
+
+
+@pytest.mark.parametrize("lowest", [1e-3, -1.0])
+def test_the_root_of_the_secular_equation_over_eighteen_orders_of_magnitude(lowest):
+    """Lengths and cubic terms as they come, from definite and indefinite matrices, against Brent's method."""
+    generator = np.random.default_rng(0)
+    basis = np.linalg.qr(generator.standard_normal((12, 12)))[0]
+    values = np.concatenate([[lowest], np.logspace(-2, 2, 11)])
+    T = (basis * values) @ basis.T
+    for length in (1e-4, 1.0, 1e4):
+        for cubic in (1e-5, 1.0, 1e5):
+            row = (T + T.T)[None] / 2, np.array([length]), np.array([cubic]), np.zeros(1)
+            found, _ = least_root(*row, 12)
+
+            def excess(r, length=length, cubic=cubic):
+                return np.linalg.norm(length * basis[0] / (values + cubic * r / 2)) / r - 1
+
+            least = max(0.0, -2 * lowest / cubic)
+            expected = brentq(excess, least * (1 + 1e-13) + 1e-30, least + 1e12, xtol=1e-300)
+            assert found[0] == pytest.approx(expected, rel=1e-10)
+
+
+class _Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_cubic_model_costs_few_operations_beside_its_products():
+    """A root search by bisection in every space was 64 rounds of six."""
+    values = torch.linspace(-0.1, 1, 60, dtype=F64)
+    with _Calls() as calls:
+        found = minimize_cubic(
+            lambda rows: rows * values, torch.ones(1, 60, dtype=F64), torch.ones(1), rtol=1e-10, max_steps=30
+        )
+    assert found.products >= 10
+    assert calls.count < 100 * found.products
 
 
 @pytest.mark.parametrize("steps", [2, 4])
