@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import AutocastState
+from metagrad.autograd.finite import is_finite
 from metagrad.meta.batching import Tasks
 from metagrad.meta.finite import Results
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import needs_curvature
 from metagrad.optim.rules.walk import hyperparameters_in, with_hyperparameters
-from metagrad.sparse.rows.row_sparse import RowSparse
 
 Compute = Callable[[Params, Rule, Tasks], Results]
 """Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""
@@ -175,20 +174,6 @@ class _Entry(torch.autograd.Function):
         if is_finite([g for g in grads if g is not None]):
             return (None, *grads)
         return (None, *(ctx.repaired() or grads))
-
-
-def is_finite(tensors: Sequence[Tensor]) -> bool:
-    """Say whether no entry is NaN or infinite."""
-    values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
-    if not values:
-        return True
-    norms: Sequence[Tensor] = torch._foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
-    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
-        norms = [norm.to(values[0].device, torch.float32) for norm in norms]
-    # The norm of large entries may overflow where none of them is infinite.
-    return math.isfinite(torch.stack(list(norms)).sum().item()) or all(
-        bool(v.isfinite().all()) for v in values
-    )
 
 
 def _learned(params: Params, rule: Rule) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +24,15 @@ from metagrad.optim.kfac.factors import (
 
 
 def renewed(
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     sums: Sums,
     weight: float | Tensor,
-    rows: Sequence[tuple[Tensor, Tensor]],
+    rows: Iterable[tuple[Tensor, Tensor]],
     group: Mapping[str, Any],
     *,
     is_due: bool,
-) -> None:
-    """Take what was seen of a layer in one step into its state.
+) -> dict[str, Any]:
+    """Return what is new in the state of a layer, of what was seen of it in one step.
 
     Args:
         state: ``updates``, the number of those before; ``inputs`` and ``outputs``, averages of the factors; and what
@@ -47,17 +47,18 @@ def renewed(
     decay, new = float(group["decay"]), factors_of(sums, weight)
     old = Factors(state["inputs"], state["outputs"]) if count > 1 else new
     factors = averaged_factors(old, new, count, decay)
-    state["inputs"], state["outputs"] = factors
-    state["updates"] = count
+    found = {"inputs": factors.inputs, "outputs": factors.outputs, "updates": count}
     is_new = is_due or count == 1
     if group["eigen"]:
         if is_new:
-            state["input_basis"], state["output_basis"] = eigenbasis_of(factors)
-        basis = (state["input_basis"], state["output_basis"])
+            found["input_basis"], found["output_basis"] = eigenbasis_of(factors)
+        kept = {**state, **found}
+        basis = (kept["input_basis"], kept["output_basis"])
         scaling = weight * torch.stack([scaling_of(*pair, basis) for pair in rows]).sum(0)
-        state["scaling"] = scaling if is_new else averaged(state["scaling"], scaling, count, decay)
+        found["scaling"] = scaling if is_new else averaged(state["scaling"], scaling, count, decay)
     elif is_new:
-        state["input_inverse"], state["output_inverse"] = inverses_of(factors, group["damping"])
+        found["input_inverse"], found["output_inverse"] = inverses_of(factors, group["damping"])
+    return found
 
 
 def direction_of(gradient: Tensor, state: Mapping[str, Any], damping: float | Tensor) -> Tensor:

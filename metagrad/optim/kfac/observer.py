@@ -102,10 +102,11 @@ class LayerOptimizer(CurvatureOptimizer):
         calls.append(call)
         self._waiting[name].discard(call)
 
-    def _reduce(self, name: str) -> None:
+    def _reduce(self, name: str, *, keep_calls: bool = False) -> None:
         for rows in self._rows(name):
             self._sums[name] = added(self._sums.get(name), sums_of(*rows))
-        self._calls.pop(name, None)
+        if not keep_calls:
+            self._calls.pop(name, None)
 
     def _rows(self, name: str) -> Iterator[Rows]:
         layer = self._layers[name]

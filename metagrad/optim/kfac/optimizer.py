@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,10 @@ from metagrad.optim.kfac.factors import kl_length
 from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.kfac.observer import LayerOptimizer
 from metagrad.optim.kfac.options import check_options
-from metagrad.optim.rules.curvature import Curvature
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.sgd import sgd
-from metagrad.optim.shells.move import working
-from metagrad.optim.shells.optimizer import Group
+from metagrad.optim.shells.move import Change, Later, working
+from metagrad.optim.shells.optimizer import Group, Work
 
 
 class KFAC(LayerOptimizer):
@@ -64,6 +63,8 @@ class KFAC(LayerOptimizer):
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
             ``"empirical"``.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
         params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
             follows the group of its weight.
         seed: Of the drawn labels; None takes ``torch.initial_seed()``.
@@ -128,6 +129,7 @@ class KFAC(LayerOptimizer):
         fisher: Literal["empirical", "sampled"] = "empirical",
         loss_reduction: Literal["mean", "sum"] = "mean",
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         params: Sequence[dict[str, Any]] | None = None,
         seed: int | None = None,
     ) -> None:
@@ -147,6 +149,7 @@ class KFAC(LayerOptimizer):
                 "fisher": fisher,
                 "loss_reduction": loss_reduction,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             seed=seed,
         )
@@ -167,44 +170,69 @@ class KFAC(LayerOptimizer):
             self._known_scale("factors")
         return True
 
-    def _move_group(self, group: Group, params: Params, grads: Params, curvature: Curvature | None) -> None:
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._observed(work)
+        for name in self._layers_of(work.params):
+            self._reduce(name, keep_calls=work.group["eigen"])
+            sums = self._sums.get(name)
+            if sums is not None:
+                yield f"the factor of the inputs of {name!r}", sums.inputs
+                yield f"the factor of the outputs of {name!r}", sums.outputs
+
+    def _layers_of(self, params: Params) -> dict[str, Layer]:
+        weights = set(params.values())
+        return {name: layer for name, layer in self._layers.items() if layer.weight in weights}
+
+    def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
         keys = {p: key for key, p in params.items()}
         directions, gradients = {}, {}
-        for name, layer in self._layers.items():
-            if layer.weight in keys:
-                self._renew(group, name)
-                gradients[name] = self._gradient(layer, keys, grads)
-                state = self.state[layer.weight]
-                directions[name] = direction_of(gradients[name], state, group["damping"])
-        length = self._length(group, directions, gradients)
-        grads = dict(grads)
+        for name, layer in self._layers_of(params).items():
+            new = self._renewed(group, name)
+            block = {**self.state.get(layer.weight, {}), **new}
+            gradients[name] = self._gradient(layer, keys, grads)
+            directions[name] = direction_of(gradients[name], block, group["damping"])
+            used = {f"the direction of {name!r}": directions[name]}
+            yield Change({name: layer.weight}, {}, {name: new}, used=used)
+        yield from super()._changes(group, params, self._shortened(group, keys, grads, directions, gradients))
+
+    def _shortened(
+        self,
+        group: Group,
+        keys: Mapping[Tensor, str],
+        grads: Params,
+        directions: Params,
+        gradients: Params,
+    ) -> Params:
+        """Return the direction of each parameter, by its name."""
+        length, found = self._length(group, directions, gradients), dict(grads)
         for name, direction in directions.items():
             layer = self._layers[name]
             parts = split_gradient(layer, direction * length)
             for p, part in zip((layer.weight, layer.bias), parts, strict=True):
                 if p is not None and part is not None and p in keys:
-                    grads[keys[p]] = part
-        super()._move_group(group, params, grads, curvature)
+                    found[keys[p]] = part
+        return found
 
     def _gradient(self, layer: Layer, keys: Mapping[Tensor, str], grads: Params) -> Tensor:
         bias = None if layer.bias is None or layer.bias not in keys else working(grads[keys[layer.bias]])
         return joined_gradient(layer, working(grads[keys[layer.weight]]), bias)
 
-    def _renew(self, group: Group, name: str) -> None:
-        """Bring the factors and the inverse of a layer up to date."""
-        rows = list(self._rows(name)) if group["eigen"] else []
-        self._reduce(name)
-        sums, state = self._sums.get(name), self.state[self._layers[name].weight]
+    def _renewed(self, group: Group, name: str) -> dict[str, Any]:
+        """Return the factors and the inverse of a layer, if they are new, after what was seen of it."""
+        sums, state = self._sums.get(name), self.state.get(self._layers[name].weight, {})
         if sums is not None:
+            rows = self._rows(name) if group["eigen"] else ()
             weight = self._weight(group, sums.num_examples)
-            with torch.no_grad():
-                renewed(state, sums, weight, rows, group, is_due=group["step"] % group["inverse_every"] == 0)
-        elif "updates" not in state:
+            return renewed(
+                state, sums, weight, rows, group, is_due=group["step"] % group["inverse_every"] == 0
+            )
+        if "updates" not in state:
             raise RuntimeError(
                 f"KFAC.step: {name!r} has a gradient, but no curvature: its call was not seen, or no labels were "
                 "drawn. The forward pass must run after KFAC(model) was made, by calling the layer; with "
                 'fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
             )
+        return {}
 
     def _weight(self, group: Group, num_examples: int) -> float | Tensor:
         is_sampled = group["fisher"] == "sampled"

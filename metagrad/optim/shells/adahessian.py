@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from metagrad.optim.rules.adahessian import adahessian
@@ -32,6 +34,8 @@ class AdaHessian(DiagonalOptimizer):
         spatial_average: Average the diagonal over the positions of each convolution kernel.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
         seed: Of the probes; None takes ``torch.initial_seed()``.
 
     Raises:
@@ -72,6 +76,7 @@ class AdaHessian(DiagonalOptimizer):
         spatial_average: bool = True,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -85,6 +90,7 @@ class AdaHessian(DiagonalOptimizer):
                 "samples": samples,
                 "spatial_average": spatial_average,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             foreach=foreach,
             seed=seed,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.autograd.finite import is_finite
 from metagrad.autograd.lint import refuse_defects
 from metagrad.curvature.operators.recognition import Evaluated
 from metagrad.optim.rules.curvature import needs_curvature
@@ -102,6 +103,7 @@ class CurvatureOptimizer(RuleOptimizer):
         if self._is_curvature_due():
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
         else:
+            self._losses = [*self._losses, loss.detach()]
             loss.backward(gradient, retain_graph, inputs=inputs)
 
     @contextlib.contextmanager
@@ -169,7 +171,12 @@ class CurvatureOptimizer(RuleOptimizer):
             for evaluated, weight in zip(self._noted, weights, strict=True)
             if weight is not None and evaluated.known is not None
         ]
-        self._observe(grads, losses, retain_graph=bool(retain_graph))
+        self._losses = [*self._losses, loss.detach()]
+        outputs = [part.loss.output.detach() for part in losses]
+        if is_finite(outputs):
+            self._observe(grads, losses, retain_graph=bool(retain_graph))
+        else:  # no labels can be drawn from NaN, and the step will not be taken
+            self._losses = [*self._losses, *outputs]
         for leaf, g in grads.items():
             accumulate(leaf, g)
 
@@ -191,6 +198,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _forget(self) -> None:
         """Drop what was taken since the last step."""
+        self._losses = []
         self._scale: Tensor | None = None
 
     def _known_scale(self, of: str) -> Tensor:

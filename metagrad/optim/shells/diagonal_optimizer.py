@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer, inverse_of
 from metagrad.optim.shells.gradients import unknown_loss
 from metagrad.optim.shells.move import working
-from metagrad.optim.shells.optimizer import Group
+from metagrad.optim.shells.optimizer import Group, Work
 from metagrad.optim.shells.randomness import generators_of
 from metagrad.sparse.rows.row_sparse import RowSparse
 
@@ -59,6 +59,12 @@ class DiagonalOptimizer(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._estimates: dict[Tensor, Tensor] | None = None
+
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._observed(work)
+        for key, p in work.params.items():
+            if self._estimates and p in self._estimates:
+                yield f"the curvature of {key!r}", self._estimates[p]
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
         if not needs_curvature(self._rule(group), group["step"]):

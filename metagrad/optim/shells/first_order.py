@@ -29,6 +29,8 @@ class Lion(RuleOptimizer):
         weight_decay: The factor :math:`\lambda`, as much larger than Adam's as ``lr`` is smaller.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -58,10 +60,17 @@ class Lion(RuleOptimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
+            {
+                "lr": lr,
+                "betas": betas,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+                "nonfinite": nonfinite,
+            },
             foreach=foreach,
         )
 
@@ -86,6 +95,8 @@ class Muon(RuleOptimizer):
             ratio of rows to columns if above 1, or ``"match_rms_adamw"``, 0.2 times the root of the larger.
         ns_dtype: What the iterations are calculated in; None is the dtype of the parameter.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A parameter is no matrix, or a hyper-parameter is out of its range.
@@ -119,6 +130,7 @@ class Muon(RuleOptimizer):
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         ns_dtype: torch.dtype | None = torch.bfloat16,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -132,6 +144,7 @@ class Muon(RuleOptimizer):
                 "adjust_lr_fn": adjust_lr_fn,
                 "ns_dtype": ns_dtype,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )
 
@@ -156,6 +169,8 @@ class SparseAdam(RuleOptimizer):
         amsgrad: Divide by the root of the largest :math:`v` so far.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -186,10 +201,18 @@ class SparseAdam(RuleOptimizer):
         amsgrad: bool = False,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "amsgrad": amsgrad, "maximize": maximize},
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "nonfinite": nonfinite,
+            },
             foreach=foreach,
         )
 
@@ -210,6 +233,8 @@ class SparseAdagrad(RuleOptimizer):
         eps: What is added to the root.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -241,6 +266,7 @@ class SparseAdagrad(RuleOptimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -250,6 +276,7 @@ class SparseAdagrad(RuleOptimizer):
                 "initial_accumulator_value": initial_accumulator_value,
                 "eps": eps,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             foreach=foreach,
         )

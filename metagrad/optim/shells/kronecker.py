@@ -33,6 +33,8 @@ class Shampoo(RuleOptimizer):
         block_size: Longer axes are cut into parts of at most so many.
         root_every: Steps from one computation of the roots to the next.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -74,6 +76,7 @@ class Shampoo(RuleOptimizer):
         block_size: int = 1024,
         root_every: int = 1,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -90,6 +93,7 @@ class Shampoo(RuleOptimizer):
                 "block_size": block_size,
                 "root_every": root_every,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )
 
@@ -112,6 +116,8 @@ class SOAP(RuleOptimizer):
         max_size: Longer axes have no basis.
         precondition_1d: Give vectors a basis too.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -147,6 +153,7 @@ class SOAP(RuleOptimizer):
         max_size: int = 10000,
         precondition_1d: bool = False,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -160,5 +167,6 @@ class SOAP(RuleOptimizer):
                 "max_size": max_size,
                 "precondition_1d": precondition_1d,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )

@@ -1,45 +1,101 @@
-"""One step of a rule, written into parameters: whole ones, and the touched rows of tables."""
+"""One step of a rule: computed for whole parameters, or the touched rows of tables, and then written into them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from metagrad._tree import tree_leaves
 from metagrad.optim.rules.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rules.rule import Params, Rule
-from metagrad.optim.shells.state import ParameterState, joined, keep
+from metagrad.optim.shells.state import ParameterState, apart, joined
 from metagrad.sparse.rows.kernels import gather_rows
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 
-def move_whole(
+@dataclass(frozen=True)
+class Change:
+    """What a step makes of some parameters and of what is kept of them, computed and not yet written.
+
+    Attributes:
+        params: The parameters.
+        moved: Their new values; of a table, those of ``rows``.
+        states: What is new in the state of each.
+        rows: Which rows of a table moved; None of whole parameters.
+        used: What else it was made of, and must be finite, by description.
+    """
+
+    params: Params
+    moved: Params
+    states: Mapping[str, ParameterState]
+    rows: Tensor | None = None
+    used: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that must be finite, with a description."""
+        yield from self.used.items()
+        for key, value in self.moved.items():
+            yield f"the new value of {key!r}", value
+        for key, state in self.states.items():
+            for slot, value in state.items():
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        yield f"the new state {slot!r} of {key!r}", leaf
+
+    def write(self, kept: MutableMapping[Tensor, ParameterState]) -> None:
+        """Write parameters in place, and their state into that of an optimizer."""
+        for key, state in self.states.items():
+            kept[self.params[key]].update(state)
+        for key, value in self.moved.items():
+            p = self.params[key]
+            if self.rows is None:
+                p.copy_(value)
+            else:
+                p.index_copy_(0, self.rows, value.to(p.dtype))
+
+
+@dataclass(frozen=True)
+class Later:
+    """A change of a large parameter, which is computed as it is written, so that memory is that of its parts.
+
+    It is free of NaN and infinities where gradient and curvature are, but for an overflow.
+    """
+
+    write: Callable[[MutableMapping[Tensor, ParameterState]], None]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: its values are not known yet."""
+        return iter(())
+
+
+def step_whole(
     rule: Rule,
     params: Params,
     grads: Params,
     states: Mapping[str, ParameterState],
     curvature: Curvature | None,
-) -> None:
-    """Move parameters that have taken the same number of steps."""
+) -> Change:
+    """Compute a step of parameters that have taken the same number of steps."""
     values = {key: working(p) for key, p in params.items()}
     is_new = "step" not in next(iter(states.values()))
     state = rule.init(values) if is_new else joined(rule, states)
     moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
-    keep(state, states)
-    for key, p in params.items():
-        p.copy_(moved[key])
+    return Change(params, moved, apart(state, params))
 
 
-def move_rows(
+def step_rows(
     rule: Rule,
     key: str,
     table: Tensor,
     gradient: Tensor,
     kept: ParameterState,
     curvature: Curvature | None,
-) -> None:
-    """Move the rows of a table that were ever touched, which is what the dense rule moves.
+) -> Change:
+    """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
 
     The state has a slot ``rows``, int64 and ascending, and holds of every other slot those rows alone.
     """
@@ -51,9 +107,8 @@ def move_rows(
         state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))})
     g = {key: working(_gathered(gradient, rows))}
     moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
-    keep(state, {key: kept})
-    kept["rows"] = rows
-    table.index_copy_(0, rows, moved[key].to(table.dtype))
+    states = {key: {**apart(state, [key])[key], "rows": rows}}
+    return Change({key: table}, moved, states, rows)
 
 
 def working(value: Tensor) -> Tensor:

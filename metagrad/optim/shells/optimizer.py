@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from metagrad.autograd.finite import is_finite
 from metagrad.optim.rules.curvature import Curvature
 from metagrad.optim.rules.hyperparameters import is_used
 from metagrad.optim.rules.probes import as_rows
 from metagrad.optim.rules.rule import Params
-from metagrad.optim.shells.move import move_rows, move_whole
-from metagrad.optim.shells.sizes import is_large, is_small, move_flat, move_pieces
-from metagrad.optim.shells.state import keeping_dtypes
+from metagrad.optim.shells.move import Change, Later, step_rows, step_whole
+from metagrad.optim.shells.sizes import is_large, is_small, move_pieces, step_flat
+from metagrad.optim.shells.state import ParameterState, keeping_dtypes
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
@@ -26,12 +28,24 @@ Group: TypeAlias = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
 
 
+class Work(NamedTuple):
+    """The parameters of a group that have gradients, by name."""
+
+    group: Group
+    params: Params
+    grads: Params
+
+
 class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose steps are those of a rule.
 
     A subclass names what makes its rule, and its constructor passes on every hyper-parameter: these live in
     ``param_groups`` alone, where schedulers find them, and a rule is made of a group's at each step. The rule does
     the arithmetic; here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
+
+    A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
+    infinite, nothing changes, and the step raises an error or is left out (``nonfinite``). To know so costs the norms
+    of gradients and of new values, and on an accelerator a wait for them.
 
     Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
     loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
@@ -53,13 +67,16 @@ class RuleOptimizer(torch.optim.Optimizer):
     elementwise: ClassVar[bool] = True
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""
-    shell_options: ClassVar[frozenset[str]] = frozenset({"step", "foreach", "differentiable"})
+    shell_options: ClassVar[frozenset[str]] = frozenset({"step", "foreach", "nonfinite", "differentiable"})
     """The keys of ``defaults`` that the rule does not know: ``step`` counts the steps, torch adds the last."""
+    _losses: Sequence[Tensor] = ()
+    """What is known of the loss of this step."""
 
     def __init__(
         self, params: ParameterGroups, hyperparameters: Mapping[str, Any], *, foreach: bool | None = None
     ) -> None:
-        super().__init__(params, {**hyperparameters, "foreach": foreach, "step": 0})  # type: ignore[arg-type]
+        defaults = {"nonfinite": "raise", **hyperparameters, "foreach": foreach, "step": 0}
+        super().__init__(params, defaults)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
@@ -80,10 +97,24 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Returns:
             What the closure returned, without its graph.
+
+        Raises:
+            FloatingPointError: The loss, a gradient, the curvature or what is made of them is NaN or infinite.
+                Parameters and state are left as they were. With ``nonfinite="skip"`` the step is left out instead,
+                and counted in :attr:`stats`.
         """
-        loss = None if closure is None else self._evaluated(closure)
-        self._move()
+        try:
+            loss = None if closure is None else self._evaluated(closure)
+            self._losses = [*self._losses, *_numbers(loss)]
+            self._move()
+        finally:
+            self._losses = []
         return loss.detach() if isinstance(loss, Tensor) else loss
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """``skipped``: how many steps were left out, of a loss, gradient or curvature that was not finite."""
+        return {"skipped": self._num_skipped()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
@@ -95,33 +126,88 @@ class RuleOptimizer(torch.optim.Optimizer):
             return closure()
 
     def _move(self) -> None:
-        """Move every parameter that has a gradient."""
-        for index, group in enumerate(self.param_groups):
-            params = {key: p for key, p in self._named(index).items() if p.grad is not None}
-            grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
-            if params:
-                self._move_group(group, params, grads, self._curvature(group, params, grads))
+        """Move every parameter that has a gradient; or none, if anything is not finite."""
+        work = [self._work(index) for index in range(len(self.param_groups))]
+        if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
+            return
+        changes = list(chain.from_iterable(self._changes(*one) for one in work if one.params))
+        if not self._are_finite([pair for change in changes for pair in change.tensors()]):
+            return
+        # What is computed as it is written comes last: an error before leaves everything as it was.
+        for change in sorted(changes, key=lambda change: isinstance(change, Later)):
+            change.write(self.state)
+        for group in self.param_groups:
             group["step"] += 1
 
-    def _move_group(self, group: Group, params: Params, grads: Params, curvature: Curvature | None) -> None:
-        rule = self._rule(group)
+    def _work(self, index: int) -> Work:
+        """Return the parameters of a group that have gradients."""
+        group = self.param_groups[index]
+        params = {key: p for key, p in self._named(index).items() if p.grad is not None}
+        grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
+        for key, g in grads.items():
+            if isinstance(g, RowSparse):
+                self._check_rows(group, key)
+        return Work(group, params, grads)
+
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a step of a group is made of, and must be finite: gradients, and curvature where there is."""
+        for key, g in work.grads.items():
+            yield f"the gradient of {key!r}", g
+
+    def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
+        if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not
+            for loss in self._losses:
+                yield "the loss", loss
+
+    def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
+        """Say whether the step may go on; raise or count where it may not."""
+        if is_finite([tensor for _, tensor in described]):
+            return True
+        if self.param_groups[0].get("nonfinite", "raise") == "raise":
+            what = next(name for name, tensor in described if not is_finite([tensor]))
+            raise FloatingPointError(
+                f"{type(self).__name__}.step: {what} is NaN or infinite; parameters and state are left as they were. "
+                "Lower the learning rate, or look in the loss for a root, a logarithm or a division at zero; "
+                'nonfinite="skip" leaves such steps out, and counts them in opt.stats["skipped"].'
+            )
+        self._skipped = self._num_skipped() + 1
+        return False
+
+    def _num_skipped(self) -> int:
+        return self.__dict__.get("_skipped", 0)
+
+    def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
+        """Compute the step of a group."""
+        rule, curvature = self._rule(group), self._curvature(group, params, grads)
         together: dict[Hashable, list[str]] = defaultdict(list)
         for key, p in params.items():
-            state, alike = self.state[p], self._flat_with(group, rule, p)
+            state, alike = self.state.get(p, {}), self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
-                move_rows(rule, key, p, grads[key], state, curvature)
-            elif self.elementwise and group["foreach"] is None and is_large(p):
-                move_pieces(rule, key, p, grads[key], state, curvature)
+                yield step_rows(rule, key, p, grads[key], state, curvature)
             elif self.elementwise and alike is None:
-                # By itself, so that memory is given back before the next parameter needs some.
-                move_whole(rule, {key: p}, {key: grads[key]}, {key: state}, curvature)
+                yield self._later(group, rule, key, p, grads[key], curvature)
             else:
                 together[state.get("step"), alike].append(key)
         for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
-            move = move_whole if alike is None or len(keys) == 1 else move_flat
+            step = step_whole if alike is None or len(keys) == 1 else step_flat
             some, gradients = {key: params[key] for key in keys}, {key: grads[key] for key in keys}
-            move(rule, some, gradients, {key: self.state[params[key]] for key in keys}, curvature)
+            yield step(
+                rule, some, gradients, {key: self.state.get(params[key], {}) for key in keys}, curvature
+            )
+
+    def _later(
+        self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None
+    ) -> Later:
+        """Put off the step of a large parameter, so that memory is given back before the next one needs some."""
+
+        def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
+            if group["foreach"] is None and is_large(param):
+                move_pieces(rule, key, param, gradient, kept[param], curvature)
+            else:
+                step_whole(rule, {key: param}, {key: gradient}, {key: kept[param]}, curvature).write(kept)
+
+        return Later(write)
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> Hashable:
         """Return what parameters have in common that are moved as one vector; None of one that is not."""
@@ -150,6 +236,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         name, group = type(self).__name__, self.param_groups[index]
         for option in self.defaults:
             _check_form(name, option, group[option])
+        _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
         rule = self._rule(group)
         for key, p in self._named(index).items():
             if not p.is_floating_point():
@@ -173,6 +260,23 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
                 "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
             )
+
+
+def _numbers(loss: object) -> list[Tensor]:
+    """Return what can be looked at of what a closure returns."""
+    if isinstance(loss, Tensor):
+        return [loss.detach()] if loss.is_floating_point() else []
+    return [torch.tensor(loss)] if isinstance(loss, float) else []
+
+
+def _check_nonfinite(name: str, value: object, first: object) -> None:
+    if value not in ("raise", "skip"):
+        raise ValueError(f"{name}(params): nonfinite must be 'raise' or 'skip', got {value!r}.")
+    if value != first:
+        raise ValueError(
+            f"{name}(params): nonfinite must be the same in all groups, which move together or not at all; got "
+            f"{first!r} and {value!r}."
+        )
 
 
 @functools.lru_cache(maxsize=256)

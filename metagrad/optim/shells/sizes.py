@@ -14,8 +14,8 @@ from torch import Tensor
 
 from metagrad.optim.rules.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rules.rule import Params, Rule
-from metagrad.optim.shells.move import working
-from metagrad.optim.shells.state import ParameterState, joined, keep
+from metagrad.optim.shells.move import Change, working
+from metagrad.optim.shells.state import ParameterState, apart, joined, keep
 
 _SMALL = {"cpu": 2**14}
 _SMALL_ELSEWHERE = 2**22  # an accelerator waits for operations to be launched
@@ -33,14 +33,14 @@ def is_large(param: Tensor) -> bool:
     return param.device.type == "cpu" and param.numel() > _PIECE and len(param) > 1
 
 
-def move_flat(
+def step_flat(
     rule: Rule,
     params: Params,
     grads: Params,
     states: Mapping[str, ParameterState],
     curvature: Curvature | None,
-) -> None:
-    """Move parameters of one dtype and device, as many steps old, as one vector."""
+) -> Change:
+    """Compute a step of parameters of one dtype and device, as many steps old, as one vector."""
     values = {_ALL: _flat(params.values())}
     if "step" in next(iter(states.values())):
         state = joined(rule, {_ALL: _flat_states(list(states.values()))})
@@ -51,9 +51,7 @@ def move_flat(
         diagonals = {_ALL: _flat(diagonals[key] for key in params)}
     moved, state = rule.update({_ALL: _flat(grads.values())}, state, values, _known(curvature, diagonals))
     parts = [_split(field[_ALL], params) if isinstance(field, dict) else field for field in state]
-    keep(type(state)(*parts), states)
-    for (_, p), new in zip(params.items(), _split(moved[_ALL], params).values(), strict=True):
-        p.copy_(new)
+    return Change(params, _split(moved[_ALL], params), apart(type(state)(*parts), params))
 
 
 def move_pieces(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from metagrad.optim.rules.sophia import sophia_g, sophia_h
@@ -32,6 +34,8 @@ class SophiaH(DiagonalOptimizer):
         samples: Probes for each estimate.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
         seed: Of the probes; None takes ``torch.initial_seed()``.
 
     Raises:
@@ -67,6 +71,7 @@ class SophiaH(DiagonalOptimizer):
         samples: int = 1,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -80,6 +85,7 @@ class SophiaH(DiagonalOptimizer):
                 "curvature_every": curvature_every,
                 "samples": samples,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             foreach=foreach,
             seed=seed,
@@ -109,6 +115,8 @@ class SophiaG(SophiaH):
         samples: Draws of the labels for each estimate.
         foreach: Move parameters as one long vector; None does so for small ones.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
         seed: Of the drawn labels; None takes ``torch.initial_seed()``.
 
     Raises:
@@ -150,6 +158,7 @@ class SophiaG(SophiaH):
         samples: int = 1,
         foreach: bool | None = None,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -162,6 +171,7 @@ class SophiaG(SophiaH):
             curvature_every=curvature_every,
             samples=samples,
             maximize=maximize,
+            nonfinite=nonfinite,
             foreach=foreach,
             seed=seed,
         )

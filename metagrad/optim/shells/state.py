@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -34,14 +34,22 @@ def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
     return type(pattern)(**fields)
 
 
-def keep(state: Any, states: Mapping[str, ParameterState]) -> None:
+def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
     """Take the state of a rule apart again, into those of the parameters."""
-    for index, (key, kept) in enumerate(states.items()):
-        for field, value in zip(state._fields, state, strict=True):
-            if isinstance(value, dict):
-                kept[field] = value[key]
-            elif field == "step" or (index == 0 and value is not None):
-                kept[field] = value
+    states: dict[str, ParameterState] = {}
+    for index, key in enumerate(keys):
+        states[key] = {
+            field: value[key] if isinstance(value, dict) else value
+            for field, value in zip(state._fields, state, strict=True)
+            if isinstance(value, dict) or field == "step" or (index == 0 and value is not None)
+        }
+    return states
+
+
+def keep(state: Any, states: Mapping[str, ParameterState]) -> None:
+    """Take the state of a rule apart into states that there are."""
+    for key, own in apart(state, states).items():
+        states[key].update(own)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from metagrad.optim.rules.curvature import KnownDiagonal
 from metagrad.optim.rules.sophia import sophia_h
 from metagrad.optim.shells.adahessian import AdaHessian
 from metagrad.optim.shells.first_order import Lion, SparseAdagrad, SparseAdam
-from metagrad.optim.shells.move import move_rows, move_whole
+from metagrad.optim.shells.move import step_rows, step_whole
 from metagrad.optim.shells.sophia import SophiaH
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.row_sparse import RowSparse
@@ -95,7 +95,7 @@ def test_sophia_h_on_rows(kind):
 def test_rules_with_a_diagonal_on_rows_are_the_dense_ones():
     rule, generator = sophia_h(lr=0.1, betas=(0.5, 0.5), gamma=1.0), torch.Generator().manual_seed(0)
     table = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
-    dense, kept, whole = table.clone(), {}, {}
+    dense, kept = table.clone(), {"sparse": {}, "dense": {}}
     for step, ids in enumerate(BATCHES):
         rows = torch.tensor(sorted(set(ids)))
         g, d = (
@@ -103,10 +103,13 @@ def test_rules_with_a_diagonal_on_rows_are_the_dense_ones():
             for _ in range(2)
         )
         is_due = step % 2 == 0
-        move_rows(rule, "w", table, g, kept, KnownDiagonal({"w": d} if is_due else {}))
+        diagonal = KnownDiagonal({"w": d} if is_due else {})
+        change = step_rows(rule, "w", table, g, kept["sparse"], diagonal)
+        table.index_copy_(0, change.rows, change.moved["w"])
+        kept["sparse"] = change.states["w"]
         known = KnownDiagonal({"w": d.to_dense()} if is_due else {})
-        rule_state = {"w": whole}
-        move_whole(rule, {"w": dense}, {"w": g.to_dense()}, rule_state, known)
+        whole = step_whole(rule, {"w": dense}, {"w": g.to_dense()}, {"w": kept["dense"]}, known)
+        dense, kept["dense"] = whole.moved["w"], whole.states["w"]
         torch.testing.assert_close(table, dense, rtol=1e-12, atol=1e-14)
 
 
