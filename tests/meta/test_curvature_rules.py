@@ -17,6 +17,7 @@ from metagrad.optim.rules.kfac import kfac
 from metagrad.optim.rules.natural_gradient import natural_gradient
 from metagrad.optim.rules.newton_cg import newton_cg
 from metagrad.optim.rules.sophia import sophia_g, sophia_h
+from tests.marks import slow
 
 F64 = torch.float64
 # So gentle that no element is clipped, where the derivative of Sophia jumps.
@@ -77,7 +78,7 @@ def gradient(name, outputs=1, loss_fn=F.mse_loss, **options):
 
 @every_rule
 @pytest.mark.parametrize(("outputs", "loss_fn"), [(1, F.mse_loss), (2, F.cross_entropy)])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("task_chunk", [None, slow(1)])
 def test_meta_gradients_equal_finite_differences(name, outputs, loss_fn, task_chunk):
     found = gradient(name, outputs, loss_fn, task_chunk=task_chunk)
     net, batch = model(outputs), Batch(outputs - 1)
@@ -96,7 +97,7 @@ def test_meta_gradients_equal_finite_differences(name, outputs, loss_fn, task_ch
 
 
 @every_rule
-@pytest.mark.parametrize("memory", ["step", "sqrt", "1MiB"])
+@pytest.mark.parametrize("memory", ["step", slow("sqrt"), slow("1MiB")])
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_memory_changes_nothing(name, memory, task_chunk):
     torch.testing.assert_close(

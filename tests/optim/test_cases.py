@@ -16,6 +16,8 @@ import metagrad as mg
 from metagrad.optim.rules import rowwise, with_batch_ndim
 from metagrad.sparse.rows.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
+from tests.joint import joint_gradcheck
+from tests.marks import slow
 from tests.optim.cases import CASES, MATRICES, draw, formed, over_cases, scalar
 
 over_torch = pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_gradcheck_in_gradients_parameters_and_hyperparameters(case):
 
     inputs = (formed(case.smooth_hyper(), scalar), case.params(), case.grads(seed=1), case.grads(seed=2))
     inputs = pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(), inputs)
-    assert mg.gradcheck(fn, inputs, order=3, directions=1, rtol=1e-4)
+    assert joint_gradcheck(fn, inputs, order=3, directions=1, rtol=1e-4)
 
 
 @over_cases
@@ -145,7 +147,7 @@ def test_stacked_tasks_equal_one_task_after_the_other(case):
 
 
 @over_cases
-@pytest.mark.parametrize("memory", ["step", "sqrt", "8KiB"])
+@pytest.mark.parametrize("memory", ["step", slow("sqrt"), slow("8KiB")])
 def test_memory_changes_nothing(case, memory):
     def derivatives(memory):
         hyper, params = formed(case.smooth_hyper(), scalar), case.params()
@@ -178,7 +180,7 @@ def of_model(case):
 
 
 @over_cases
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("task_chunk", [None, slow(1)])
 def test_meta_gradients_equal_finite_differences(case, task_chunk):
     model, rule = small_model(case), of_model(case)
     maml = mg.MAML(model, F.mse_loss, inner=rule, steps=3, task_chunk=task_chunk)

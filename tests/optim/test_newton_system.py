@@ -22,6 +22,7 @@ from metagrad.optim.rules.objective import TapeObjective
 from metagrad.optim.rules.rule import with_batch_ndim
 from metagrad.optim.rules.second_order import endings
 from metagrad.optim.rules.tape_curvature import WeightedLoss
+from tests.marks import slow
 from tests.optim.newton_problems import (
     ONE,
     START,
@@ -450,7 +451,7 @@ def meta_gradient(make, options, steps=4, **more):
 
 @every
 @in_options
-@pytest.mark.parametrize("memory", ["step", "sqrt"])
+@pytest.mark.parametrize("memory", ["step", slow("sqrt")])
 def test_memory_modes_of_maml_agree(make, options, memory):
     full = meta_gradient(make, options)
     torch.testing.assert_close(meta_gradient(make, options, memory=memory), full, rtol=1e-9, atol=1e-12)

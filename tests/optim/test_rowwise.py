@@ -25,6 +25,7 @@ from metagrad.optim.rules import (
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.row_sparse import RowSparse
 from metagrad.sparse.rows.table import RowTable
+from tests.marks import slow
 from tests.sparse.guards import no_large_outputs
 
 V, D = 9, 3
@@ -98,7 +99,7 @@ def test_equals_the_dense_rule_bit_for_bit(rule, dtype, data):
 
 
 @over_rules
-@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("memory", ["full", slow("step")])
 def test_meta_gradients_of_two_orders_equal_those_through_the_dense_rule(rule, memory):
     def tower(rule, lookup):
         weight = table()
@@ -124,17 +125,17 @@ def test_gradcheck_in_hyperparameters(make):
     def fn(hyper, weight):
         return meta_loss(embedding, run(rowwise(make(hyper)), embedding, weight, BATCHES[:3])[0])
 
-    assert mg.gradcheck(fn, (hyper, table()), order=2)
+    assert mg.gradcheck(fn, (hyper, table()), order=2, directions=1)
 
 
 @over_rules
 def test_a_step_never_costs_the_table(rule):
-    num_rows = 10**6
+    num_rows = 10**5
     weight = torch.ones(num_rows, D, dtype=torch.float64, requires_grad=True)
     batches = [ids * (num_rows // V) for ids in BATCHES]
     with no_large_outputs(limit=50 * (8 + D)):
         adapted, _ = run(rowwise(rule), embedding, weight, batches)
-        loss = (embedding(torch.tensor([3, 0, 10**5]), adapted) ** 2).sum()
+        loss = (embedding(torch.tensor([3, 0, num_rows - 1]), adapted) ** 2).sum()
         g = torch.autograd.grad(loss, weight, create_graph=True)[0]
         torch.autograd.grad((g**3).sum(), weight)
 
@@ -176,7 +177,7 @@ def test_a_row_table_is_right_in_its_three_parts():
         )
 
     leaves = (table(), table()[:2].detach().requires_grad_(), table()[2].detach().requires_grad_())
-    assert mg.gradcheck(fn, leaves, order=3)
+    assert mg.gradcheck(fn, leaves, order=3, directions=1)
     base, values, scale = leaves
     expected = (base * scale).index_copy(0, rows, values)
     assert torch.equal(RowTable(base, rows, values, scale).to_dense(), expected)

@@ -36,6 +36,7 @@ def test_on_a_convex_quadratic_together_or_not(case, foreach):
     assert losses[-1] < 1e-2 * losses[0]
 
 
+@pytest.mark.slow
 @every
 def test_on_rosenbrock(case):
     model = layer(-1.2, 1.0)

@@ -21,6 +21,7 @@ from metagrad.optim.rules.objective import TapeObjective
 from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.shells.closure_objective import BackwardPass, GraphCurvature
 from metagrad.optim.shells.randomness import generators_of
+from tests.marks import slow
 from tests.optim.shells.cases import (
     assert_equal,
     batch,
@@ -257,7 +258,7 @@ def test_steps_between_keep_no_graph_of_the_gradient(make, monkeypatch):
 
 @every
 @in_options
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("steps", [2, 3])
 def test_resumes_bit_for_bit(make, options, dtype, steps):
     model = network(dtype)

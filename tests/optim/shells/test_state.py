@@ -13,6 +13,7 @@ from metagrad.optim.shells.adahessian import AdaHessian
 from metagrad.optim.shells.first_order import SparseAdam
 from metagrad.optim.shells.randomness import mixed
 from metagrad.optim.shells.sophia import SophiaH
+from tests.marks import slow
 from tests.optim.shells.cases import (
     assert_equal,
     classification,
@@ -28,7 +29,7 @@ from tests.optim.shells.cases import (
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float64), torch.float32, slow(torch.bfloat16)], ids=str)
 def test_resumes_bit_for_bit(case, dtype):
     model = network(dtype)
     opt = optimizer(case, model)
