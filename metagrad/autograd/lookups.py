@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from metagrad.sparse.accumulation import widened
 from metagrad.sparse.rows.kernels import scatter_rows
 from metagrad.sparse.rows.row_sparse import HOLE, RowSparse
 
@@ -95,11 +96,12 @@ class Lookups:
 
     def scatter(self, cotangents: Sequence[Tensor | None], zeros: Tensor) -> Tensor:
         """Add what comes back of each lookup up to coordinates ``[k, R, D...]``: the transpose of :meth:`gather`."""
-        total = torch.cat([zeros, zeros.new_zeros(len(zeros), 1, *self.shape[1:])], 1)
+        total = widened(torch.cat([zeros, zeros.new_zeros(len(zeros), 1, *self.shape[1:])], 1))
         for at, cotangent in zip(self.lookups, cotangents, strict=True):
             if cotangent is not None:
-                total = total.index_add(1, at.place, cotangent.reshape(len(zeros), -1, *self.shape[1:]))
-        return total[:, :-1]
+                rows = widened(cotangent).reshape(len(zeros), -1, *self.shape[1:])
+                total = total.index_add(1, at.place, rows)
+        return total[:, :-1].to(zeros.dtype)
 
 
 def find_lookups(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from metagrad.sparse.accumulation import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.operations.rulebook import Rulebook
 from metagrad.sparse.operations.tangents import nestable, primal
@@ -66,11 +67,11 @@ class _Convolve(Function):
 
     @staticmethod
     def forward(rulebook: Rulebook, x: Tensor, w: Tensor) -> Tensor:
-        y = x @ w[len(rulebook.pairs)]
+        y = widened(x @ w[len(rulebook.pairs)])
         for i, (sites, neighbours) in enumerate(rulebook.pairs):
-            y.index_add_(0, sites, x[neighbours] @ w[i])
-            y.index_add_(0, neighbours, x[sites] @ w[-1 - i])
-        return y
+            y.index_add_(0, sites, widened(x[neighbours] @ w[i]))
+            y.index_add_(0, neighbours, widened(x[sites] @ w[-1 - i]))
+        return y.to(x.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from metagrad.sparse.accumulation import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -128,5 +129,5 @@ def spgemm(a: SparseTensor, b: SparseTensor) -> SparseTensor:
         )
     a, b = a.scalar(), b.scalar()
     plan = a.pattern.product(b.pattern)
-    products = rules.gather(a.values, plan.left) * rules.gather(b.values, plan.right)
-    return SparseTensor._of(plan.pattern, rules.segment_sum(products, plan.cell))
+    products = rules.gather(widened(a.values), plan.left) * rules.gather(widened(b.values), plan.right)
+    return SparseTensor._of(plan.pattern, rules.segment_sum(products, plan.cell).to(a.values.dtype))

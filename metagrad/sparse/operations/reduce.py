@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from metagrad.sparse.accumulation import widened
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.segments import Segments
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -42,12 +43,7 @@ def sum(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Te
         tensor([0.3333, 0.6667, 1.0000])
     """
     a = as_sparse("sum(a, dim)", "a", a)
-    if dim is None:
-        return _kept(a.values.sum(), dim, keepdim)
-    index = entries_along("sum(a, dim)", a.pattern, dim)
-    # The numbers of a block in one row, or one column, are added first: a block is never taken apart.
-    values = a.values.sum(2 if index is a.pattern.rows else 1) if a.is_blocked else a.values
-    return _kept(rules.segment_sum(values, index).reshape(-1), dim, keepdim)
+    return _summed("sum(a, dim)", a, dim, keepdim).to(a.values.dtype)
 
 
 def mean(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
@@ -78,8 +74,9 @@ def mean(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> T
         >>> metagrad.sparse.segment_mean(a.values, a.pattern.rows)
         tensor([2., 4.])
     """
-    sums = sum(a, dim, keepdim=keepdim)
-    return sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])
+    a = as_sparse("mean(a, dim)", "a", a)
+    sums = _summed("mean(a, dim)", a, dim, keepdim)
+    return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.values.dtype)
 
 
 def max(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
@@ -140,13 +137,14 @@ def norm(a: SparseTensor, p: float = 2) -> Tensor:
         >>> a.norm(), a.norm(p=1), a.norm(p=float("inf"))
         (tensor(5.), tensor(7.), tensor(4.))
     """
-    values = as_sparse("norm(a, p)", "a", a).values
+    given = as_sparse("norm(a, p)", "a", a).values
+    values = widened(given)
     if not p >= 1:
         raise ValueError(f"norm(a, p): p must be 1 or more, got {p}.")
     if p == math.inf:
-        return values.abs().amax() if values.numel() else values.sum()
+        return given.abs().amax() if given.numel() else given.sum()
     powers = values**p if p % 2 == 0 else _without_zeros(values, lambda x: x.abs() ** p)
-    return _without_zeros(powers.sum(), lambda x: x ** (1 / p))
+    return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
 
 
 def entries_along(call: str, pattern: Pattern, dim: int) -> Segments:
@@ -156,6 +154,17 @@ def entries_along(call: str, pattern: Pattern, dim: int) -> Segments:
             f"{call}: dim must be 0 (each column), 1 (each row) or None (everything), got {dim!r}."
         )
     return pattern.rows if dim in (1, -1) else pattern.cols
+
+
+def _summed(call: str, a: SparseTensor, dim: int | None, keepdim: bool) -> Tensor:
+    """Add all cells, or those of each row or column, in the dtype in which sums are accumulated."""
+    values = widened(a.values)
+    if dim is None:
+        return _kept(values.sum(), dim, keepdim)
+    index = entries_along(call, a.pattern, dim)
+    # The numbers of a block in one row, or one column, are added first: a block is never taken apart.
+    values = values.sum(2 if index is a.pattern.rows else 1) if a.is_blocked else values
+    return _kept(rules.segment_sum(values, index).reshape(-1), dim, keepdim)
 
 
 def _kept(result: Tensor, dim: int | None, keepdim: bool) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.sparse.accumulation import index_rows, index_sum, widened
 from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.matrix.segments import Segments
 from metagrad.sparse.operations import rules
@@ -101,7 +102,8 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
     """
     index, num = check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
     counts = index.counts if isinstance(index, Segments) else _counts(index, num)
-    return total(values, index, num) / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))
+    sums = total(widened(values), index, num)
+    return (sums / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))).to(values.dtype)
 
 
 def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
@@ -133,25 +135,26 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
         ([-2.0, 0.0, 5.0], [0.5, 1.0, 0.5, 0.0])
     """
     index, num = check_entries("segment_max(values, index, num_segments)", values, index, num_segments)
+    dtype, values = values.dtype, widened(values)
     top = largest(values, index, num)
     is_top = values == spread(top, index)
     ties = total(is_top.to(values.dtype), index, num)
     shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
     # A third of a number, three times, may not be the number: the value comes from the comparison, the derivative
     # from the shares. Infinity minus itself is NaN, and shares of infinity are infinite.
-    return torch.where(top.isfinite(), top + (shared - shared.detach()), shared)
+    return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
 
 
 def spread(x: Tensor, index: Index) -> Tensor:
     """Do :func:`gather` with arguments known to fit."""
-    return rules.gather(x, index) if isinstance(index, Segments) else x.index_select(0, index)
+    return rules.gather(x, index) if isinstance(index, Segments) else index_rows(x, index)
 
 
 def total(values: Tensor, index: Index, num: int) -> Tensor:
     """Do :func:`segment_sum` with arguments known to fit."""
     if isinstance(index, Segments):
         return rules.segment_sum(values, index)
-    return values.new_zeros(num, *values.shape[1:]).index_add(0, index, values)
+    return index_sum(values, index, num).to(values.dtype)
 
 
 def largest(values: Tensor, index: Index, num: int) -> Tensor:

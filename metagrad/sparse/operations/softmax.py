@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from metagrad.sparse.accumulation import widened
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.operations.elementwise import as_sparse
 from metagrad.sparse.operations.reduce import entries_along
@@ -38,8 +39,8 @@ def segment_softmax(values: Tensor, index: Index, num_segments: int | None = Non
         tensor([1.0000, 0.5000, 0.5000, 1.0000])
     """
     index, num = check_entries("segment_softmax(values, index, num_segments)", values, index, num_segments)
-    weights, sums = _exponentials(values, index, num)[1:]
-    return weights / spread(sums, index)
+    weights, sums = _exponentials(widened(values), index, num)[1:]
+    return (weights / spread(sums, index)).to(values.dtype)
 
 
 def softmax(a: SparseTensor, dim: int = -1) -> SparseTensor:
@@ -97,8 +98,9 @@ def log_softmax(a: SparseTensor, dim: int = -1) -> SparseTensor:
     """
     scalar = as_sparse("log_softmax(a, dim)", "a", a).scalar()
     index = entries_along("log_softmax(a, dim)", scalar.pattern, dim)
-    shifted, _, sums = _exponentials(scalar.values, index, index.num_segments)
-    return SparseTensor._of(scalar.pattern, shifted - spread(sums.log(), index))
+    shifted, _, sums = _exponentials(widened(scalar.values), index, index.num_segments)
+    values = shifted - spread(sums.log(), index)
+    return SparseTensor._of(scalar.pattern, values.to(scalar.values.dtype))
 
 
 def _exponentials(values: Tensor, index: Index, num: int) -> tuple[Tensor, Tensor, Tensor]:

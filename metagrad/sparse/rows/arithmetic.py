@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.sparse.accumulation import index_sum, widened
 from metagrad.sparse.rows.kernels import gather_rows, scatter_rows, written_out
 from metagrad.sparse.rows.row_sparse import RowSparse
 
@@ -174,7 +175,7 @@ def total(
 ) -> Tensor:
     """Sum over dimensions; over the rows of a table the sum is strided."""
     dims, k = _normalized(dim, x.ndim), x.row_ndim
-    values = x.values if dtype is None else x.values.to(dtype)
+    values = widened(x.values) if dtype is None else x.values.to(dtype)
     within = [d - k + 1 for d in dims if d >= k]
     if within:
         values = values.sum(within, keepdim)
@@ -183,7 +184,7 @@ def total(
     if keepdim and over:
         lead = [1 if d in over else x.shape[d] for d in range(k)]
         result = result.view(*lead, *values.shape[1:])
-    return result
+    return result.to(x.dtype if dtype is None else dtype)
 
 
 def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
@@ -195,7 +196,7 @@ def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
     rows = counted([places[d] for d in kept], lead)
     if k - 1 in kept:
         return scatter_rows(values, rows, (*lead, *values.shape[1:]))
-    sums = values.new_zeros(math.prod(lead), *values.shape[1:]).index_add(0, rows, values)
+    sums = index_sum(values, rows, math.prod(lead)).to(values.dtype)
     return sums.view(*lead, *values.shape[1:])
 
 
@@ -208,7 +209,8 @@ def _normalized(dim: Any, ndim: int) -> list[int]:
 def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """Average over dimensions, over all rows of the whole."""
     count = math.prod(x.shape[d] for d in _normalized(dim, x.ndim))
-    return total(x, dim, keepdim, dtype=dtype) / count
+    sums = total(x, dim, keepdim, dtype=widened(x.values).dtype if dtype is None else dtype)
+    return (sums / count).to(x.dtype if dtype is None else dtype)
 
 
 def vector_norm(

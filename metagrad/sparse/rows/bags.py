@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metagrad.sparse.accumulation import widened
+
 
 def reduce_bags(
     vectors: Tensor,
@@ -31,13 +33,14 @@ def reduce_bags(
     keep = None if kept is None else over(kept.flatten(), flat)
     if mode == "max":
         return _largest(flat, over(bag, flat), keep, num_bags)
+    flat = widened(flat)
     if weights is not None:
         flat = flat * over(weights.flatten(), flat)
     total = _summed(flat if keep is None else torch.where(keep, flat, 0), bag, num_bags)
     if mode == "sum":
-        return total
+        return total.to(vectors.dtype)
     ones = torch.ones_like(bag) if kept is None else kept.flatten().long()
-    return total / over(_summed(ones, bag, num_bags).clamp(min=1), total)
+    return (total / over(_summed(ones, bag, num_bags).clamp(min=1), total)).to(vectors.dtype)
 
 
 def check_bags(vectors: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from metagrad.sparse.accumulation import index_sum
 from metagrad.sparse.operations.tangents import nestable
 from metagrad.sparse.rows.row_sparse import HOLE, Kept, Rows, RowSparse, check_range, wrap
 
@@ -171,7 +172,7 @@ def written_out(tensor: Tensor) -> Tensor:
 
 def _summed(ids: Tensor, source: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
     rows, place = torch.unique(ids, return_inverse=True)
-    values = source.new_zeros(len(rows), *source.shape[1:]).index_add_(0, place, source)
+    values = index_sum(source, place, len(rows)).to(source.dtype)
     if holes and len(rows) and rows[0] == HOLE:
         return rows[1:], values[1:]
     return rows, values
