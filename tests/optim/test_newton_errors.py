@@ -26,7 +26,11 @@ WITH_CURVATURE = RULES[:-1]
     [
         (newton_cg, {"lr": -1.0}, r"newton_cg\(...\): lr must be at least 0, got -1.0"),
         (newton_cg, {"damping": -1.0}, r"newton_cg\(...\): damping must be at least 0"),
-        (newton_cg, {"damping": {"w": 1.0}}, r"newton_cg\(...\): damping is one number for all parameters"),
+        (
+            newton_cg,
+            {"warm_start": {"w": 1.0}},
+            r"newton_cg\(...\): warm_start is one number for all parameters",
+        ),
         (newton_cg, {"damping": torch.ones(2, 2)}, "damping must be a scalar, or 1-d"),
         (newton_cg, {"change": 1.0}, r"newton_cg\(...\): change must be above 1, got 1.0"),
         (newton_cg, {"rtol": 0.0}, r"newton_cg\(...\): rtol must be between 0 and 1, got 0.0"),
@@ -89,7 +93,7 @@ def test_a_curvature_that_cannot_evaluate(make):
 
 
 def test_a_curvature_without_a_fisher_matrix():
-    rule, params = natural_gradient(), {"w": torch.ones(2)}
+    rule, params = natural_gradient(adapt=False), {"w": torch.ones(2)}
     with pytest.raises(TypeError, match=r"KnownDiagonal has no fisher_products\(v\)"):
         rule.update({"w": torch.ones(2)}, rule.init(params), params, KnownDiagonal({}))
 

@@ -25,7 +25,7 @@ from metagrad.optim.rules.lion import Lion, LionState, lion
 from metagrad.optim.rules.lookahead import Lookahead, LookaheadState, lookahead
 from metagrad.optim.rules.mask import Mask, MaskState, mask
 from metagrad.optim.rules.muon import Muon, MuonState, muon
-from metagrad.optim.rules.natural_gradient import NaturalGradient, NaturalGradientState, natural_gradient
+from metagrad.optim.rules.natural_gradient import NaturalGradient, natural_gradient
 from metagrad.optim.rules.newton_cg import NewtonCG, newton_cg
 from metagrad.optim.rules.objective import Objective, TapeObjective
 from metagrad.optim.rules.rmsprop import RMSprop, RMSpropState, rmsprop
@@ -79,7 +79,6 @@ __all__ = [
     "Muon",
     "MuonState",
     "NaturalGradient",
-    "NaturalGradientState",
     "NewtonCG",
     "Objective",
     "Params",

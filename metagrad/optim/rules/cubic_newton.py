@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.optim.rules.flat import dot, norm
 from metagrad.optim.rules.krylov import check_solver
 from metagrad.optim.rules.lanczos_rows import minimize_cubic
 from metagrad.optim.rules.rule import Hyperparameter, Params
@@ -36,6 +37,7 @@ class CubicNewton(SecondOrder):
     """The rule that :func:`cubic_newton` makes."""
 
     lr: Hyperparameter = 1.0
+    weight_decay: Hyperparameter = 0.0
     cubic: Hyperparameter = 1.0
     adapt: bool = True
     rtol: float = 1e-10
@@ -43,7 +45,7 @@ class CubicNewton(SecondOrder):
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, hyper, above_zero = "cubic_newton(...)", ("lr", "cubic"), ("cubic",)
+    call, hyper, above_zero = "cubic_newton(...)", ("lr", "weight_decay", "cubic"), ("cubic",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,22 +62,25 @@ class CubicNewton(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective`."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, "products")
+        problem = self.problem(grads, params, curvature, "products", state.step)
         each = problem.space.each
         factor = each(state.factor)
         cubic = factor * each(self.value("cubic", state.step))
         found = minimize_cubic(problem.products, problem.g, cubic, rtol=self.rtol, max_steps=self.max_steps)
+        curved = 2 * (found.model - dot(problem.g, found.x) - cubic * norm(found.x) ** 3 / 6)
+        step = problem.step(found.x, curved)
         ratio, length = None, torch.ones_like(factor)
         if self.adapt:
             check_can_evaluate(self.call, curvature, "set adapt=False")
-            ratio = problem.ratio(problem.after(found.x), found.model)
+            predicted = step.predicted + cubic * norm(step.d) ** 3 / 6
+            ratio = problem.ratio(problem.after(step.d), predicted)
             length = (ratio > _SUFFICIENT).to(factor)
             less = torch.where(ratio > _GOOD, factor / 2, factor)
             factor = torch.where(ratio < _POOR, 2 * factor, less).clamp(LEAST_FACTOR, MOST_FACTOR)
-        length = each(self.value("lr", state.step)) * length
-        report = problem.report(None, ratio, length, products=found.products)
+        products = found.products + problem.products_of_step
+        report = problem.report(None, ratio, length, products=products)
         report = report._replace(steps=problem.for_task(found.steps))
-        return problem.moved(length[:, None] * found.x), CubicNewtonState(
+        return problem.moved(step.times(length).d), CubicNewtonState(
             state.step + 1, problem.for_task(factor), report
         )
 
@@ -83,6 +88,7 @@ class CubicNewton(SecondOrder):
 def cubic_newton(
     lr: Hyperparameter = 1.0,
     *,
+    weight_decay: Hyperparameter = 0.0,
     cubic: Hyperparameter = 1.0,
     adapt: bool = True,
     rtol: float = 1e-10,
@@ -104,8 +110,10 @@ def cubic_newton(
     Derivatives go through the Lanczos process, and are right up to the third; factors are constants.
 
     Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad, as may ``cubic``.
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
+            the next two. Of a dict, the direction is that of all parameters together.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
         cubic: :math:`M_0`, above 0: a bound of the Hessian's Lipschitz constant, or a first guess of it. A schedule
             of it is multiplied by what the ratios have made of 1.
         adapt: Look at the loss at the end of a step; else every step is taken and :math:`M` stays.
@@ -136,4 +144,12 @@ def cubic_newton(
         Programming 108, 2006, equations 2.4 and 2.5; Cartis, Gould, Toint, Mathematical Programming 127, 2011, for
         the adaptation and the Krylov space.
     """
-    return CubicNewton(lr=lr, cubic=cubic, adapt=adapt, rtol=rtol, max_steps=max_steps, maximize=maximize)
+    return CubicNewton(
+        lr=lr,
+        weight_decay=weight_decay,
+        cubic=cubic,
+        adapt=adapt,
+        rtol=rtol,
+        max_steps=max_steps,
+        maximize=maximize,
+    )

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from metagrad.optim.rules.flat import divide, dot
 from metagrad.optim.rules.newton_system import Memory, NewtonSystem
-from metagrad.optim.rules.rule import Hyperparameter, Params
+from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
     Problem,
     Report,
+    Step,
     check_can_evaluate,
     no_report,
 )
@@ -51,9 +52,6 @@ class Damped(NewtonSystem):
 
     matrix: ClassVar[str]
     """The products of the curvature that multiply B."""
-    searches: ClassVar[bool]
-    """Whether a step that does not descend is made shorter; else it is not taken."""
-    lr: Hyperparameter
     adapt: bool
     change: float
 
@@ -77,71 +75,80 @@ class Damped(NewtonSystem):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective`."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        if self.multiplies(state.step):
-            return self._solved_step(self.problem(grads, params, curvature, self.matrix), state)
-        return self._recalled_step(self.problem(grads, params, curvature, None), state)
+        problem = self.problem(grads, params, curvature, self.matrix_of(state.step), state.step)
+        if self.adapt:
+            check_can_evaluate(self.call, curvature, "set adapt=False")
+        return (self._solved_step if self.multiplies(state.step) else self._recalled_step)(problem, state)
+
+    def matrix_of(self, step: int) -> str | None:
+        """Return the products that a step takes, None of one that takes none."""
+        return self.matrix if self.multiplies(step) else None
+
+    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
+        """Return how much of a step is allowed, ``[tasks]``, before the loss is looked at."""
+        return torch.ones_like(step.slope)
 
     def _solved_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
         each = problem.space.each
         factor, added = each(state.factor), each(state.added)
-        damping = factor * each(self.value("damping", state.step)) + added
-        run, memory = self.solved(problem, problem.products, damping, state.step, state.memory)
-        slope, xx = dot(problem.g, run.x), dot(run.x, run.x)
-        curved = 2 * (run.model - slope) - damping * xx  # x^T B x
+        given = self.column("damping", state.step, problem.space)
+        damping = factor[:, None] * given + added[:, None]
+        run, memory = self.solved(problem, damping, state.step, state.memory)
+        slope = dot(problem.g, run.x)
+        curved = 2 * (run.model - slope) - dot(run.x, damping * run.x)  # x^T B x
         # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
         sign = torch.where(slope > 0, -1.0, torch.ones_like(slope))
-        d, slope = sign[:, None] * run.x, sign * slope
-        ratio, length = None, torch.ones_like(slope)
+        step = problem.step(sign[:, None] * run.x, curved)
+        length = self.bound(problem, step, state.step)
+        step, ratio = step.times(length), None
         if self.adapt:
-            check_can_evaluate(self.call, problem.objective, "set adapt=False")
-            predicted = slope + curved / 2
-            after = problem.after(d)
-            ratio = problem.ratio(after, predicted)
-            length = _searched(problem, d, slope, after) if self.searches else (ratio > _SUFFICIENT).to(slope)
-            factor, added = self._adapted(factor, added, damping, ratio, curved, xx)
-        length = each(self.value("lr", state.step)) * length
-        return problem.moved(length[:, None] * d), DampedState(
-            state.step + 1,
-            *memory,
-            problem.for_task(factor),
-            problem.for_task(added),
-            problem.report(run, ratio, length),
+            after = problem.after(step.d)
+            ratio = problem.ratio(after, step.predicted)
+            factor, added = self._adapted(factor, added, damping, ratio, step)
+            found = searched(problem, step, after)
+            step, length = step.times(found), found * length
+        report = problem.report(run, ratio, length, products=problem.products_of_step)
+        return problem.moved(step.d), DampedState(
+            state.step + 1, *memory, problem.for_task(factor), problem.for_task(added), report
         )
 
     def _recalled_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
         d = self.recalled(problem, state.memory)
-        length = torch.ones_like(d[:, 0])
+        s = problem.scaled(d)
+        # With the matrix of BFGS, -g^T d is its d^T (B + damping I) d.
+        step = Step(s, dot(problem.g, s), problem.lr.amax(1) ** 2 * -dot(problem.g, d))
+        length = self.bound(problem, step, state.step)
+        step = step.times(length)
         if self.adapt:
-            # There is no model of this step to compare with, and a refused step would be tried again as it is until
-            # the next product: so every rule makes it shorter.
-            check_can_evaluate(self.call, problem.objective, "set adapt=False")
-            length = _searched(problem, d, dot(problem.g, d), problem.after(d))
-        length = problem.space.each(self.value("lr", state.step)) * length
-        return problem.moved(length[:, None] * d), state._replace(
+            found = searched(problem, step, problem.after(step.d))
+            step, length = step.times(found), found * length
+        return problem.moved(step.d), state._replace(
             step=state.step + 1, report=problem.report(None, None, length)
         )
 
     def _adapted(
-        self, factor: Tensor, added: Tensor, damping: Tensor, ratio: Tensor, curved: Tensor, xx: Tensor
+        self, factor: Tensor, added: Tensor, damping: Tensor, ratio: Tensor, step: Step
     ) -> tuple[Tensor, Tensor]:
         """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
         # Scalars alone would give numbers in float32.
         change = torch.where(ratio > _GOOD, 1 / self.change, torch.ones_like(factor))
         change = torch.where(ratio < _POOR, self.change, change)
-        begins = (ratio < _POOR) & (damping == 0)
-        first = _FIRST * divide(curved.abs(), xx, where=xx > 0)
+        begins = (ratio < _POOR) & (damping == 0).any(1)
+        ss = dot(step.d, step.d)
+        first = _FIRST * divide(step.curved.abs(), ss, where=ss > 0)
         factor = (factor * change).clamp(LEAST_FACTOR, MOST_FACTOR)
         return factor, torch.where(begins, first, added * change)
 
 
-def _searched(problem: Problem, d: Tensor, slope: Tensor, after: Tensor) -> Tensor:
+def searched(problem: Problem, step: Step, after: Tensor) -> Tensor:
     """Halve steps until the loss has fallen by enough; a length is constant where it does not jump."""
-    length = torch.ones_like(slope.detach())
+    slope = step.slope.detach()
+    length = torch.ones_like(slope)
     for _ in range(_HALVINGS):
-        enough = after <= problem.before + _SUFFICIENT * length * slope.detach() + problem.slack
+        enough = after <= problem.before + _SUFFICIENT * length * slope + problem.slack
         if bool(enough.all()):
             return length
         length = torch.where(enough, length, length / 2)
-        after = problem.after(length[:, None] * d)
-    enough = after <= problem.before + _SUFFICIENT * length * slope.detach() + problem.slack
+        after = problem.after(length[:, None] * step.d)
+    enough = after <= problem.before + _SUFFICIENT * length * slope + problem.slack
     return torch.where(enough, length, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,6 +51,14 @@ class RowSpace:
         number = torch.as_tensor(value, dtype=first.dtype, device=first.device)
         return number.expand(self.tasks).reshape(-1)
 
+    def spread(self, values: Sequence[float | Tensor]) -> Tensor:
+        """Return the values of parameters, numbers or tensors of their trailing shapes, as rows."""
+        columns = [
+            torch.as_tensor(value, dtype=p.dtype, device=p.device).expand(p.shape)
+            for value, p in zip(values, self.params.values(), strict=True)
+        ]
+        return self.rows(dict(zip(self.params, columns, strict=True)))
+
     def multiplied(self, products: Callable[[Params], Params], sign: int = 1) -> Rows:
         """Return a map of tensors by name as one of rows, times ``sign``."""
         return lambda rows: sign * self.rows(products(self.tensors(rows)))
@@ -62,15 +70,15 @@ def check_uniform(call: str, params: Params) -> None:
     for key, p in params.items():
         if not p.is_floating_point():
             raise TypeError(
-                f"{call}.init: {key!r} is {p.dtype}, and rules move real parameters. Make it real by "
+                f"{call}: {key!r} is {p.dtype}, and rules move real parameters. Make it real by "
                 "torch.view_as_real, and complex again in the model."
             )
         first = first or (key, p)
         if (p.dtype, p.device) != (first[1].dtype, first[1].device):
             raise ValueError(
-                f"{call}.init: all parameters make one vector, but {first[0]!r} is {first[1].dtype} on "
-                f"{first[1].device} and {key!r} is {p.dtype} on {p.device}. Give each kind a rule, or a group, "
-                "of its own."
+                f"{call}: all parameters make one vector, but {first[0]!r} is {first[1].dtype} on "
+                f"{first[1].device} and {key!r} is {p.dtype} on {p.device}. Give each kind a rule, or an "
+                "optimizer, of its own."
             )
 
 

@@ -15,6 +15,7 @@ class GaussNewton(Damped):
 
     lr: Hyperparameter = 1.0
     damping: Hyperparameter = 1e-3
+    weight_decay: Hyperparameter = 0.0
     warm_start: Hyperparameter = 0.0
     adapt: bool = True
     change: float = 3.0
@@ -29,14 +30,15 @@ class GaussNewton(Damped):
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, matrix, searches = "gauss_newton(...)", "gauss_newton_products", False
-    diagonal, hyper = "gauss_newton", ("lr", "damping", "warm_start", "exponent")
+    call, matrix = "gauss_newton(...)", "gauss_newton_products"
+    diagonal, hyper = "gauss_newton", ("lr", "damping", "weight_decay", "warm_start", "exponent")
 
 
 def gauss_newton(
     lr: Hyperparameter = 1.0,
     *,
     damping: Hyperparameter = 1e-3,
+    weight_decay: Hyperparameter = 0.0,
     warm_start: Hyperparameter = 0.0,
     adapt: bool = True,
     change: float = 3.0,
@@ -67,9 +69,11 @@ def gauss_newton(
     Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
 
     Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad, as may the next two and ``exponent``.
-        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
+            the next three and ``exponent``. Of a dict, the direction is that of all parameters together.
+        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
         warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
         adapt: Look at the loss at the end of a step; else every step is taken and the damping is constant.
         change: The factor of the damping, above 1.
@@ -117,6 +121,7 @@ def gauss_newton(
     return GaussNewton(
         lr=lr,
         damping=damping,
+        weight_decay=weight_decay,
         warm_start=warm_start,
         adapt=adapt,
         change=change,

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from metagrad.optim.rules.flat import RowSpace, divide, dot
-from metagrad.optim.rules.objective import Objective
-from metagrad.optim.rules.per_parameter import checked_gradients
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
 from metagrad.optim.rules.strong_wolfe import strong_wolfe
@@ -32,13 +30,14 @@ class LBFGS(SecondOrder):
     """The rule that :func:`lbfgs` makes."""
 
     lr: Hyperparameter = 1.0
+    weight_decay: Hyperparameter = 0.0
     history: int = 10
     line_search: Literal["strong_wolfe"] | None = None
     max_evaluations: int = 25
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, hyper = "lbfgs(...)", ("lr",)
+    call, hyper = "lbfgs(...)", ("lr", "weight_decay")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,21 +68,20 @@ class LBFGS(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective` for a line search."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        space, sign = self.space(params), -1 if self.maximize else 1
-        w, g = space.rows(params), sign * space.rows(checked_gradients(self.call, grads, params))
+        problem = self.problem(grads, params, curvature, None, state.step)
+        space, g = problem.space, problem.g
+        w = space.rows(params)
         moves, changes = self._pairs(space, state.moves), self._pairs(space, state.changes)
         if state.step > 0:
             moves, changes = _remembered(
                 moves, changes, w - space.rows(state.place), g - space.rows(state.gradient)
             )
-        d = two_loop(g, moves, changes)
-        problem = Problem(space, g, lambda rows: rows, sign, curvature)  # type: ignore[arg-type]
+        d, lr = problem.relative(two_loop(g, moves, changes))
         length, evaluations = torch.ones_like(g[:, 0]), 0
         if self.line_search is not None:
             self._check_line_search(curvature)
             length, evaluations = self._searched(problem, d)
-        length = space.each(self.value("lr", state.step)) * length
-        return problem.moved(length[:, None] * d), LBFGSState(
+        return problem.moved((lr * length)[:, None] * d), LBFGSState(
             state.step + 1,
             space.tensors(w),  # a copy: parameters may be written in place
             space.tensors(g),
@@ -101,13 +99,11 @@ class LBFGS(SecondOrder):
         check_can_evaluate(self.call, curvature, "set line_search=None")
 
     def _searched(self, problem: Problem, d: Tensor) -> tuple[Tensor, int]:
-        start, direction = problem.space.rows(problem.space.params).detach(), d.detach()
-        objective: Objective = problem.objective
+        direction = d.detach()
 
         def along(length: Tensor) -> tuple[Tensor, Tensor]:
-            value, grads = objective.gradient(problem.space.tensors(start + length[:, None] * direction))
-            slope = dot(problem.space.rows(grads), direction)
-            return problem.sign * value.reshape(-1), problem.sign * slope
+            value, g = problem.gradient(length[:, None] * direction)
+            return value, dot(g, direction)
 
         return strong_wolfe(
             along,
@@ -188,6 +184,7 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
 def lbfgs(
     lr: Hyperparameter = 1.0,
     *,
+    weight_decay: Hyperparameter = 0.0,
     history: int = 10,
     line_search: Literal["strong_wolfe"] | None = None,
     max_evaluations: int = 25,
@@ -205,8 +202,10 @@ def lbfgs(
     which do not change with small changes, and constants.
 
     Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad.
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as
+            may ``weight_decay``. Of a dict, the direction is that of all parameters together.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and
+            line search; forms as for ``lr``.
         history: How many pairs are kept.
         line_search: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe conditions,
             at the cost of a gradient each; None takes 1.
@@ -238,5 +237,10 @@ def lbfgs(
         1989; Nocedal, Wright, "Numerical optimization", 2006, algorithms 7.4 and 7.5.
     """
     return LBFGS(
-        lr=lr, history=history, line_search=line_search, max_evaluations=max_evaluations, maximize=maximize
+        lr=lr,
+        weight_decay=weight_decay,
+        history=history,
+        line_search=line_search,
+        max_evaluations=max_evaluations,
+        maximize=maximize,
     )

@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.flat import divide, dot
-from metagrad.optim.rules.newton_system import Memory, NewtonSystem
-from metagrad.optim.rules.rule import Hyperparameter, Params
-from metagrad.optim.rules.second_order import Problem, Report, no_report
-
-
-class NaturalGradientState(NamedTuple):
-    """What :class:`NaturalGradient` carries from step to step."""
-
-    step: int  # steps taken
-    solution: Params  # of the last system, in the shapes of the parameters: where the next one begins
-    moves: Params | None  # search directions of its solve, [tasks, pairs, ...]; None if each step solves
-    changes: Params | None  # their products with its matrix, likewise
-    report: Report  # what the last step did
-
-    @property
-    def memory(self) -> Memory:
-        """What is remembered of the last system."""
-        return Memory(self.solution, self.moves, self.changes)
+from metagrad.optim.rules.damped import Damped
+from metagrad.optim.rules.flat import divide
+from metagrad.optim.rules.rule import Hyperparameter
+from metagrad.optim.rules.second_order import Problem, Step
 
 
 @dataclass(frozen=True, eq=False)
-class NaturalGradient(NewtonSystem):
+class NaturalGradient(Damped):
     """The rule that :func:`natural_gradient` makes."""
 
     lr: Hyperparameter = 1.0
     damping: Hyperparameter = 1e-3
+    weight_decay: Hyperparameter = 0.0
     max_divergence: Hyperparameter | None = None
     warm_start: Hyperparameter = 0.0
+    adapt: bool = True
+    change: float = 3.0
     rtol: float = 1e-10
     progress: float | None = 5e-4
     max_steps: int = 250
@@ -48,58 +36,29 @@ class NaturalGradient(NewtonSystem):
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, hyper = "natural_gradient(...)", ("lr", "damping", "max_divergence", "warm_start", "exponent")
-    above_zero, diagonal = ("max_divergence",), "gauss_newton"
+    call, matrix, diagonal = "natural_gradient(...)", "fisher_products", "gauss_newton"
+    hyper = ("lr", "damping", "weight_decay", "max_divergence", "warm_start", "exponent")
+    above_zero = ("max_divergence",)
 
-    def init(self, params: Params) -> Any:
-        """Return the state before the first step."""
-        return NaturalGradientState(0, *self.no_memory(params), no_report(self.begun(params)))
-
-    def update(
-        self, grads: Params, state: NaturalGradientState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` has ``fisher_products``."""
-        if not params:
-            return {}, state._replace(step=state.step + 1)
-        if self.multiplies(state.step):
-            return self._solved_step(self.problem(grads, params, curvature, "fisher_products"), state)
-        return self._recalled_step(self.problem(grads, params, curvature, None), state)
-
-    def _solved_step(self, problem: Problem, state: NaturalGradientState) -> tuple[Params, Any]:
-        # The Fisher matrix is a metric: it has no other sign where one climbs.
-        multiply = problem.space.multiplied(problem.objective.fisher_products)
-        damping = problem.space.each(self.value("damping", state.step))
-        run, memory = self.solved(problem, multiply, damping, state.step, state.memory)
-        xx = dot(run.x, run.x)
-        squared = 2 * (run.model - dot(problem.g, run.x)) - damping * xx  # x^T F x
-        length = self._bounded(problem, squared, state.step)
-        report = problem.report(run, None, length)
-        return problem.moved(length[:, None] * run.x), NaturalGradientState(state.step + 1, *memory, report)
-
-    def _recalled_step(self, problem: Problem, state: NaturalGradientState) -> tuple[Params, Any]:
-        d = self.recalled(problem, state.memory)
-        # With the matrix of BFGS, this is its d^T (F + damping I) d: a stricter bound, by the damping.
-        length = self._bounded(problem, -dot(problem.g, d), state.step)
-        report = problem.report(None, None, length)
-        return problem.moved(length[:, None] * d), state._replace(step=state.step + 1, report=report)
-
-    def _bounded(self, problem: Problem, squared: Tensor, step: int) -> Tensor:
-        """Return the step size, or that at which a direction of so large a square reaches the bound."""
-        each = problem.space.each
-        length = each(self.value("lr", step))
+    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
+        """Return the part of a step at which the divergence of predictions reaches its bound, at most 1."""
+        whole = torch.ones_like(step.slope)
         if self.max_divergence is None:
-            return length
-        moves = squared > 0
-        bound = divide(2 * each(self.value("max_divergence", step)), squared, where=moves)
-        return torch.where(moves & (bound < length**2), torch.where(moves, bound, 1.0).sqrt(), length)
+            return whole
+        moves = step.curved > 0
+        bound = divide(2 * problem.space.each(self.value("max_divergence", number)), step.curved, where=moves)
+        return torch.where(moves & (bound < 1), torch.where(moves, bound, 1.0).sqrt(), whole)
 
 
 def natural_gradient(
     lr: Hyperparameter = 1.0,
     *,
     damping: Hyperparameter = 1e-3,
+    weight_decay: Hyperparameter = 0.0,
     max_divergence: Hyperparameter | None = None,
     warm_start: Hyperparameter = 0.0,
+    adapt: bool = True,
+    change: float = 3.0,
     rtol: float = 1e-10,
     progress: float | None = 5e-4,
     max_steps: int = 250,
@@ -128,11 +87,17 @@ def natural_gradient(
     Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
 
     Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter` without the dict; may require grad, as
-            may the next three and ``exponent``.
-        damping: :math:`\lambda`.
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the next four
+            and ``exponent``. Of a dict, the direction is that of all parameters together.
+        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
         max_divergence: :math:`\delta`; None bounds nothing.
         warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
+        adapt: Look at the loss at the end of a step, for the damping and the length; else both are constant, and a
+            step may climb: where predictions saturate, the Fisher matrix vanishes, and the step is as long as the
+            damping lets it be.
+        change: The factor of the damping, above 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
@@ -158,7 +123,7 @@ def natural_gradient(
         >>> from types import SimpleNamespace
         >>> from metagrad.optim.rules.natural_gradient import natural_gradient
         >>> coin = SimpleNamespace(fisher_products=lambda v: {"w": 0.25 * v["w"]})
-        >>> rule, params = natural_gradient(lr=0.5, damping=0.0), {"w": torch.zeros(1)}
+        >>> rule, params = natural_gradient(lr=0.5, damping=0.0, adapt=False), {"w": torch.zeros(1)}
         >>> rule.update({"w": torch.tensor([-0.5])}, rule.init(params), params, coin)[0]
         {'w': tensor([1.])}
 
@@ -170,8 +135,11 @@ def natural_gradient(
     return NaturalGradient(
         lr=lr,
         damping=damping,
+        weight_decay=weight_decay,
         max_divergence=max_divergence,
         warm_start=warm_start,
+        adapt=adapt,
+        change=change,
         rtol=rtol,
         progress=progress,
         max_steps=max_steps,

@@ -15,6 +15,7 @@ class NewtonCG(Damped):
 
     lr: Hyperparameter = 1.0
     damping: Hyperparameter = 0.0
+    weight_decay: Hyperparameter = 0.0
     warm_start: Hyperparameter = 0.0
     adapt: bool = True
     change: float = 1.5
@@ -29,14 +30,15 @@ class NewtonCG(Damped):
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, matrix, searches = "newton_cg(...)", "products", True
-    diagonal, hyper = "hessian", ("lr", "damping", "warm_start", "exponent")
+    call, matrix = "newton_cg(...)", "products"
+    diagonal, hyper = "hessian", ("lr", "damping", "weight_decay", "warm_start", "exponent")
 
 
 def newton_cg(
     lr: Hyperparameter = 1.0,
     *,
     damping: Hyperparameter = 0.0,
+    weight_decay: Hyperparameter = 0.0,
     warm_start: Hyperparameter = 0.0,
     adapt: bool = True,
     change: float = 1.5,
@@ -73,9 +75,11 @@ def newton_cg(
     and hold the graph of each; numbers that jump (lengths, factors of the damping, how many steps) are constants.
 
     Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter` without the dict; may
-            require grad, as may the next two and ``exponent``.
-        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
+            the next three and ``exponent``. Of a dict, the direction is that of all parameters together.
+        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
         warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
             at 0. Martens begins at the whole of it.
         adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
@@ -123,6 +127,7 @@ def newton_cg(
     return NewtonCG(
         lr=lr,
         damping=damping,
+        weight_decay=weight_decay,
         warm_start=warm_start,
         adapt=adapt,
         change=change,

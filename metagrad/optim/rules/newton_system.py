@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.optim.rules.adahessian import check_count
 from metagrad.optim.rules.curvature import Diagonal, checked_diagonal
-from metagrad.optim.rules.flat import Rows, RowSpace, dot
+from metagrad.optim.rules.flat import RowSpace, dot
 from metagrad.optim.rules.hyperparameters import is_used
 from metagrad.optim.rules.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.rules.lbfgs import two_loop
@@ -29,6 +29,8 @@ class Memory(NamedTuple):
 class NewtonSystem(SecondOrder):
     r"""A rule whose directions are :math:`-(B + \lambda I)^{-1} g`, with a symmetric matrix B.
 
+    The damping may differ between parameters, by a dict.
+
     At every ``curvature_every``-th step, by conjugate gradients. At the others, by the limited-memory BFGS matrix of
     the pairs :math:`p_i`, :math:`(B + \lambda I) p_i` that these went through, which costs no product. The pairs are
     conjugate, so that on what those kept span it is the inverse of :math:`B + \lambda I`.
@@ -36,6 +38,7 @@ class NewtonSystem(SecondOrder):
     A subclass is a frozen dataclass with the fields below.
     """
 
+    by_parameter = (*SecondOrder.by_parameter, "damping")
     diagonal: ClassVar[Literal["hessian", "gauss_newton"]]
     """Which estimate there is of the diagonal of B."""
     damping: Hyperparameter
@@ -76,13 +79,11 @@ class NewtonSystem(SecondOrder):
         pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in params.items()}
         return Memory(zeros, pairs, dict(pairs))
 
-    def solved(
-        self, problem: Problem, products: Rows, damping: Tensor, step: int, memory: Memory
-    ) -> tuple[Krylov, Memory]:
-        """Solve the system of a step; ``products`` are those with B, and the damping is ``[tasks]``."""
+    def solved(self, problem: Problem, damping: Tensor, step: int, memory: Memory) -> tuple[Krylov, Memory]:
+        """Solve the system of a step; the damping is ``[tasks, 1]`` or ``[tasks, n]``."""
         metric = None if self.preconditioner is None else self._metric(problem, damping, step)
         run = conjugate_gradients(
-            lambda rows: products(rows) + damping[:, None] * rows,
+            lambda rows: problem.products(rows) + damping * rows,
             -problem.g,
             x0=self._start(problem, step, memory),
             metric=metric,
@@ -121,7 +122,8 @@ class NewtonSystem(SecondOrder):
                 f'{self.call}.update: preconditioner="diagonal" needs an estimate for every parameter, and '
                 f"{type(problem.objective).__name__}.diagonal({request}) has none of {missing}."
             )
-        damped = space.rows(found).abs() + damping[:, None]  # type: ignore[arg-type]
+        damped = space.rows(found).abs() + damping  # type: ignore[arg-type]
+        damped = damped if problem.decay is None else damped + problem.decay
         # Where the loss is flat and nothing is damped, 1 leaves the gradient as it is.
         return torch.where(damped == 0, 1.0, damped) ** space.each(self.value("exponent", step))[:, None]
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.flat import Rows, RowSpace, check_uniform
-from metagrad.optim.rules.hyperparameters import at_step, check_hyperparameter
+from metagrad.optim.rules.flat import Rows, RowSpace, check_uniform, divide, dot
+from metagrad.optim.rules.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
 from metagrad.optim.rules.krylov import RESULTS, Krylov
 from metagrad.optim.rules.objective import Objective
 from metagrad.optim.rules.per_parameter import checked_gradients
-from metagrad.optim.rules.rule import Params, RuleNode
+from metagrad.optim.rules.rule import Hyperparameter, Params, RuleNode
 
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
 """What the ratios of reduction make of 1 stays between these, so that it comes back in time."""
@@ -27,19 +27,44 @@ class Report(NamedTuple):
     products: Tensor  # with the matrix, those with probes of its diagonal among them, int64
     ending: Tensor  # of the inner solver: index into RESULTS, int64; -1 where it has none
     ratio: Tensor  # reduction of the loss by that of the model; NaN where it was not looked at
-    length: Tensor  # of the direction that was taken: 1 the whole, 0 none; times the step size
+    length: Tensor  # of the direction that was taken: 1 the whole, 0 none; times the (largest) step size
+
+
+class Step(NamedTuple):
+    """A step, and what the quadratic model of the loss says of it."""
+
+    d: Tensor  # [tasks, n]
+    slope: Tensor  # g^T d, [tasks]
+    curved: Tensor  # d^T B d, [tasks]
+
+    @property
+    def predicted(self) -> Tensor:
+        """The change of the model."""
+        return self.slope + self.curved / 2
+
+    def times(self, length: Tensor) -> Step:
+        """Return the step multiplied by a length for each task."""
+        return Step(length[:, None] * self.d, length * self.slope, length**2 * self.curved)
 
 
 class SecondOrder(RuleNode):
-    """A rule that takes all parameters of a task for one vector.
+    r"""A rule that takes all parameters of a task for one vector.
 
-    A subclass is a frozen dataclass with fields ``lr``, ``maximize`` and ``batch_ndim``.
+    The step size and what penalises parameters may differ between them, by dicts: a step is :math:`L d` with one
+    direction :math:`d` of all parameters together and the diagonal :math:`L` of their step sizes. Where that does not
+    descend, all take the least step size above 0; parameters whose step size is the number 0 take no part.
+
+    A subclass is a frozen dataclass with fields ``lr``, ``weight_decay``, ``maximize`` and ``batch_ndim``.
     """
 
     call: ClassVar[str]
     """What makes the rule, for errors: ``"newton_cg(...)"``."""
     above_zero: ClassVar[tuple[str, ...]] = ()
     """The hyper-parameters that 0 is no value of."""
+    by_parameter: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
+    """The hyper-parameters that may be dicts by parameter name."""
+    lr: Hyperparameter
+    weight_decay: Hyperparameter
     maximize: bool
     batch_ndim: int
 
@@ -49,7 +74,7 @@ class SecondOrder(RuleNode):
             if value is None:
                 continue
             check_hyperparameter(self.call, name, value)
-            if isinstance(value, dict):
+            if isinstance(value, Mapping) and name not in self.by_parameter:
                 raise TypeError(
                     f"{self.call}: {name} is one number for all parameters, which make one vector; got a dict."
                 )
@@ -72,21 +97,41 @@ class SecondOrder(RuleNode):
         """Return a hyper-parameter at a step."""
         return cast("float | Tensor", at_step(name, getattr(self, name), step))
 
+    def column(self, name: str, step: int, space: RowSpace) -> Tensor:
+        """Return a hyper-parameter at a step, ``[tasks, 1]``, or ``[tasks, n]`` of one by parameter."""
+        value = at_step(name, getattr(self, name), step)
+        if not isinstance(value, Mapping):
+            return space.each(value)[:, None]
+        return space.spread(by_parameter(name, value, space.params))
+
     def begun(self, params: Params, number: float = 0.0) -> Tensor:
         """Return a number of each task, of which there are ``()`` where there are no parameters."""
-        check_uniform(self.call, params)
+        check_uniform(f"{self.call}.init", params)
         if not params:
             return torch.tensor(number)
         first = next(iter(params.values()))
         return first.new_full(self.space(params).tasks, number)
 
-    def problem(self, grads: Params, params: Params, curvature: object | None, matrix: str | None) -> Problem:
+    def problem(
+        self, grads: Params, params: Params, curvature: object | None, matrix: str | None, step: int
+    ) -> Problem:
         """Write gradient, matrix and loss of a step as those of rows; None is of a step without a matrix."""
         gradients = checked_gradients(self.call, grads, params)
         space, sign = self.space(params), -1 if self.maximize else 1
-        g = sign * space.rows(gradients)
-        if matrix is None:
-            return Problem(space, g, _no_products, sign, cast(Objective, curvature))
+        decay = self.column("weight_decay", step, space) if is_used(self.weight_decay) else None
+        multiply = _no_products if matrix is None else self._multiplied(space, curvature, matrix)
+        problem = Problem(
+            space,
+            sign * space.rows(gradients),
+            multiply,
+            sign,
+            cast(Objective, curvature),
+            self.column("lr", step, space),
+            decay,
+        )
+        return problem.penalised().restricted()
+
+    def _multiplied(self, space: RowSpace, curvature: object | None, matrix: str) -> Rows:
         if curvature is None:
             raise ValueError(
                 f"{self.call}.update: this step needs curvature, and got None. By hand, pass TapeObjective(loss, "
@@ -95,7 +140,8 @@ class SecondOrder(RuleNode):
         multiply: Callable[[Params], Params] | None = getattr(curvature, matrix, None)
         if multiply is None:
             raise TypeError(f"{self.call}.update: {type(curvature).__name__} has no {matrix}(v).")
-        return Problem(space, g, space.multiplied(multiply, sign), sign, cast(Objective, curvature))
+        # The Fisher matrix is a metric: it has no other sign where one climbs.
+        return space.multiplied(multiply, -1 if self.maximize and matrix != "fisher_products" else 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,32 +153,92 @@ class Problem:
     products: Rows  # with its matrix
     sign: int  # -1 of a loss that is climbed
     objective: Objective
+    lr: Tensor  # step sizes, [tasks, 1] or [tasks, n]
+    decay: Tensor | None  # of the penalty decay |w|^2 / 2, likewise
+
+    def penalised(self) -> Problem:
+        """Return the problem whose gradient and matrix are those of the loss with its penalty."""
+        decay, products = self.decay, self.products
+        if decay is None:
+            return self
+        g = self.g + decay * self.space.rows(self.space.params)
+        return replace(self, g=g, products=lambda rows: products(rows) + decay * rows)
+
+    def restricted(self) -> Problem:
+        """Return the problem in the parameters that move: those of step size 0 stay where they are."""
+        if self.lr.shape[1] == 1 or self.lr.requires_grad or bool((self.lr != 0).all()):
+            return self
+        moves, products = self.lr != 0, self.products
+        g = torch.where(moves, self.g, 0.0)
+        return replace(self, g=g, products=lambda rows: torch.where(moves, products(rows), 0.0))
 
     @property
     def before(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, a constant."""
-        return self.sign * self.objective.value.detach().reshape(-1)
+        value = self.sign * self.objective.value.detach().reshape(-1)
+        return value + self.penalty(self.space.rows(self.space.params))
 
     @property
     def slack(self) -> Tensor:
         """How much of a loss may be rounding, ``[tasks]``."""
         return 10 * torch.finfo(self.g.dtype).eps * self.before.abs()
 
+    def penalty(self, w: Tensor) -> Tensor:
+        """Return the penalty at parameters ``[tasks, n]``, a constant."""
+        return w.new_zeros(len(w)) if self.decay is None else dot(w, self.decay * w).detach() / 2
+
     def after(self, d: Tensor) -> Tensor:
         """Return the loss at the end of a step, ``[tasks]``, a constant."""
-        moved = self.space.tensors((self.space.rows(self.space.params) + d).detach())
-        return self.sign * self.objective.evaluate(moved).reshape(-1)
+        w = (self.space.rows(self.space.params) + d).detach()
+        value = self.objective.evaluate(self.space.tensors(w))
+        return self.sign * value.reshape(-1) + self.penalty(w)
+
+    def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss, ``[tasks]``, and its gradient, ``[tasks, n]``, at the end of a step; constants."""
+        w = (self.space.rows(self.space.params) + d).detach()
+        value, grads = self.objective.gradient(self.space.tensors(w))
+        g = self.sign * self.space.rows(grads)
+        g = g if self.decay is None else g + (self.decay * w).detach()
+        return self.sign * value.reshape(-1) + self.penalty(w), g
+
+    def scaled(self, d: Tensor) -> Tensor:
+        """Return a direction that descends times the step sizes, or times the least of them if that climbs."""
+        if self.lr.shape[1] == 1:
+            return self.lr * d
+        least = torch.where(self.lr > 0, self.lr, torch.inf).amin(1, keepdim=True)
+        climbs = dot(self.g, self.lr * d).detach() > 0
+        return torch.where(climbs[:, None], least, self.lr) * d
+
+    def relative(self, d: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`scaled` as a direction times the largest step size, which is ``[tasks]``."""
+        if self.lr.shape[1] == 1:
+            return d, self.lr[:, 0]
+        most = self.lr.amax(1)
+        return divide(self.scaled(d), most[:, None], where=most[:, None] > 0), most
+
+    def step(self, d: Tensor, curved: Tensor) -> Step:
+        """Return the step in a direction; ``curved`` is d^T B d, and known of the step by one product if need be."""
+        s = self.scaled(d)
+        if self.lr.shape[1] == 1:
+            return Step(s, dot(self.g, s), self.lr[:, 0] ** 2 * curved)
+        return Step(s, dot(self.g, s), dot(s, self.products(s)))
+
+    @property
+    def products_of_step(self) -> int:
+        """How many products :meth:`step` takes."""
+        return int(self.lr.shape[1] > 1)
 
     def ratio(self, after: Tensor, predicted: Tensor) -> Tensor:
-        """Divide the reduction of the loss by that of the model.
+        """Divide the reduction of the loss by that of the model, at the same step.
 
         Both are taken with what may be rounding, so that a step at convergence has the ratio 1 (Conn, Gould, Toint,
         "Trust-region methods", 2000, section 17.4.2), as has none at all. A loss that is not finite has the ratio
-        minus infinity.
+        minus infinity, and so has a step of which the model says that it climbs.
         """
         reduction, expected = self.before - after + self.slack, self.slack - predicted.detach()
         ratio = torch.where((reduction == 0) & (expected == 0), 1.0, reduction / expected)
-        return torch.where(after.isfinite() & ratio.isfinite(), ratio, -torch.inf)
+        is_sound = after.isfinite() & ratio.isfinite() & (expected >= 0)
+        return torch.where(is_sound, ratio, -torch.inf)
 
     def moved(self, d: Tensor) -> Params:
         """Return the parameters at the end of a step."""
@@ -152,8 +258,9 @@ class Problem:
         columns: tuple[Any, ...] = (
             (whole + steps, whole + products, whole - 1)
             if run is None
-            else (run.steps, whole + run.products, run.ending)
+            else (run.steps, whole + run.products + products, run.ending)
         )
+        length = self.lr.amax(1) * length
         return Report(*map(self.for_task, (*columns, ratio.detach(), length.detach())))
 
 

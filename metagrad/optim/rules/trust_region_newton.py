@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.flat import norm
+from metagrad.optim.rules.flat import dot, norm
 from metagrad.optim.rules.krylov import check_solver, conjugate_gradients
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import (
@@ -36,6 +36,7 @@ class TrustRegionNewton(SecondOrder):
     """The rule that :func:`trust_region_newton` makes."""
 
     lr: Hyperparameter = 1.0
+    weight_decay: Hyperparameter = 0.0
     radius: Hyperparameter = 1.0
     max_radius: float = 1e3
     accept: float = 1e-4
@@ -46,7 +47,7 @@ class TrustRegionNewton(SecondOrder):
     maximize: bool = False
     batch_ndim: int = 0
 
-    call, hyper, above_zero = "trust_region_newton(...)", ("lr", "radius"), ("radius",)
+    call, hyper, above_zero = "trust_region_newton(...)", ("lr", "weight_decay", "radius"), ("radius",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +68,7 @@ class TrustRegionNewton(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective`."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, "products")
+        problem = self.problem(grads, params, curvature, "products", state.step)
         each = problem.space.each
         factor = each(state.factor)
         given = each(self.value("radius", state.step))
@@ -80,10 +81,12 @@ class TrustRegionNewton(SecondOrder):
             progress=self.progress,
             max_steps=self.max_steps,
         )
+        slope = dot(problem.g, run.x)
+        step = problem.step(run.x, 2 * (run.model - slope))
         ratio, length = None, torch.ones_like(radius)
         if self.adapt:
             check_can_evaluate(self.call, curvature, "set adapt=False")
-            ratio = problem.ratio(problem.after(run.x), run.model)
+            ratio = problem.ratio(problem.after(step.d), step.predicted)
             length = (ratio > self.accept).to(radius)
             reach = norm(run.x)
             grows = (ratio > _GOOD) & (reach > _ON_BOUNDARY * radius) & (2 * radius <= self.max_radius)
@@ -91,15 +94,16 @@ class TrustRegionNewton(SecondOrder):
             shrunk = 0.25 * torch.minimum(reach, radius) / given
             factor = torch.where(ratio < _POOR, shrunk, torch.where(grows, 2 * factor, factor))
             factor = factor.clamp(LEAST_FACTOR, MOST_FACTOR)
-        length = each(self.value("lr", state.step)) * length
-        return problem.moved(length[:, None] * run.x), TrustRegionState(
-            state.step + 1, problem.for_task(factor), problem.report(run, ratio, length)
+        report = problem.report(run, ratio, length, products=problem.products_of_step)
+        return problem.moved(step.times(length).d), TrustRegionState(
+            state.step + 1, problem.for_task(factor), report
         )
 
 
 def trust_region_newton(
     lr: Hyperparameter = 1.0,
     *,
+    weight_decay: Hyperparameter = 0.0,
     radius: Hyperparameter = 1.0,
     max_radius: float = 1e3,
     accept: float = 1e-4,
@@ -123,8 +127,10 @@ def trust_region_newton(
     factors are constants.
 
     Args:
-        lr: A factor of every step, in the forms of :data:`Hyperparameter` without the dict; may require grad, as may
-            ``radius``.
+        lr: A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next two. Of
+            a dict, the direction is that of all parameters together.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
         radius: :math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.
         max_radius: The largest radius.
         accept: The ratio above which a step is taken, below 1/4.
@@ -159,6 +165,7 @@ def trust_region_newton(
     """
     return TrustRegionNewton(
         lr=lr,
+        weight_decay=weight_decay,
         radius=radius,
         max_radius=max_radius,
         accept=accept,

@@ -19,8 +19,9 @@ class CubicNewton(NewtonOptimizer):
     see :func:`~metagrad.optim.rules.cubic_newton.cubic_newton`, whose steps these are.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: The factor :math:`\eta` of every step.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         cubic: :math:`M_0`, above 0; setting it in a group scales what has been adapted.
         adapt: Look at the loss at the end of a step, which needs a closure.
         rtol: The Lanczos process ends when the gradient of the model is so small, relative to that of the loss.
@@ -57,6 +58,7 @@ class CubicNewton(NewtonOptimizer):
         params: ParameterGroups,
         lr: float | Tensor = 1.0,
         *,
+        weight_decay: float | Tensor = 0.0,
         cubic: float | Tensor = 1.0,
         adapt: bool = True,
         rtol: float = 1e-10,
@@ -67,6 +69,7 @@ class CubicNewton(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "cubic": cubic,
                 "adapt": adapt,
                 "rtol": rtol,
@@ -84,8 +87,9 @@ class TrustRegionNewton(NewtonOptimizer):
     see :func:`~metagrad.optim.rules.trust_region_newton.trust_region_newton`, whose steps these are.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: A factor of every step.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         radius: :math:`\Delta_0`, above 0; setting it in a group scales the radius that has been adapted.
         max_radius: The largest radius.
         accept: The ratio of reductions above which a step is taken, below 1/4.
@@ -124,6 +128,7 @@ class TrustRegionNewton(NewtonOptimizer):
         params: ParameterGroups,
         lr: float | Tensor = 1.0,
         *,
+        weight_decay: float | Tensor = 0.0,
         radius: float | Tensor = 1.0,
         max_radius: float = 1e3,
         accept: float = 1e-4,
@@ -137,6 +142,7 @@ class TrustRegionNewton(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "radius": radius,
                 "max_radius": max_radius,
                 "accept": accept,

@@ -17,12 +17,13 @@ class LBFGS(NewtonOptimizer):
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
 
     see :func:`~metagrad.optim.rules.lbfgs.lbfgs`, whose steps these are. ``torch.optim.LBFGS`` takes up to 20
-    iterations in a step, and one group; a step here is one, for groups that are blocks of their own, with gradients
-    that may be clipped or accumulated where there is no line search.
+    iterations in a step, and one group; a step here is one, with gradients that may be clipped
+    or accumulated where there is no line search, and groups may differ in step size and weight decay.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: The factor :math:`\eta` of every step.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         history: How many pairs are kept.
         line_search: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
         max_evaluations: The most gradients of a line search.
@@ -59,6 +60,7 @@ class LBFGS(NewtonOptimizer):
         params: ParameterGroups,
         lr: float | Tensor = 1.0,
         *,
+        weight_decay: float | Tensor = 0.0,
         history: int = 10,
         line_search: Literal["strong_wolfe"] | None = "strong_wolfe",
         max_evaluations: int = 25,
@@ -68,6 +70,7 @@ class LBFGS(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "history": history,
                 "line_search": line_search,
                 "max_evaluations": max_evaluations,

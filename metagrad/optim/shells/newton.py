@@ -23,9 +23,10 @@ class NewtonCG(NewtonOptimizer):
     :class:`~metagrad.optim.shells.newton_optimizer.NewtonOptimizer` for the closure and ``opt.stats``.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: The factor :math:`\eta` of every step.
         damping: :math:`\lambda_0`; setting it in a group scales the damping that has been adapted.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         warm_start: Conjugate gradients begin at so much of their last solution.
         adapt: Look at the loss at the end of a step, for the damping and the length, which needs a closure.
         change: The factor of the damping, above 1.
@@ -87,6 +88,7 @@ class NewtonCG(NewtonOptimizer):
         lr: float | Tensor = 1.0,
         *,
         damping: float | Tensor = 0.0,
+        weight_decay: float | Tensor = 0.0,
         warm_start: float | Tensor = 0.0,
         adapt: bool = True,
         change: float = 1.5,
@@ -106,6 +108,7 @@ class NewtonCG(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "damping": damping,
                 "warm_start": warm_start,
                 "adapt": adapt,
@@ -136,9 +139,10 @@ class GaussNewton(NewtonOptimizer):
     (also by their modules) are noted. What else it contains, such as a penalty, is in the gradient alone.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: The factor :math:`\eta` of every step.
         damping: :math:`\lambda_0`; setting it in a group scales the damping that has been adapted.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         warm_start: Conjugate gradients begin at so much of their last solution.
         adapt: Look at the loss at the end of a step, for the damping, which needs a closure.
         change: The factor of the damping, above 1.
@@ -189,6 +193,7 @@ class GaussNewton(NewtonOptimizer):
         lr: float | Tensor = 1.0,
         *,
         damping: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.0,
         warm_start: float | Tensor = 0.0,
         adapt: bool = True,
         change: float = 3.0,
@@ -208,6 +213,7 @@ class GaussNewton(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "damping": damping,
                 "warm_start": warm_start,
                 "adapt": adapt,
@@ -237,11 +243,14 @@ class NaturalGradient(NewtonOptimizer):
     computed as for :class:`GaussNewton`: it is the likelihood.
 
     Args:
-        params: Parameters, with names or without, or groups of them; each group is a block of its own.
+        params: Parameters, with names or without, or groups of them, which make one vector.
         lr: The step size :math:`\eta`.
-        damping: :math:`\lambda`.
+        damping: :math:`\lambda_0`; setting it in a group scales the damping that has been adapted.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         max_divergence: The bound :math:`\delta` of the divergence of predictions; None bounds nothing.
         warm_start: Conjugate gradients begin at so much of their last solution.
+        adapt: Look at the loss at the end of a step, for the damping and the length, which needs a closure.
+        change: The factor of the damping, above 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
@@ -280,6 +289,7 @@ class NaturalGradient(NewtonOptimizer):
     notes_losses = True
     differentiates_twice = False
     whole = "natural_gradient"
+    adapted = "damping"
 
     def __init__(
         self,
@@ -287,8 +297,11 @@ class NaturalGradient(NewtonOptimizer):
         lr: float | Tensor = 1.0,
         *,
         damping: float | Tensor = 1e-3,
+        weight_decay: float | Tensor = 0.0,
         max_divergence: float | Tensor | None = None,
         warm_start: float | Tensor = 0.0,
+        adapt: bool = True,
+        change: float = 3.0,
         rtol: float = 1e-10,
         progress: float | None = 5e-4,
         max_steps: int = 250,
@@ -305,9 +318,12 @@ class NaturalGradient(NewtonOptimizer):
             params,
             {
                 "lr": lr,
+                "weight_decay": weight_decay,
                 "damping": damping,
                 "max_divergence": max_divergence,
                 "warm_start": warm_start,
+                "adapt": adapt,
+                "change": change,
                 "rtol": rtol,
                 "progress": progress,
                 "max_steps": max_steps,

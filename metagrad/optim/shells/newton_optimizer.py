@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from metagrad.curvature import Result
 from metagrad.optim.rules.curvature import needs_curvature
+from metagrad.optim.rules.flat import check_uniform
 from metagrad.optim.rules.probes import as_rows
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.second_order import endings
@@ -26,7 +28,7 @@ from metagrad.optim.shells.closure_objective import (
 from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.shells.gradients import leaves_behind, unknown_loss
 from metagrad.optim.shells.move import working
-from metagrad.optim.shells.optimizer import Group
+from metagrad.optim.shells.optimizer import Group, as_number
 from metagrad.optim.shells.parts_of_data import check_fraction, check_takes_fraction
 from metagrad.optim.shells.randomness import generators_of
 from metagrad.optim.shells.state import ParameterState, joined, keep
@@ -34,7 +36,7 @@ from metagrad.sparse.rows.row_sparse import RowSparse
 
 
 class NewtonOptimizer(CurvatureOptimizer):
-    """An optimizer whose rule multiplies with the curvature of a loss, and looks at the loss again after a step.
+    r"""An optimizer whose rule multiplies with the curvature of a loss, and looks at the loss again after a step.
 
     The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as
     the rule asks: there ``backward`` does nothing, ``.grad`` stays, and random numbers (dropout) are those of the
@@ -55,8 +57,13 @@ class NewtonOptimizer(CurvatureOptimizer):
     ``opt.step(closure, curvature=part)`` takes the curvature from another closure, whatever the fraction is. Steps
     that multiply with nothing, because of ``curvature_every``, call neither.
 
-    Each group is a block of its own: its step is that with the other groups where they are. One group gives the whole
-    curvature.
+    All groups make one vector: one direction :math:`d` by one matrix, one length, one ratio of reduction. The step of
+    a group is :math:`\eta d` with the step size of its own, and it has a damping and a weight decay of its own;
+    everything else is of all of them, and must agree. Where such a step would climb, all groups take the least step
+    size; a group whose step size is 0 stays where it is, and the direction is that of the others.
+
+    Weight decay :math:`\gamma` is of the objective, which is the loss with :math:`\gamma |w|^2 / 2`: it enters
+    gradient, matrix and ratio. What ``step`` returns is the loss alone.
 
     With a ``GradScaler`` there is no closure, hence nothing to adapt by: ``adapt=False`` (or ``line_search=None``)
     and ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are unscaled. If
@@ -72,21 +79,18 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     @property
     def stats(self) -> dict[str, float | int | str]:
-        """What the last step did in the first group; see :attr:`group_stats`. Empty before a step."""
-        return self.group_stats[0] if self.group_stats else {}
-
-    @property
-    def group_stats(self) -> list[dict[str, float | int | str]]:
-        """What the last step did, for each group that had gradients.
+        """What the last step did; empty before a step.
 
         ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search), among them those
         with probes of a diagonal of the Hessian, and both 0 where the last solve gave the direction; its ``ending``,
         a name of :class:`metagrad.curvature.Result`, or ``NONE``; the ``ratio`` of the reductions of loss and model,
-        NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step; the ``length`` of
-        the step in units of its direction; and the ``direction``: ``newton``, ``natural_gradient`` or
-        ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where nothing moved.
+        NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step, in the first
+        group; the ``length`` of the step in units of its direction, of the largest step size; and the ``direction``:
+        ``newton``, ``natural_gradient`` or ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where
+        nothing moved.
         """
-        return [self._described(*last) for last in self.__dict__.get("_last", [])]
+        last = self.__dict__.get("_last")
+        return {} if last is None else self._described(*last)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
@@ -124,37 +128,48 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
         check_fraction(type(self).__name__, self._fraction(self.param_groups[index]))
+        self._check_agreement(index)
+        self._check_dtypes()
+
+    def _check_agreement(self, index: int) -> None:
+        """Refuse a group with another value of what there is one of for all groups."""
+        first, group = self.param_groups[0], self.param_groups[index]
+        own = self._rule(first).by_parameter
+        for option in self.defaults:
+            if option in (*own, "step") or as_number(group[option]) == as_number(first[option]):
+                continue
+            raise ValueError(
+                f"{type(self).__name__}(params): all groups make one step, whose {option} must be one, got "
+                f"{option}={first[option]} in group 0 and {group[option]} in group {index}. Only "
+                f"{', '.join(name for name in own if name in self.defaults)} may differ; else give each group an "
+                "optimizer of its own."
+            )
+
+    def _check_dtypes(self) -> None:
+        params = {key: working(p) for key, (_, p) in self._groups_by_name().items() if p.requires_grad}
+        check_uniform(f"{type(self).__name__}(params)", params)
 
     def _fraction(self, group: Group) -> float:
         return float(group.get("curvature_fraction", 1.0))
 
-    def _multiplying(self) -> list[Group]:
-        """Return the groups whose rules take products at this step."""
-        return [group for group in self.param_groups if self._rule(group).multiplies(group["step"])]
+    def _is_multiplying(self) -> bool:
+        """Say whether this step takes products."""
+        group = self.param_groups[0]
+        return self._rule(group).multiplies(group["step"])
 
     def _keeps_graph(self) -> bool:
-        return self.differentiates_twice and bool(self._multiplying())
+        return self.differentiates_twice and self._is_multiplying()
 
-    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+    def _evaluated(self, closure: Callable[..., Any]) -> Any:
         self._random = RandomState(sorted({p.device for p in self._all_params()}, key=str))
-        fractions = {self._fraction(group) for group in self._multiplying()}
-        if self._curvature_closure is None and fractions - {1.0}:
-            check_takes_fraction(type(self).__name__, closure, min(fractions))
+        fraction, part = self._fraction(self.param_groups[0]), self._curvature_closure
+        if part is None and fraction < 1 and self._is_multiplying():
+            check_takes_fraction(type(self).__name__, closure, fraction)
+            part = functools.partial(closure, fraction=fraction)
         result = super()._evaluated(closure)
-        if self._passes is not None:
-            self._curved = self._parts(closure, fractions)
+        if self._passes is not None and part is not None and self._is_multiplying():
+            self._curved = self._passes_of(part)
         return result
-
-    def _parts(
-        self, closure: Callable[..., Any], fractions: set[float]
-    ) -> dict[float, list[BackwardPass] | None]:
-        """Return the backward passes of parts of the data, for each fraction that is asked for and is not all."""
-        if self._curvature_closure is not None:
-            return dict.fromkeys(fractions, self._passes_of(self._curvature_closure)) if fractions else {}
-        return {
-            fraction: self._passes_of(functools.partial(closure, fraction=fraction))
-            for fraction in sorted(fractions - {1.0})
-        }
 
     def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass] | None:
         """Return the backward passes of another closure, of which nothing else is kept."""
@@ -187,10 +202,34 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._passes: list[BackwardPass] | None = None
-        self._curved: dict[float, list[BackwardPass] | None] = {}
+        self._curved: list[BackwardPass] | None = None
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _groups_by_name(self) -> dict[str, tuple[Group, Tensor]]:
+        """Return every parameter with its group; a name that two groups have is made longer."""
+        found: dict[str, tuple[Group, Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            for key, p in self._named(index).items():
+                found[f"param_groups[{index}]: {key}" if key in found else key] = (group, p)
+        return found
+
+    def _rule_of_all(self) -> Any:
+        """Make one rule of all groups; hyper-parameters that differ are by the name of the parameter."""
+        rule, named = self._rule(self.param_groups[0]), self._groups_by_name()
+        differing = [
+            name
+            for name in rule.by_parameter
+            if name in self.defaults and len({as_number(group[name]) for group in self.param_groups}) > 1
+        ]
+        return dataclasses.replace(
+            rule,
+            **{
+                name: {key: as_number(group[name]) for key, (group, p) in named.items() if p.grad is not None}
+                for name in differing
+            },
+        )
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
         rule, name = self._rule(group), type(self).__name__
@@ -207,7 +246,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             return ClosureObjective(
                 params,
                 self._passes,
-                self._curved.get(fraction),
+                self._curved,
                 self._closure,
                 self._all_params(),
                 self._random,
@@ -234,14 +273,15 @@ class NewtonOptimizer(CurvatureOptimizer):
         return 1 / float(self._known_scale("curvature"))
 
     def _move(self) -> None:
-        """Move every group from where all of them are."""
+        """Move all groups together."""
         try:
             if hasattr(self, "found_inf") and float(self.found_inf) > 0:
                 return
             self._is_moving = True
-            moves = [self._moved_group(index) for index in range(len(self.param_groups))]
-            self._last = [(group, state, whole) for group, _, _, state, whole in filter(None, moves)]
-            for _, params, moved, state, _ in filter(None, moves):
+            params = {key: p for key, (_, p) in self._groups_by_name().items() if p.grad is not None}
+            self._last = None
+            if params:
+                moved, state = self._moved(params)
                 keep(state._replace(report=None), {key: self.state[p] for key, p in params.items()})
                 for key, p in params.items():
                     p.copy_(moved[key])
@@ -251,23 +291,27 @@ class NewtonOptimizer(CurvatureOptimizer):
             self._is_moving = False
             self._forget()
 
-    def _moved_group(self, index: int) -> tuple[Group, Params, Params, Any, str] | None:
-        group = self.param_groups[index]
-        params = {key: p for key, p in self._named(index).items() if p.grad is not None}
-        if not params:
-            return None
+    def _moved(self, params: Params) -> tuple[Params, Any]:
+        """Return where a step leads from where all parameters are, and the state of the rule there."""
+        for index in range(1, len(self.param_groups)):
+            self._check_agreement(index)
+        group, rule = self.param_groups[0], self._rule_of_all()
+        grads, values = self._gradients(params), {key: working(p) for key, p in params.items()}
+        state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
+        whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
+        moved, state = rule.update(grads, state, values, curvature)
+        self._last = (state, whole)
+        return moved, state
+
+    def _gradients(self, params: Params) -> Params:
         grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
             if isinstance(g, RowSparse):
-                self._check_rows(group, key)
+                self._check_rows(self.param_groups[0], key)
+        inverse = 1.0
         if hasattr(self, "found_inf") and self.grad_scale is not None:
             inverse = 1 / float(self.grad_scale)
-            grads = {key: inverse * working(g) for key, g in grads.items()}
-        rule, values = self._rule(group), {key: working(p) for key, p in params.items()}
-        state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
-        whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
-        moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
-        return group, params, moved, state, whole
+        return {key: working(g) if inverse == 1 else inverse * working(g) for key, g in grads.items()}
 
     def _joined(self, group: Group, rule: Any, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""
@@ -278,7 +322,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         # The number of the group's step has decided what the closure was called for.
         return state if group.get("curvature_every", 1) == 1 else state._replace(step=group["step"])
 
-    def _described(self, group: Group, state: Any, whole: str) -> dict[str, float | int | str]:
+    def _described(self, state: Any, whole: str) -> dict[str, float | int | str]:
         report, ending = state.report, endings(state.report)[0]
         named = {Result.NEGATIVE_CURVATURE.name: "negative_curvature", Result.BOUNDARY.name: "boundary"}
         length = float(report.length)
@@ -292,7 +336,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         }
         if self.adapted is not None:
             factor, added = float(getattr(state, "factor", 1.0)), float(getattr(state, "added", 0.0))
-            found[self.adapted] = float(group[self.adapted]) * factor + added
+            found[self.adapted] = float(self.param_groups[0][self.adapted]) * factor + added
         return found
 
 

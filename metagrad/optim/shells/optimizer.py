@@ -224,7 +224,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""
         names = [name for name in self.defaults if name not in self.shell_options]
-        return _made(type(self).make_rule, tuple((name, _as_number(group[name])) for name in names))
+        return _made(type(self).make_rule, tuple((name, as_number(group[name])) for name in names))
 
     def _named(self, index: int) -> Params:
         """Return the parameters of a group by name; those without are named by their place."""
@@ -284,10 +284,10 @@ def _made(make: Callable[..., Any], hyperparameters: tuple[tuple[str, Hashable],
     return make(**dict(hyperparameters))
 
 
-def _as_number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     """Read a tensor on the CPU, which costs no wait and spares parameters elsewhere a mixture of devices."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_as_number, value))
+        return tuple(map(as_number, value))
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.device.type == "cpu" else value.reshape(())

@@ -145,7 +145,7 @@ CASES = [
     ),
     Case(NewtonCG, NEWTON, {}, {}, {}, by_hand=FIXED_DAMPING),
     Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
-    Case(NaturalGradient, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 0.1}),
+    Case(NaturalGradient, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
     Case(CubicNewton, NEWTON, {}, {}, {}, options={"max_steps": 10}, by_hand={"adapt": False}),
     Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}),
     Case(LBFGS, traits("backward", "one vector"), {}, {}, {}, by_hand={"line_search": None, "lr": 0.3}),

@@ -144,9 +144,9 @@ def test_two_dtypes_in_a_group(case):
 def test_two_dtypes_in_a_group_are_refused(case):
     model, one, other = layers((1.0, 3.0), (1.0, 3.0))
     other.double()
-    opt = optimizer(case, model)
-    with pytest.raises(ValueError, match=r"all parameters make one vector.*float64"):
-        run(opt, lambda: quadratic(one) + quadratic(other), 1)
+    for params in (None, [{"params": [each.weight]} for each in (one, other)]):
+        with pytest.raises(ValueError, match=r"all parameters make one vector.*float64"):
+            optimizer(case, model, params)
 
 
 @every
