@@ -121,13 +121,10 @@ class Damped(Newton):
 
 
 @dataclass
-class NaturalGradient(Newton):
+class NaturalGradient(Damped):
     """metagrad.optim.NaturalGradient."""
 
-    damping: float = MISSING
     max_divergence: float | None = MISSING
-    warm_start: float = MISSING
-    progress: float | None = MISSING
 
 
 @dataclass
