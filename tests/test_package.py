@@ -41,13 +41,17 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
-def test_import_pulls_in_nothing_that_belongs_to_experiments():
-    loaded = run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
+@pytest.fixture(scope="module")
+def loaded() -> list[str]:
+    """Return the modules that importing the library loads."""
+    return run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
+
+
+def test_import_pulls_in_nothing_that_belongs_to_experiments(loaded):
     assert not NOT_IN_THE_CORE & {name.split(".")[0] for name in loaded}
 
 
-def test_import_does_not_load_the_compiler():
-    loaded = run(sys.executable, "-c", "import sys, metagrad; print(*sys.modules)").split()
+def test_import_does_not_load_the_compiler(loaded):
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor"))]
 
 

@@ -11,6 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import metagrad as mg
 from metagrad.autograd.compiled import CompileOptions
+from tests.marks import slow
 
 
 class Counting:
@@ -70,7 +71,7 @@ def test_float32(memory):
     torch.testing.assert_close(got, gradients(1, dtype=torch.float32), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("memory", [slow("full"), "step", slow("sqrt")])
 def test_nothing_is_compiled_again_for_other_values_and_numbers_of_steps(memory):
     backend = Counting()
     gradients(1, memory=memory, compile={"backend": backend})
@@ -136,7 +137,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("kind", STEPS)
-@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("memory", ["full", slow("step")])
 def test_what_a_step_holds_is_no_constant(kind, memory):
     for by in (2.0, 3.0, 4.0, torch.tensor(5.0), torch.tensor(6.0)):
         w = torch.ones(2, requires_grad=True)
@@ -145,7 +146,7 @@ def test_what_a_step_holds_is_no_constant(kind, memory):
         assert last.tolist() == gradient.tolist() == [float(by) ** 2] * 2
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("memory", [slow("full"), "step"])
 def test_what_a_step_closes_over_is_not_kept_alive(memory):
     def gone():
         model = torch.nn.Linear(3, 3).requires_grad_(False)

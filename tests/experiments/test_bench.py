@@ -245,6 +245,7 @@ def run(monkeypatch, tmp_path):
     return main
 
 
+@pytest.mark.slow
 def test_fresh_processes_end_to_end(run, tmp_path, capsys):
     found = run("sinusoid", "--methods", OURS, "--rounds", "1", "--seconds", "0.01", "--threads", "1")
     measured = found["workloads"]["sinusoid"]

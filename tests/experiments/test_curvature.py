@@ -354,6 +354,7 @@ def test_the_program_runs_and_reports(program, tmp_path):
     assert json.loads((tmp_path / "run" / "provenance.json").read_text())["seed"] == 0
 
 
+@pytest.mark.slow
 def test_a_missing_checkpoint_is_one_clear_line_and_a_failure(program, tmp_path):
     code, _, err = program("curvature", *TINY, "checkpoint=none.pt", "hydra.run.dir=run", cwd=tmp_path)
     assert code != 0

@@ -239,6 +239,7 @@ def test_counting_changes_no_number(config, name):
 # Runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_optimizer_lowers_the_loss_of_the_autoencoder(trained, tmp_path, name):
     # Cubic regularisation first has to find how far its model holds.
@@ -611,6 +612,7 @@ def test_missing_data_is_one_clear_line_and_a_failure(program, tmp_path):
     assert (tmp_path / "run" / "failure.txt").read_text().startswith("Omniglot: ")
 
 
+@pytest.mark.slow
 def test_compare_refuses_other_folders(program, tmp_path):
     code, _, err = program("optimizers.compare", ".", cwd=tmp_path)
     assert code != 0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.marks import slow
+
 ERRORS = [
     (["seed=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
-    (["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
+    slow(["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
     (["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
-    (["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
-    (["model.sizes=[1]", "logger=none"], "build: metagrad.models.MLP: "),
+    slow(["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
+    slow(["model.sizes=[1]", "logger=none"], "build: metagrad.models.MLP: "),
 ]
 
 

@@ -54,6 +54,7 @@ def same_outcome(one, other):
     assert (one / "result.json").read_bytes() == (other / "result.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_starts_a_new_run_that_ends_the_same(program, whole, killed, tmp_path):
     left = (killed / "metrics.jsonl").read_bytes()
     file = killed / checkpoint.FILE

@@ -16,6 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
+from tests.marks import slow
 
 rules = mg.optim.rules
 
@@ -125,7 +126,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+# The others are compositions of what these three compile: state, values by step and by parameter.
+@pytest.mark.parametrize(
+    "rule",
+    [r if r in ("adam", "a value for each step", "learned for each parameter") else slow(r) for r in RULES],
+)
 def test_every_rule_equals_eager(rule):
     compiled, eager = pair(perceptron(), RULES[rule](), steps=3, memory="step")
     for second in (False, True):
@@ -133,7 +138,9 @@ def test_every_rule_equals_eager(rule):
         assert_same(meta_gradient(compiled, batch, second=second), meta_gradient(eager, batch, second=second))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [slow(w) if w in ("full", "sqrt", "budget", "one by one") else w for w in WAYS]
+)
 def test_every_way_equals_eager(way):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1, momentum=0.9), steps=3, **WAYS[way])
     weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
@@ -151,10 +158,10 @@ def test_a_model_that_only_vmap_can_stack():
 @pytest.mark.parametrize(
     ("rule", "way"),
     [
-        ("adam", "full"),
-        pytest.param("learned", "truncate", marks=pytest.mark.slow),
+        slow("adam", "full"),
+        slow("learned", "truncate"),
         ("a value for each step", "tolerance"),
-        pytest.param("sgd", "one by one", marks=pytest.mark.slow),
+        slow("sgd", "one by one"),
     ],
 )
 def test_the_whole_meta_gradient_equals_eager(rule, way):
@@ -176,7 +183,7 @@ def test_first_order():
         assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": True}])
+@pytest.mark.parametrize("options", [slow({}), {"whole": True}])
 def test_outputs_and_adaptation_equal_eager(options):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=3)
     batch = draw_batch()
@@ -191,7 +198,7 @@ def test_outputs_and_adaptation_equal_eager(options):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", [{}, {"memory": "sqrt"}, {"task_chunk": 1}])
+@pytest.mark.parametrize("how", [{}, slow({"memory": "sqrt"}), {"task_chunk": 1}])
 def test_nothing_is_compiled_again_for_other_values(how):
     backend = Counting()
     model = perceptron()
@@ -301,7 +308,7 @@ def test_tables_of_rows_run_as_they_are():
     torch.testing.assert_close(got, eager(batch).loss)
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": True}])
+@pytest.mark.parametrize("options", [{}, slow({"whole": True})])
 def test_labels_are_checked_on_every_call(options):
     backend = Counting()
     options = {**options, "backend": backend}
@@ -323,7 +330,7 @@ def test_labels_are_checked_on_every_call(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"whole": True}])
-@pytest.mark.parametrize("lr", [[0.1, 0.2], torch.tensor([0.1, 0.2], dtype=torch.float64)])
+@pytest.mark.parametrize("lr", [[0.1, 0.2], slow(torch.tensor([0.1, 0.2], dtype=torch.float64))])
 def test_a_step_beyond_the_last_value_is_refused(lr, options):
     compiled, _ = pair(perceptron(), rules.sgd(lr=lr), options, steps=2)
     assert compiled(draw_batch()).loss.isfinite()
@@ -391,7 +398,7 @@ def test_by_inductor(compile):
         assert_same(meta_gradient(maml, draw_batch(seed)), meta_gradient(eager, draw_batch(seed)))
 
 
-@pytest.mark.parametrize("options", [{}, {"whole": True}])
+@pytest.mark.parametrize("options", [{}, slow({"whole": True})])
 def test_cotangents_of_predictions_are_pulled_back_under_the_autocast_of_the_forward_pass(options):
     model, batch = perceptron().float(), draw_batch()
     batch = Batch(batch.support.to(dtype=torch.float32), batch.query.to(dtype=torch.float32))

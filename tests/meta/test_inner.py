@@ -65,6 +65,13 @@ def test_truncation_changes_the_gradient_and_not_the_losses(regression):
     assert not torch.allclose(first["model.0.weight"], second["model.0.weight"], rtol=1e-3)
 
 
+def between(norms):
+    """Return a tolerance in the widest gap among the middle norms [steps, tasks], so that no rounding decides."""
+    ordered = norms.flatten().sort().values[8:-8]
+    gap = int((ordered[1:] / ordered[:-1]).argmax())
+    return float((ordered[gap] * ordered[gap + 1]).sqrt())
+
+
 @pytest.mark.parametrize("rule", [sgd(lr=0.1), sgd(lr=0.05, momentum=0.9), adam(lr=0.05)], ids=repr)
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
@@ -80,7 +87,7 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
         )
         grads = torch.autograd.grad(losses.sum(), list(fast.params.values()))
         norms.append(torch.stack([g.flatten(1).pow(2).sum(1) for g in grads]).sum(0).sqrt())
-    tolerance = float(torch.stack(norms[1:6]).median())
+    tolerance = between(torch.stack(norms[:6]))
     stopped = torch.stack([n <= tolerance for n in norms[:6]] + [torch.ones(4, dtype=torch.bool)])
     expected_steps = stopped.int().argmax(0)
     assert len(expected_steps.unique()) > 1

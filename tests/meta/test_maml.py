@@ -12,6 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.optim.rules import chain, clip_by_norm, mask
 from metagrad.tasks import Batch, Examples
+from tests.marks import slow
 
 sgd = mg.optim.rules.sgd
 
@@ -79,9 +80,9 @@ REGRESSION = {"MLP": mlp, "custom forward": Custom, "tied weights": tied}
 
 
 @pytest.mark.parametrize("model", REGRESSION)
-@pytest.mark.parametrize("steps", [0, 1, 5, 10])
+@pytest.mark.parametrize("steps", [0, 1, 5, slow(10)])
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt", "160KiB"])
-@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+@pytest.mark.parametrize("task_chunk", [None, 1, slow(3)])
 def test_meta_gradient_equals_the_textbook_loop(textbook, regression, model, steps, memory, task_chunk):
     model = REGRESSION[model]()
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=steps, memory=memory, task_chunk=task_chunk)
@@ -92,7 +93,7 @@ def test_meta_gradient_equals_the_textbook_loop(textbook, regression, model, ste
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("steps", [1, 5, 10])
+@pytest.mark.parametrize("steps", [1, slow(5), slow(10)])
 @pytest.mark.parametrize(("memory", "task_chunk"), [("full", None), ("full", 2), ("step", None), ("step", 2)])
 def test_conv4_equals_the_textbook_loop(textbook, images, norm, steps, memory, task_chunk):
     model = conv(norm)
