@@ -107,6 +107,8 @@ def cubic_newton(
     ratio of the reduction of the loss by that of the model is below 1/4, and halves above 3/4 (between
     :math:`10^{-10}` and :math:`10^{10}` of where it began); a step is taken where the ratio is above :math:`10^{-4}`.
 
+    Ratio and model are those of the step :math:`\eta d`.
+
     Derivatives go through the Lanczos process, and are right up to the third; factors are constants.
 
     Args:

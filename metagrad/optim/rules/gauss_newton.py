@@ -55,16 +55,20 @@ def gauss_newton(
     r"""Make the rule of Levenberg and Marquardt, for any loss whose curvature in the output is known.
 
     .. math::
-        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, d_t
+        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
 
     with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss in them; for squares,
-    that is nonlinear least squares. The matrix has no negative curvature. A step is taken where the loss falls by
-    more than :math:`10^{-4}` of what the quadratic model says; after others, only the damping has changed: it is
-    multiplied by ``change`` where the ratio is below 1/4, and divided by it above 3/4.
+    that is nonlinear least squares. The matrix has no negative curvature, so that the direction descends.
+
+    The damping is multiplied by ``change`` where the ratio of the reductions of the loss and of the quadratic model
+    by the whole step :math:`\eta d` is below 1/4, and divided by it above 3/4. Marquardt refuses a step that does not
+    descend, and solves again; here the products of the solve are what costs, so its direction is kept, and the length
+    :math:`\alpha` is the largest of 1, 1/2, 1/4, ... at which the loss falls by :math:`10^{-4}` of the slope, as in
+    :func:`~metagrad.optim.rules.newton_cg.newton_cg`. Where the damping begins much too small, every step moves all
+    the same.
 
     With ``curvature_every`` above 1, the steps between two solves are those that
-    :func:`~metagrad.optim.rules.newton_cg.newton_cg` describes, with its line search: a step that is refused would be
-    the same the next time.
+    :func:`~metagrad.optim.rules.newton_cg.newton_cg` describes.
 
     Derivatives are those of :func:`~metagrad.optim.rules.newton_cg.newton_cg`.
 
@@ -75,7 +79,8 @@ def gauss_newton(
         weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
             and ratio; forms as for ``lr``.
         warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
-        adapt: Look at the loss at the end of a step; else every step is taken and the damping is constant.
+        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
+            more; else both are constant, and a step may climb.
         change: The factor of the damping, above 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.

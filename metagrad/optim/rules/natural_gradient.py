@@ -73,12 +73,16 @@ def natural_gradient(
 
     .. math::
         (F_t + \lambda I) \, d_t \approx -g_t, \qquad
-        w_t = w_{t-1} + \min\Bigl(\eta, \sqrt{2 \delta / d_t^\top F_t d_t}\Bigr) \, d_t
+        w_t = w_{t-1} + \alpha_t \min\Bigl(\eta, \sqrt{2 \delta / d_t^\top F_t d_t}\Bigr) \, d_t
 
     with the Fisher matrix :math:`F = \sum_n s_n \, \mathbb{E}_{y \sim p(y | x_n)} \nabla\ell_n \nabla\ell_n^\top`,
     exact, of the likelihood that the loss is the negative logarithm of. For losses that are means, the bound
-    :math:`\delta` is one of the Kullback-Leibler divergence of what the model predicts, to second order. The step
-    does not look at the loss again.
+    :math:`\delta` is one of the Kullback-Leibler divergence of what the model predicts, to second order.
+
+    Damping :math:`\lambda_t` and length :math:`\alpha` follow the loss, as for
+    :func:`~metagrad.optim.rules.gauss_newton.gauss_newton`: a Fisher matrix of fewer examples than parameters is
+    singular, it vanishes where predictions saturate, and there neither a constant damping nor a bound of the
+    divergence keeps a step from climbing.
 
     With ``curvature_every`` above 1, the steps between two solves multiply with nothing. Their directions are by the
     limited-memory BFGS matrix of pairs :math:`p_i, (F + \lambda I) p_i` that the last solve went through. Their

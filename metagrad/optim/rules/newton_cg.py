@@ -55,8 +55,9 @@ def newton_cg(
     r"""Make the rule of Hessian-free Newton steps.
 
     .. math::
-        (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, \alpha_t d_t, \qquad
-        \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{g_t^\top d_t + d_t^\top H_t d_t / 2}
+        (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t s_t, \qquad
+        s_t = \eta \, d_t, \qquad
+        \rho_t = \frac{f(w_{t-1} + s_t) - f(w_{t-1})}{g_t^\top s_t + s_t^\top H_t s_t / 2}
 
     with the Hessian :math:`H` known by its products and :math:`d` from conjugate gradients. The length
     :math:`\alpha` is the largest of 1, 1/2, 1/4, ... at which the loss falls by :math:`10^{-4}` of the slope. The

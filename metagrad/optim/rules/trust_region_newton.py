@@ -123,6 +123,8 @@ def trust_region_newton(
     boundary. The step is taken where :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where
     :math:`\rho > 3/4` and the step reaches the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
 
+    With a step size :math:`\eta`, ratio and step are those of :math:`\eta d`.
+
     Derivatives are those of the steps that conjugate gradients took, the one to the boundary included; ratios and
     factors are constants.
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.optim.rules.curvature import Diagonal
 from metagrad.optim.rules.objective import fisher_products
@@ -131,6 +132,7 @@ class ClosureObjective(GraphCurvature):
         closure: Computes them, and calls ``backward``, which does nothing here.
         every: All parameters of the optimizer, whose ``.grad`` is left as it is.
         random: The states of random numbers that the closure began with, so that dropout is that of the step.
+        buffers: Of the modules that it calls, which move with its first call alone.
         generators: Where the random numbers of estimates come from.
     """
 
@@ -142,12 +144,14 @@ class ClosureObjective(GraphCurvature):
         closure: Callable[[], object],
         every: Sequence[Tensor],
         random: RandomState,
+        buffers: ModuleBuffers,
         generators: Generators = torchs_own,
     ) -> None:
         super().__init__(params, passes, curved, generators=generators)
         self._closure = closure
         self._every = every
         self._random = random
+        self._buffers = buffers
 
     def evaluate(self, params: Params) -> Tensor:
         """Return the loss at other parameters."""
@@ -177,6 +181,7 @@ class ClosureObjective(GraphCurvature):
 
         with (
             self._random.again(),
+            self._buffers.kept(),
             without_gradients(self._every),
             _at(self._params, params),
             torch.enable_grad(),
@@ -212,6 +217,47 @@ class RandomState:
             yield
         finally:
             self._write(now)
+
+
+class ModuleBuffers:
+    """The buffers of the modules that a closure calls, such as the running statistics of BatchNorm."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Note the modules that are called meanwhile, with their parts."""
+        handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _notice(self, called: nn.Module) -> None:
+        if id(called) in self._modules:
+            return
+        for module in called.modules():
+            self._modules[id(module)] = module
+            # Those of functional_call are not the modules' own later on.
+            self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
+        bound = [(module._buffers, dict(module._buffers)) for module in self._modules.values()]
+        own = {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}
+        kept = [(buffer, buffer.data) for buffer in (self._tensors | own).values()]
+        for buffer, data in kept:
+            buffer.data = data.clone()
+        try:
+            yield
+        finally:
+            for buffer, data in kept:
+                buffer.data = data
+            for buffers, before in bound:
+                buffers.update(before)
 
 
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:

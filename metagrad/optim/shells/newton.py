@@ -131,10 +131,11 @@ class NewtonCG(NewtonOptimizer):
 class GaussNewton(NewtonOptimizer):
     r"""Optimize by the method of Levenberg and Marquardt, for losses whose curvature in the output is known.
 
-    .. math:: (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, d_t
+    .. math:: (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, \alpha_t d_t
 
-    see :func:`~metagrad.optim.rules.gauss_newton.gauss_newton`, whose steps these are. The loss is to be computed
-    inside the closure, or within ``with opt.recording():``, where calls of ``F.mse_loss``, ``F.cross_entropy``,
+    with a damping that follows the ratio of reduction, and a line search where a step would climb; see
+    :func:`~metagrad.optim.rules.gauss_newton.gauss_newton`, whose steps these are. The loss is to be computed inside
+    the closure, or within ``with opt.recording():``, where calls of ``F.mse_loss``, ``F.cross_entropy``,
     ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and ``F.binary_cross_entropy_with_logits``
     (also by their modules) are noted. What else it contains, such as a penalty, is in the gradient alone.
 
@@ -144,7 +145,7 @@ class GaussNewton(NewtonOptimizer):
         damping: :math:`\lambda_0`; setting it in a group scales the damping that has been adapted.
         weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
         warm_start: Conjugate gradients begin at so much of their last solution.
-        adapt: Look at the loss at the end of a step, for the damping, which needs a closure.
+        adapt: Look at the loss at the end of a step, for the damping and the length, which needs a closure.
         change: The factor of the damping, above 1.
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
@@ -237,9 +238,10 @@ class NaturalGradient(NewtonOptimizer):
     r"""Optimize by natural gradient descent, with the exact Fisher matrix.
 
     .. math:: (F_t + \lambda I) \, d_t \approx -g_t, \qquad
-        w_t = w_{t-1} + \min\Bigl(\eta, \sqrt{2 \delta / d_t^\top F_t d_t}\Bigr) \, d_t
+        w_t = w_{t-1} + \alpha_t \min\Bigl(\eta, \sqrt{2 \delta / d_t^\top F_t d_t}\Bigr) \, d_t
 
-    see :func:`~metagrad.optim.rules.natural_gradient.natural_gradient`, whose steps these are. The loss is to be
+    with a damping that follows the ratio of reduction, and a line search where a step would climb; see
+    :func:`~metagrad.optim.rules.natural_gradient.natural_gradient`, whose steps these are. The loss is to be
     computed as for :class:`GaussNewton`: it is the likelihood.
 
     Args:

@@ -21,6 +21,7 @@ from metagrad.optim.shells.closure_objective import (
     ClosureObjective,
     GraphCurvature,
     KnownPart,
+    ModuleBuffers,
     RandomState,
     scalar_of,
     without_gradients,
@@ -39,8 +40,9 @@ class NewtonOptimizer(CurvatureOptimizer):
     r"""An optimizer whose rule multiplies with the curvature of a loss, and looks at the loss again after a step.
 
     The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as
-    the rule asks: there ``backward`` does nothing, ``.grad`` stays, and random numbers (dropout) are those of the
-    first call. Running statistics of BatchNorm move with every call. Losses of several backward passes add up.
+    the rule asks: there ``backward`` does nothing, ``.grad`` stays, random numbers (dropout) are those of the first
+    call, and buffers of modules (running statistics of BatchNorm) are put back. What else a closure counts or writes,
+    it does at every call. Losses of several backward passes add up.
 
     Products with the curvature are what a step costs, and need fewer data than the gradient does. Where an optimizer
     has a ``curvature_fraction`` below 1, gradient and loss are those of all data, and the curvature that of a part:
@@ -114,11 +116,11 @@ class NewtonOptimizer(CurvatureOptimizer):
                 f"{type(self).__name__}.step(curvature=...): there is no closure. Call opt.step(closure, "
                 "curvature=...), with closures of all the data and of a part of them."
             )
-        self._closure, self._curvature_closure = closure, curvature
+        self._closure, self._curvature_closure, self._buffers = closure, curvature, ModuleBuffers()
         try:
             return super().step(closure)
         finally:
-            self._closure = self._curvature_closure = None
+            self._closure, self._curvature_closure, self._buffers = None, None, ModuleBuffers()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and forget the curvature taken with them."""
@@ -166,7 +168,8 @@ class NewtonOptimizer(CurvatureOptimizer):
         if part is None and fraction < 1 and self._is_multiplying():
             check_takes_fraction(type(self).__name__, closure, fraction)
             part = functools.partial(closure, fraction=fraction)
-        result = super()._evaluated(closure)
+        with self._buffers.noticed():
+            result = super()._evaluated(closure)
         if self._passes is not None and part is not None and self._is_multiplying():
             self._curved = self._passes_of(part)
         return result
@@ -175,7 +178,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         """Return the backward passes of another closure, of which nothing else is kept."""
         kept, self._passes, self._is_moving = self._passes, None, True
         try:
-            with without_gradients(self._all_params()):
+            with without_gradients(self._all_params()), self._buffers.kept():
                 super()._evaluated(closure)
             return self._passes
         finally:
@@ -250,6 +253,7 @@ class NewtonOptimizer(CurvatureOptimizer):
                 self._closure,
                 self._all_params(),
                 self._random,
+                self._buffers,
                 generators,
             )
         option = next((o for o in ("adapt", "line_search") if group.get(o)), None)
