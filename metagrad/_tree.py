@@ -5,7 +5,7 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,9 +24,9 @@ tree_structure = pytree.tree_structure
 tree_unflatten = pytree.tree_unflatten
 
 
-def leaf_names(tree: Tree, root: str = "") -> list[str]:
+def leaf_names(tree: Tree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
-    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree, is_leaf)[0]]
 
 
 def tensors_in(value: object) -> list[Tensor]:

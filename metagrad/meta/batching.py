@@ -9,8 +9,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metagrad._tree import tree_leaves, tree_map
 from metagrad.autograd.ambient import RandomState
 from metagrad.autograd.budget import BudgetError
+from metagrad.meta.structured import Nested, num_tasks
 from metagrad.optim.rules import Params
 
 T = TypeVar("T")
@@ -20,33 +22,46 @@ _RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm.
 
 
 class Tasks(NamedTuple):
-    """The tensors of a meta-batch, ``[tasks, examples, ...]``, or of one task, without the first axis."""
+    """A meta-batch, tensors ``[tasks, examples, ...]`` or nested values of such; or one task, without that axis."""
 
-    support_x: Tensor
-    support_y: Tensor
-    query_x: Tensor | None
-    query_y: Tensor | None
+    support_x: Nested
+    support_y: Nested
+    query_x: Nested | None
+    query_y: Nested | None
     rows: Params
     """Which rows of a table the tasks look up, ``[tasks, R]``, by the name of the table."""
 
+    @property
+    def count(self) -> int:
+        """How many tasks there are."""
+        return num_tasks(self.support_x)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return tree_leaves(self.support_x)[0].device
+
+    @property
+    def inputs(self) -> list[Nested]:
+        """Those of the support examples, and of the query examples if there are any."""
+        return [x for x in (self.support_x, self.query_x) if x is not None]
+
     def each(self) -> Iterator[Tasks]:
         """Yield one task after the other."""
-        for i in range(self.support_x.shape[0]):
+        for i in range(self.count):
             yield self.select(i)
 
     def split(self, size: int) -> Iterator[Tasks]:
         """Yield ``size`` tasks after the other, at the end those that are left."""
-        if size >= self.support_x.shape[0]:
+        if size >= self.count:
             yield self
             return
-        for i in range(0, self.support_x.shape[0], size):
+        for i in range(0, self.count, size):
             yield self.select(slice(i, i + size))
 
     def select(self, index: int | slice | Tensor) -> Tasks:
         """Return some of the tasks, or with an int one of them, without the first axis."""
-        *tensors, rows = self
-        chosen = (None if tensor is None else tensor[index] for tensor in tensors)
-        return Tasks(*chosen, {name: numbers[index] for name, numbers in rows.items()})  # type: ignore[arg-type]
+        return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 
 class Batching:

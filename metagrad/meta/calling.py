@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from metagrad._slots import replaced
+from metagrad.meta.structured import Nested, call_on
 from metagrad.optim.rules import Params
 from metagrad.sparse.rows.stand_in import LocalRows
 
@@ -23,8 +24,8 @@ def values_for(model: nn.Module, params: Params, rows: Params) -> Values:
     }
 
 
-def call_with(model: nn.Module, values: Values, x: Tensor) -> Tensor:
-    """Return ``model(x)`` with other values for some of its parameters."""
+def call_with(model: nn.Module, values: Values, x: Nested) -> Any:
+    """Return what a model makes of its inputs with other values for some of its parameters."""
     tensors = {key: v.stand_in() if isinstance(v, LocalRows) else v for key, v in values.items()}
     with replaced(model, tensors):
-        return model(x)
+        return call_on(model, x)

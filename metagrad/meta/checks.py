@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from metagrad._tree import tree_leaves
 from metagrad.autograd.budget import Memory, checked_memory
 from metagrad.autograd.compiled import Compile, checked_compile
 from metagrad.meta.programs import Programs
+from metagrad.meta.structured import Nested, Structured, arguments
 from metagrad.meta.whole import WholePrograms
 
 
@@ -16,12 +19,12 @@ class ExamplesLike(Protocol):
     """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
 
     @property
-    def x(self) -> Tensor:
-        """Inputs ``[tasks, examples, ...]``."""
+    def x(self) -> Any:
+        """Inputs ``[tasks, examples, ...]``, or a dict or a tuple of the arguments of the model."""
         ...
 
     @property
-    def y(self) -> Tensor:
+    def y(self) -> Any:
         """Targets ``[tasks, examples, ...]``."""
         ...
 
@@ -87,25 +90,91 @@ def check_compile(compile: Compile, memory: Memory) -> Programs | None:
     return WholePrograms(options) if options.whole else Programs(options)
 
 
-def check_batch(call: str, parts: dict[str, ExamplesLike]) -> None:
-    """Refuse a batch that is empty, or whose parts do not fit together."""
-    sizes = {}
-    for name, examples in parts.items():
-        for field in ("x", "y"):
-            tensor = getattr(examples, field)
-            shape = tuple(tensor.shape)
-            if len(shape) < 2:
-                raise ValueError(f"{call}: {name}.{field} must be [tasks, examples, ...], got shape {shape}.")
-            if 0 in shape[:2]:
-                raise ValueError(
-                    f"{call}: {name}.{field} is empty, its shape is {shape}; give a task and an example."
-                )
-            sizes[f"{name}.{field}"] = shape
-    if len({shape[0] for shape in sizes.values()}) > 1:
-        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {sizes}.")
-    for name in parts:
-        if sizes[f"{name}.x"][1] != sizes[f"{name}.y"][1]:
+class Pair(NamedTuple):
+    """Inputs and targets of all tasks, taken apart."""
+
+    x: Nested
+    y: Nested
+
+
+def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any]) -> tuple[Pair, Pair]:
+    """Return support and query examples of a batch in any of its forms; refuse what does not fit together."""
+    support, query = _two(batch, ("support", "query"), "MAML(batch): the batch")
+    parts = {
+        "support": _read(support, "MAML(batch)", "support"),
+        "query": _read(query, "MAML(batch)", "query"),
+    }
+    _check_tasks("MAML(batch)", parts)
+    return parts["support"], parts["query"]
+
+
+def read_support(support: ExamplesLike | Sequence[Any] | Mapping[str, Any]) -> Pair:
+    """Return the examples to adapt to, likewise."""
+    pair = _read(support, "MAML.adapt(support)", "support")
+    _check_tasks("MAML.adapt(support)", {"support": pair})
+    return pair
+
+
+def _two(value: Any, names: tuple[str, str], what: str) -> tuple[Any, Any]:
+    """Return the two parts of a pair: its attributes, the entries of a dict, or the items of a tuple or a list."""
+    if all(hasattr(value, name) for name in names):
+        return getattr(value, names[0]), getattr(value, names[1])
+    if isinstance(value, Mapping) and set(value) == set(names):
+        return value[names[0]], value[names[1]]
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    first, second = names
+    raise TypeError(
+        f"{what} must be a pair ({first}, {second}), a dict with these two keys, or an object with these attributes, "
+        f"got {_described(value)}."
+    )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    return f"a {type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
+
+
+def _read(examples: Any, call: str, name: str) -> Pair:
+    x, y = _two(examples, ("x", "y"), f"{call}: {name}")
+    return Pair(arguments(x, f"{call}: {name}.x"), arguments(y, f"{call}: {name}.y"))
+
+
+def _check_tasks(call: str, parts: dict[str, Pair]) -> None:
+    """Refuse examples that are none, or that do not fit together."""
+    sizes = {
+        f"{name}.{field}": _sizes(call, f"{name}.{field}", getattr(parts[name], field))
+        for name in parts
+        for field in ("x", "y")
+    }
+    shapes = {what: shape for of_one in sizes.values() for what, shape in of_one.items()}
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {shapes}.")
+    for name, pair in parts.items():
+        if isinstance(pair.x, Tensor) and isinstance(pair.y, Tensor) and pair.x.shape[1] != pair.y.shape[1]:
             raise ValueError(
                 f"{call}: {name}.x and {name}.y must have the same number of examples, got "
-                f"{sizes[f'{name}.x']} and {sizes[f'{name}.y']}."
+                f"{tuple(pair.x.shape)} and {tuple(pair.y.shape)}."
             )
+
+
+def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in inputs or targets, by their names."""
+    if isinstance(value, Tensor) and value.ndim < 2:
+        raise ValueError(f"{call}: {name} must be [tasks, examples, ...], got shape {tuple(value.shape)}.")
+    sizes = {}
+    for path, tensor in zip(
+        value.paths if isinstance(value, Structured) else [""], tree_leaves(value), strict=True
+    ):
+        shape = sizes[name + path] = tuple(tensor.shape)
+        if not shape:
+            raise ValueError(
+                f"{call}: {name}{path} must be [tasks, ...], got a tensor without axes. What all tasks share is a "
+                "number, or a buffer of the model."
+            )
+        if 0 in shape[:2]:
+            raise ValueError(
+                f"{call}: {name}{path} is empty, its shape is {shape}; give a task and an example."
+            )
+    return sizes

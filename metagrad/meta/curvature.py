@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from metagrad.curvature.operators.output_losses import OutputLoss
 from metagrad.curvature.operators.recognition import evaluate
+from metagrad.meta.structured import Nested
 from metagrad.optim.kfac.layer_calls import CALL, LayerCalls, observed
 from metagrad.optim.kfac.layers import known_layers
 from metagrad.optim.kfac.objective import LayerObjective
@@ -55,8 +56,8 @@ def inner_curvature(
     values: Tensor,
     grads: Params,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
-    predictions: Tensor | None,
-    y: Tensor,
+    predictions: Nested | None,
+    y: Nested,
     stacked: bool,
     *,
     create_graph: bool,
@@ -70,7 +71,8 @@ def inner_curvature(
         values: The loss at them.
         grads: The gradient, with its graph.
         loss_fn: What the loss is, by which its form is known; None if it is not.
-        predictions: ``[n, ...]``, or ``[tasks, n, ...]``; None if they are not known.
+        predictions: ``[n, ...]``, or ``[tasks, n, ...]``; None if they are not known. The form of a loss is known
+            where they and the targets are tensors.
         y: Targets likewise.
         stacked: Whether there is a task axis.
         create_graph: Whether the step is differentiated through.
@@ -78,7 +80,7 @@ def inner_curvature(
     """
 
     def losses() -> Sequence[WeightedLoss]:
-        if loss_fn is None or predictions is None:
+        if loss_fn is None or not isinstance(predictions, Tensor) or not isinstance(y, Tensor):
             return ()
         parts = zip(predictions, y, strict=True) if stacked else [(predictions, y)]
         known = [evaluate(loss_fn, prediction, target).known for prediction, target in parts]

@@ -66,7 +66,7 @@ def without_nonfinite(
     Raises:
         FloatingPointError: No task would be left.
     """
-    kept = torch.arange(tasks.support_x.shape[0], device=tasks.support_x.device)
+    kept = torch.arange(tasks.count, device=tasks.device)
     buffers = Buffers(model)
     first = results = compute(tasks, kept)
     while not bool((finite := torch.isfinite(losses_in(results).detach()).all(1)).all()):

@@ -22,12 +22,13 @@ from metagrad.autograd.schedule import Step
 from metagrad.autograd.unroll import unroll
 from metagrad.meta.curvature import inner_curvature, observed_layers
 from metagrad.meta.objective import LossFn
-from metagrad.meta.programs import Programs
+from metagrad.meta.programs import Programs, checked_tensors
+from metagrad.meta.structured import Nested
 from metagrad.meta.tables import look_up
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import Curvature, needs_curvature
 
-Loss = Callable[[Params, Tensor, Tensor], tuple[Tensor, Tensor]]
+Loss = Callable[[Params, Nested, Nested], tuple[Tensor, Nested]]
 """Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
 
 
@@ -88,8 +89,8 @@ class InnerLoop:
         self,
         loss: Loss,
         params: Params,
-        x: Tensor,
-        y: Tensor,
+        x: Nested,
+        y: Nested,
         *,
         steps: int,
         tasks: tuple[int, ...],
@@ -100,7 +101,7 @@ class InnerLoop:
         ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked; ``rule`` is taken for
         the loop's own, with other hyper-parameters.
         """
-        used = torch.zeros(tasks, dtype=torch.int64, device=x.device)
+        used = torch.zeros(tasks, dtype=torch.int64, device=next(iter(params.values())).device)
         if steps == 0:
             return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
         _refuse_inference_mode()
@@ -149,7 +150,7 @@ class InnerLoop:
         create_graph = self.order == 2 and keep_graph
 
         def step(
-            state: tuple, t: int, x: Tensor, y: Tensor, rule: Rule | None = None
+            state: tuple, t: int, x: Nested, y: Nested, rule: Rule | None = None
         ) -> tuple[tuple, Tensor]:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
@@ -164,7 +165,7 @@ class InnerLoop:
         return step
 
     def _gradients(
-        self, loss: Loss, params: Params, x: Tensor, y: Tensor, create_graph: bool, t: int
+        self, loss: Loss, params: Params, x: Nested, y: Nested, create_graph: bool, t: int
     ) -> tuple[Tensor, Params, Curvature | None]:
         if torch.compiler.is_compiling():
             return *_functional_gradients(loss, params, x, y, self.order), None
@@ -195,15 +196,16 @@ class InnerLoop:
             )
         return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
 
-    def _losses(self, loss: Loss, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def _losses(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         losses, predictions = loss(params, x, y)
         if self.programs is not None:
-            self.programs.prediction = tuple(predictions.shape[losses.ndim :])
+            _, tensor = checked_tensors((losses, predictions))
+            self.programs.prediction = tuple(tensor.shape[losses.ndim :])
         return losses, predictions
 
 
 def _functional_gradients(
-    loss: Loss, params: Params, x: Tensor, y: Tensor, order: int
+    loss: Loss, params: Params, x: Nested, y: Nested, order: int
 ) -> tuple[Tensor, Params]:
     """Differentiate by torch.func, which torch.compile takes."""
 

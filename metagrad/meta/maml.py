@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import tree_leaves, tree_structure, tree_unflatten
 from metagrad.autograd.budget import Memory
 from metagrad.autograd.chain import chain
 from metagrad.autograd.compiled import Compile
@@ -18,10 +17,11 @@ from metagrad.meta.checks import (
     BatchLike,
     ExamplesLike,
     check_arguments,
-    check_batch,
     check_compile,
     check_ends,
     check_steps,
+    read_batch,
+    read_support,
 )
 from metagrad.meta.curvature import check_layers
 from metagrad.meta.finite import (
@@ -37,6 +37,7 @@ from metagrad.meta.inner import InnerLoop, outer_phase
 from metagrad.meta.objective import Labels, LossFn, Objective
 from metagrad.meta.reader import Reader
 from metagrad.meta.result import Adapted, MAMLOutput
+from metagrad.meta.structured import concatenated, restored
 from metagrad.meta.tables import check_tables, find_rows
 from metagrad.meta.work import Work
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
@@ -152,7 +153,9 @@ class MAML(nn.Module):
         for name, parameter in _learned(inner):
             self.register_parameter(name, parameter)
 
-    def forward(self, batch: BatchLike, *, steps: int | None = None) -> MAMLOutput:
+    def forward(
+        self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
+    ) -> MAMLOutput:
         """Adapt to every task's support examples and judge the result on its query examples.
 
         Differentiable where grad mode is on; under ``torch.no_grad()`` the tasks are adapted to all the same.
@@ -168,16 +171,18 @@ class MAML(nn.Module):
                 message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
         steps = self._steps(steps)
-        check_batch("MAML(batch)", {"support": batch.support, "query": batch.query})
-        labels = self.objective.label_bounds(batch.support.y, batch.query.y)
-        tasks = Tasks(batch.support.x, batch.support.y, batch.query.x, batch.query.y, {})
+        support, query = read_batch(batch)
+        labels = self.objective.label_bounds(support.y, query.y)
+        tasks = Tasks(*support, *query, {})
         with outer_phase():
             results, skipped = self._over_tasks(Work.judge, _losses_judged, tasks, labels, steps)
         losses, used, query_losses, predictions, _ = results
         counted = query_losses[~skipped] if self.nonfinite == "skip" else query_losses
-        return MAMLOutput(counted.mean(), losses, query_losses, predictions, used, skipped)
+        return MAMLOutput(counted.mean(), losses, query_losses, restored(predictions), used, skipped)
 
-    def adapt(self, support: ExamplesLike, *, steps: int | None = None) -> Adapted:
+    def adapt(
+        self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
+    ) -> Adapted:
         """Adapt to every task's support examples.
 
         Args:
@@ -192,9 +197,9 @@ class MAML(nn.Module):
             FloatingPointError: As :meth:`forward`.
         """
         steps = self._steps(steps)
-        check_batch("MAML.adapt(support)", {"support": support})
-        labels = self.objective.label_bounds(support.y)
-        tasks = Tasks(support.x, support.y, None, None, {})
+        examples = read_support(support)
+        labels = self.objective.label_bounds(examples.y)
+        tasks = Tasks(*examples, None, None, {})
         with outer_phase():
             results, skipped = self._over_tasks(Work.adapt, _losses_adapted, tasks, labels, steps)
         params, losses, used, rows, chunk = results
@@ -231,7 +236,7 @@ class MAML(nn.Module):
             Its results with how many tasks ran together, and which tasks were left out.
         """
         params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        skipped = torch.zeros(tasks.support_x.shape[0], dtype=torch.bool, device=tasks.support_x.device)
+        skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
 
         def compute(params: Params, rule: Rule, tasks: Tasks) -> Results:
             inner = dataclasses.replace(self.inner, rule=rule)
@@ -266,19 +271,18 @@ class MAML(nn.Module):
     ) -> Results:
         """Do a method of :class:`Work`; return its results, and how many tasks ran together."""
         device_type = next(iter(params.values())).device.type
-        chunk = self.batching.chunk_size(self.model, tasks.support_x.shape[0], device_type, self.sparse)
+        chunk = self.batching.chunk_size(self.model, tasks.count, device_type, self.sparse)
 
         def compute(chunk: int) -> Results:
-            inputs = [x for x in (tasks.support_x, tasks.query_x) if x is not None]
-            located = tasks._replace(rows=find_rows(self.model, self.sparse, inputs, chunk))
+            located = tasks._replace(rows=find_rows(self.model, self.sparse, tasks.inputs, chunk))
             parts = list(located.each() if chunk == 1 else located.split(chunk))
-            shared = inner.sharing(len(parts), tasks.support_x.device)
+            shared = inner.sharing(len(parts), tasks.device)
             if chunk != 1:
                 shared = dataclasses.replace(shared, rule=with_batch_ndim(shared.rule, 1))
             work = Work(self.objective, shared, labels, steps, stacked=chunk != 1)
             if shared.programs is not None:
-                return (*_concatenated([work.compiled(do, params, part) for part in parts]), chunk)
-            return (*_concatenated([do(work, params, part) for part in parts]), chunk)
+                return (*concatenated([work.compiled(do, params, part) for part in parts]), chunk)
+            return (*concatenated([do(work, params, part) for part in parts]), chunk)
 
         return self.batching.run(compute, chunk)
 
@@ -290,16 +294,6 @@ def _losses_judged(results: Results) -> Tensor:
 
 def _losses_adapted(results: Results) -> Tensor:
     return results[1]
-
-
-def _concatenated(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Join what parts of the tasks came to, tensor by tensor."""
-    if len(results) == 1:
-        return results[0]
-    leaves = [tree_leaves(result) for result in results]
-    return tree_unflatten(
-        [torch.cat(column) for column in zip(*leaves, strict=True)], tree_structure(results[0])
-    )
 
 
 def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad._tree import tree_map
 from metagrad.meta.calling import call_with, values_for
-from metagrad.meta.stacked import forward_stacked, losses_stacked
+from metagrad.meta.stacked import RESULT, forward_stacked, losses_stacked
+from metagrad.meta.structured import Nested, num_tasks, restored, stacked, structured
 from metagrad.optim.rules import Params
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
+"""What the model returns and the targets, of one task, to a scalar."""
 
 
 _ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
@@ -42,39 +46,45 @@ class Objective:
     loss_fn: LossFn
     rows: Params = field(default_factory=dict)
 
-    def single(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
+    def single(self, params: Params, x: Nested, y: Nested, labels: Labels | None) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
-        prediction = self.predict(params, x)
-        check_labels(labels, prediction.shape)
-        self._check_shapes(prediction.shape, y.shape)
-        loss = self.loss_fn(prediction, y)
-        self._check_loss(loss, prediction, y, num_axes=0)
-        return loss, prediction
+        prediction = self._called(params, x)
+        self._check_examples(prediction, y, labels, num_axes=0)
+        loss = self.loss_fn(prediction, restored(y))
+        self._check_loss(loss, num_axes=0)
+        return loss, structured(prediction, RESULT)
 
-    def stacked(self, params: Params, x: Tensor, y: Tensor, labels: Labels | None) -> tuple[Tensor, Tensor]:
+    def stacked(self, params: Params, x: Nested, y: Nested, labels: Labels | None) -> tuple[Tensor, Nested]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
         predictions = self.predict_stacked(params, x)
-        check_labels(labels, predictions.shape[1:])
-        self._check_shapes(predictions.shape[1:], y.shape[1:])
+        self._check_examples(predictions, y, labels, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
-        self._check_loss(losses, predictions, y, num_axes=1)
+        self._check_loss(losses, num_axes=1)
         return losses, predictions
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
-        """Return the prediction ``[n, ...]`` of one task."""
-        return call_with(self.model, values_for(self.model, params, self.rows), x)
-
-    def predict_stacked(self, params: Params, x: Tensor) -> Tensor:
+    def predict_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""
         return forward_stacked(self.model, params, x, self.rows)
 
-    def predict_each(self, params: Params, x: Tensor) -> Tensor:
+    def predict_each(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters, task by task."""
         predictions = []
-        for i in range(x.shape[0]):
-            task = replace(self, rows={name: rows[i] for name, rows in self.rows.items()})
-            predictions.append(task.predict({name: p[i] for name, p in params.items()}, x[i]))
-        return torch.stack(predictions)
+        for i in range(num_tasks(x)):
+            rows, own, inputs = tree_map(operator.itemgetter(i), (self.rows, params, x))
+            predictions.append(structured(replace(self, rows=rows)._called(own, inputs), RESULT))
+        return stacked(predictions)
+
+    def _called(self, params: Params, x: Nested) -> Any:
+        """Return what the model returns for one task."""
+        return call_with(self.model, values_for(self.model, params, self.rows), x)
+
+    def _check_examples(self, prediction: object, y: Nested, labels: Labels | None, num_axes: int) -> None:
+        """Refuse labels and targets that do not fit predictions, where these are tensors."""
+        if not isinstance(prediction, Tensor):
+            return
+        check_labels(labels, prediction.shape[num_axes:])
+        if isinstance(y, Tensor):
+            self._check_shapes(prediction.shape[num_axes:], y.shape[num_axes:])
 
     def _check_shapes(self, prediction: torch.Size, target: torch.Size) -> None:
         if _function_of(self.loss_fn) in _ELEMENTWISE and prediction != target:
@@ -83,25 +93,27 @@ class Objective:
                 f"{tuple(target)}; torch would broadcast one to the other. Give both the same shape."
             )
 
-    def _check_loss(self, loss: Tensor, prediction: Tensor, y: Tensor, num_axes: int) -> None:
+    def _check_loss(self, loss: Tensor, num_axes: int) -> None:
         if loss.ndim != num_axes:
             raise ValueError(
-                f"MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
-                f"{tuple(loss.shape[num_axes:])}; a prediction is {tuple(prediction.shape[num_axes:])}, a target "
-                f"{tuple(y.shape[num_axes:])}. Reduce it, for instance by its mean."
+                "MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
+                f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
             )
 
-    def label_bounds(self, *targets: Tensor) -> Labels | None:
+    def label_bounds(self, *targets: Nested) -> Labels | None:
         """Read the bounds of the class labels; None if the loss does not take any."""
         keywords = self.loss_fn.keywords if isinstance(self.loss_fn, functools.partial) else {}
         loss_fn = _function_of(self.loss_fn)
         takes_classes = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(
             loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)
         )
-        if not takes_classes or any(target.is_floating_point() for target in targets):
+        labels = [
+            target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()
+        ]
+        if not takes_classes or len(labels) < len(targets):
             return None
         ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
-        bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in targets]
+        bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in labels]
         return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
 
 

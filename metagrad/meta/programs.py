@@ -14,6 +14,7 @@ from metagrad.autograd.compile_check import UncompilableError, check_compilable
 from metagrad.autograd.compiled import CompileOptions, operand
 from metagrad.autograd.kernels import Kernels
 from metagrad.meta.stacked import is_plain
+from metagrad.meta.structured import Nested, Structured
 from metagrad.meta.value_and_grad import ValueAndGrad
 from metagrad.optim.rules import Params, Rule
 
@@ -34,7 +35,18 @@ class Query(NamedTuple):
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return losses and predictions."""
-        return list(self.loss(*self.structure.fill(tensors)))
+        return checked_tensors(self.loss(*self.structure.fill(tensors)))
+
+
+def checked_tensors(results: Sequence[Nested]) -> list[Tensor]:
+    """Refuse results that compiled code would have to put together."""
+    for result in results:
+        if isinstance(result, Structured):
+            kind = type(result.restored()).__name__
+            raise UncompilableError(
+                f"the model returns a {kind} and not a tensor (wrap one that returns the logits)"
+            )
+    return list(results)  # type: ignore[arg-type]
 
 
 def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
@@ -64,7 +76,7 @@ class Programs(Kernels):
         """Copy and pickle what is to be compiled, but nothing that was."""
         return type(self), (self.options,)
 
-    def judge(self, loss: Loss, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def judge(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Tensor]:
         """Return losses and predictions of adapted parameters."""
         tensors, structure = dissect((params, x, y))
         query = Query(loss, structure)

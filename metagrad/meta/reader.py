@@ -11,6 +11,7 @@ from torch import Tensor
 from metagrad._tree import detached
 from metagrad.meta.inner import InnerLoop, where_active, with_history_of
 from metagrad.meta.objective import Objective
+from metagrad.meta.structured import Nested
 from metagrad.meta.tables import find_rows, look_up
 from metagrad.optim.rules import Params
 
@@ -38,7 +39,7 @@ class Reader:
     rows: Params
     chunk: int
 
-    def predict(self, params: Params, x: Tensor) -> Tensor:
+    def predict(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
         model = self.objective.model
         wanted = find_rows(model, tuple(self.rows), [x], self.chunk)

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.meta.calling import Values, call_with, values_for
+from metagrad.meta.structured import Nested, Structured, restored, structured
 from metagrad.optim.rules import Params
 from metagrad.sparse.rows.stand_in import LocalRows
+
+RESULT = "MAML(model, ...): what the model returns"
+"""How errors name it."""
 
 _IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
-def forward_stacked(model: nn.Module, params: Params, x: Tensor, rows: Params | None = None) -> Tensor:
+def forward_stacked(model: nn.Module, params: Params, x: Nested, rows: Params | None = None) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
 
     Parameters that are not in ``params``, and buffers, are shared by all tasks.
@@ -30,17 +35,21 @@ def forward_stacked(model: nn.Module, params: Params, x: Tensor, rows: Params | 
     Args:
         model: The model.
         params: Parameters by name, ``[tasks, ...]`` each.
-        x: ``[tasks, n, ...]``.
+        x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
         rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
-    return _call(model, values_for(model, params, rows or {}), x)
+    values = values_for(model, params, rows or {})
+    return _vmapped(model, values, x) if isinstance(x, Structured) else _call(model, values, x)
 
 
-def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, target: Tensor) -> Tensor:
+def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, target: Nested) -> Tensor:
     """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
+    if isinstance(prediction, Structured) or isinstance(target, Structured):
+        on_values = lambda p, y: loss_fn(restored(p), restored(y))  # noqa: E731
+        return torch.vmap(on_values, randomness="different")(prediction, target)
     if isinstance(loss_fn, functools.partial) and not loss_fn.args and not loss_fn.keywords:
         loss_fn = loss_fn.func
     if loss_fn is F.mse_loss and prediction.shape == target.shape:
@@ -52,20 +61,27 @@ def losses_stacked(loss_fn: Callable[[Tensor, Tensor], Tensor], prediction: Tens
     return torch.vmap(loss_fn, randomness="different")(prediction, target)
 
 
-def _call(module: nn.Module, values: Values, x: Tensor) -> Tensor:
-    if is_plain(module):
-        if type(module).forward is nn.Sequential.forward:
-            for child in module._modules.values():
-                x = _call(child, values, x)  # type: ignore[arg-type]
-            return x
+def _call(module: nn.Module, values: Values, x: Nested) -> Nested:
+    has_forward_only = is_plain(module)
+    if has_forward_only and type(module).forward is nn.Sequential.forward:
+        for child in module._modules.values():
+            x = _call(child, values, x)  # type: ignore[arg-type]
+        return x
+    if has_forward_only and isinstance(x, Tensor):
         if type(module) in _ELEMENTWISE:
             return module(x)
         if type(module) is nn.Linear and x.ndim > 2 and not _has_rows(module, values):
             return _linear(module, values, x)
         if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
             return x.flatten(module.start_dim + 1, module.end_dim)
+    # A child takes what the one before it returned as one argument, whatever that is.
+    return _vmapped(module, values, structured((x.restored(),), RESULT) if isinstance(x, Structured) else x)
+
+
+def _vmapped(module: nn.Module, values: Values, x: Nested) -> Nested:
     own = {key: values[key] for key in map(id, module.parameters()) if key in values}
-    return torch.vmap(lambda own, x: call_with(module, own, x), randomness="different")(own, x)
+    called = lambda own, x: structured(call_with(module, own, x), RESULT)  # noqa: E731
+    return torch.vmap(called, randomness="different")(own, x)
 
 
 def _has_rows(module: nn.Linear, values: Values) -> bool:

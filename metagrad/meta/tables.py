@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from metagrad._tree import tree_map
+from metagrad.meta.structured import Nested, call_on, num_tasks
 from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.rows.embedding import embedding
 from metagrad.sparse.rows.swap import find_tables
@@ -47,7 +50,7 @@ def _mappings(value: object) -> Iterator[Mapping[str, object]]:
             yield from _mappings(getattr(value, field.name))
 
 
-def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Tensor], chunk: int) -> Params:
+def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Nested], chunk: int) -> Params:
     """Find the rows that each task looks up, ``[tasks, R]``, by the name of the table.
 
     Args:
@@ -60,12 +63,11 @@ def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Tensor],
         return {}
     tables = find_tables("MAML(batch)", model, sparse)
     parts = []
-    for i in range(0, inputs[0].shape[0], chunk):
-        if chunk == 1:
-            rows = touched_rows(model, tables, [(x[i],) for x in inputs])
-            parts.append({name: r.unsqueeze(0) for name, r in rows.items()})
-        else:
-            parts.append(touched_rows(model, tables, [(x[i : i + chunk],) for x in inputs], stacked=True))
+    for i in range(0, num_tasks(inputs[0]), chunk):
+        index = i if chunk == 1 else slice(i, i + chunk)
+        calls = [(x,) for x in tree_map(operator.itemgetter(index), list(inputs))]
+        rows = touched_rows(model, tables, calls, stacked=chunk != 1, call=call_on)
+        parts.append({name: r.unsqueeze(0) for name, r in rows.items()} if chunk == 1 else rows)
     return {name: _joined([rows[name] for rows in parts]) for name in sparse}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metagrad._tree import Structure, dissect
 from metagrad.autograd.compiled import CompileOptions
-from metagrad.meta.programs import Programs
+from metagrad.meta.programs import Programs, checked_tensors
 from metagrad.meta.value_and_grad import ValueAndGrad
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class MetaBatch(NamedTuple):
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Adapt and judge: support losses, steps used, query losses, predictions."""
         params, tasks, rule = self.structure.fill(tensors)
-        return list(self.work.judge(params, tasks, rule))
+        return checked_tensors(self.work.judge(params, tasks, rule))
 
 
 _QUERY_LOSSES = 2  # among the results

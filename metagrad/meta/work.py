@@ -16,6 +16,7 @@ from metagrad.meta.batching import Tasks
 from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
 from metagrad.meta.objective import Labels, Objective, check_labels
 from metagrad.meta.programs import refuse_model
+from metagrad.meta.structured import Nested, Structured, num_tasks
 from metagrad.meta.whole import WholePrograms
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.rules.curvature import needs_curvature
@@ -40,7 +41,7 @@ class Work(NamedTuple):
 
     def judge(
         self, params: Params, tasks: Tasks, rule: Rule | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Nested]:
         """Return support losses ``[tasks, steps]``, steps used, query losses ``[tasks]`` and predictions.
 
         Args:
@@ -56,7 +57,7 @@ class Work(NamedTuple):
         with phase("query"):
             query_losses, predictions = judge(adapted, tasks.query_x, tasks.query_y)
         if not self.stacked:
-            query_losses, predictions = query_losses.unsqueeze(0), predictions.unsqueeze(0)
+            query_losses, predictions = tree_map(lambda t: t.unsqueeze(0), (query_losses, predictions))
         return losses, used, query_losses, predictions
 
     def compiled(
@@ -84,6 +85,8 @@ class Work(NamedTuple):
         if needs_curvature(self.inner.rule, 0):
             raise UncompilableError("its rule asks for curvature, which is taken from the tape")
         refuse_model(self.objective.model, tasks.rows)
+        if any(isinstance(part, Structured) for part in tasks[:4]):
+            raise UncompilableError("inputs or targets are not single tensors")
         assert self.inner.programs is not None
         if self.inner.programs.prediction is not None:
             check_labels(self.labels, self.inner.programs.prediction)
@@ -91,10 +94,16 @@ class Work(NamedTuple):
     def _run(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Adaptation:
         """Run the inner loop; return its parameters, and its losses ``[tasks, steps]``."""
         x, y = tasks.support_x, tasks.support_y
-        shape = (x.shape[0],) if self.stacked else ()
-        start = start_values(params, tasks.rows, x.shape[0] if self.stacked else None)
+        count = num_tasks(x) if self.stacked else None
+        start = start_values(params, tasks.rows, count)
         adapted, losses, used = self.inner.run(
-            self._loss(tasks.rows), start, x, y, steps=self.steps, tasks=shape, rule=rule
+            self._loss(tasks.rows),
+            start,
+            x,
+            y,
+            steps=self.steps,
+            tasks=() if count is None else (count,),
+            rule=rule,
         )
         return Adaptation(adapted, losses.reshape(self.steps, used.numel()).t(), used.reshape(-1))
 
@@ -112,9 +121,9 @@ class LabelledLoss:
         labels: The bounds. To compiled code they would be constants, so they are checked outside.
     """
 
-    loss: Callable[[Params, Tensor, Tensor, Labels | None], tuple[Tensor, Tensor]]
+    loss: Callable[[Params, Nested, Nested, Labels | None], tuple[Tensor, Nested]]
     labels: Labels | None
 
-    def __call__(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return losses and predictions."""
         return self.loss(params, x, y, None if torch.compiler.is_compiling() else self.labels)

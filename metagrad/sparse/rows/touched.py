@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils import _pytree as pytree
 
 from metagrad._slots import replaced
+from metagrad._tree import Tree
 from metagrad.sparse.rows.stand_in import StandIn
 
 # Functions that write into arguments though their names do not end in an underscore.
@@ -37,9 +39,10 @@ _IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
 def touched_rows(
     model: nn.Module,
     tables: Mapping[str, Tensor],
-    calls: Sequence[tuple[Tensor, ...]],
+    calls: Sequence[tuple[Tree, ...]],
     *,
     stacked: bool = False,
+    call: Callable[..., object] = lambda model, *args: model(*args),
 ) -> dict[str, Tensor]:
     """Find the rows that some calls of a model look up.
 
@@ -51,13 +54,14 @@ def touched_rows(
         tables: Parameters of the model by name, ``[V, D]`` each.
         calls: Positional arguments; if ``stacked``, with a leading task axis.
         stacked: Whether to find the rows of each task, by ``torch.vmap``.
+        call: How to call the model with those arguments.
 
     Returns:
         Ascending rows by name, ``[R]`` or ``[tasks, R]``; where a task has fewer than another, its last is
         repeated.
     """
     with _left_alone(model):
-        found = [_found_ids(model, tables, call, stacked) for call in calls]
+        found = [_found_ids(functools.partial(call, model), model, tables, args, stacked) for args in calls]
     return {name: unique_rows(torch.cat([ids[name] for ids in found], -1)) for name in tables}
 
 
@@ -77,17 +81,21 @@ def unique_rows(ids: Tensor) -> Tensor:
 
 
 def _found_ids(
-    model: nn.Module, tables: Mapping[str, Tensor], call: tuple[Tensor, ...], stacked: bool
+    called: Callable[..., object],
+    model: nn.Module,
+    tables: Mapping[str, Tensor],
+    args: tuple[Tree, ...],
+    stacked: bool,
 ) -> dict[str, Tensor]:
-    def ids_of(*args: Tensor) -> dict[str, Tensor]:
+    def ids_of(*args: Tree) -> dict[str, Tensor]:
         found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
         stand_ins = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
         with replaced(model, stand_ins), _Guard(model, tables):
-            model(*args)
+            called(*args)
         return {name: torch.cat(ids) for name, ids in found.items()}
 
     with torch.no_grad():
-        return torch.vmap(ids_of, randomness="different")(*call) if stacked else ids_of(*call)
+        return torch.vmap(ids_of, randomness="different")(*args) if stacked else ids_of(*args)
 
 
 def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:

@@ -1,0 +1,254 @@
+"""Structured values: what a model takes and returns besides single tensors, as trees of tensors.
+
+Models take dicts and tuples, and return dicts, dataclasses, or objects that are both (Hugging Face).
+Torch's trees know the built-in containers and what is registered; here a dataclass, a subclass of dict and a
+``SimpleNamespace`` are taken apart without being registered, and put together again as the user's type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from metagrad._tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+_CONSTANTS = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, types.FunctionType),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A tensor, by its number."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A value that is no tensor and holds none."""
+
+    value: object
+
+
+@dataclasses.dataclass(frozen=True)
+class _Container:
+    """A container that torch's trees know."""
+
+    spec: TreeSpec
+    names: tuple[str, ...]  # of the parts, as Python would write them after that of the value
+    parts: tuple[Form, ...]
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Object:
+    """An object that is its items, if it is a dict, and its attributes."""
+
+    kind: type
+    keys: tuple[object, ...]
+    attributes: tuple[str, ...]
+    parts: tuple[Form, ...]  # first the items, then the attributes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return *(f"[{key!r}]" for key in self.keys), *(f".{name}" for name in self.attributes)
+
+
+Form: TypeAlias = "_Leaf | _Constant | _Container | _Object"
+"""A value without its tensors."""
+
+
+class Structured:
+    """A nested value as a node of torch's trees, whose children are its tensors.
+
+    Args:
+        tensors: Each once, also where the value holds it twice.
+        form: The value without them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], form: Form) -> None:
+        self.tensors = tensors
+        self.form = form
+
+    @property
+    def paths(self) -> list[str]:
+        """Where each tensor stands, as Python would write it after the name of the value."""
+        found: dict[int, str] = {}
+        _collect_paths(self.form, "", found)
+        return [found[number] for number in range(len(self.tensors))]
+
+    def restored(self) -> Any:
+        """Return the value, of the types that it was made of."""
+        return _filled(self.form, self.tensors)
+
+
+Nested: TypeAlias = "Tensor | Structured"
+"""A tensor, or a nested value with tensors in it."""
+
+pytree.register_pytree_node(
+    Structured,
+    lambda value: (list(value.tensors), value.form),
+    lambda tensors, form: Structured(list(tensors), form),  # type: ignore[reportArgumentType]
+    flatten_with_keys_fn=lambda value: (  # type: ignore[reportArgumentType]
+        [(pytree.SequenceKey(i), tensor) for i, tensor in enumerate(value.tensors)],
+        value.form,
+    ),
+)
+
+
+def structured(value: object, call: str) -> Nested:
+    """Take a value apart; a tensor stays as it is.
+
+    Args:
+        value: A tensor, or a nesting of containers, dataclasses and subclasses of dict that holds tensors.
+        call: How errors name the value, such as "MAML(model, ...): what the model returns".
+
+    Raises:
+        TypeError: It holds an object of another kind, which may hide tensors.
+    """
+    if isinstance(value, (Tensor, Structured)):
+        return value
+    tensors: list[Tensor] = []
+    return Structured(tensors, _form(value, "", tensors, {}, call))
+
+
+def arguments(x: object, call: str) -> Nested:
+    """Take the inputs of a model apart; a mapping of any type holds keyword arguments.
+
+    Raises:
+        TypeError: As :func:`structured`; or there is no tensor.
+    """
+    value = structured(dict(x) if isinstance(x, Mapping) else x, call)
+    if not tree_leaves(value):
+        raise TypeError(
+            f"{call} must be a tensor, or a nesting of dicts, tuples and lists that holds some, got {x!r}."
+        )
+    return value
+
+
+def restored(value: Nested) -> Any:
+    """Return what :func:`structured` was given."""
+    return value.restored() if isinstance(value, Structured) else value
+
+
+def call_on(function: Callable[..., Any], x: Nested) -> Any:
+    """Call ``function(x)``; with a mapping ``function(**x)``, with a tuple or a list ``function(*x)``."""
+    if not isinstance(x, Structured):
+        return function(x)
+    value = x.restored()
+    if isinstance(value, Mapping):
+        return function(**value)
+    return function(*value) if isinstance(value, (tuple, list)) else function(value)
+
+
+def num_tasks(value: Nested) -> int:
+    """Return the length of the first axis."""
+    return tree_leaves(value)[0].shape[0]
+
+
+def concatenated(results: Sequence[Any]) -> Any:
+    """Join what parts of the tasks came to, tensor by tensor."""
+    if len(results) == 1:
+        return results[0]
+    columns, spec = _columns(results)
+    return tree_unflatten([torch.cat(column) for column in columns], spec)
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Join what single tasks came to, with a task axis in front."""
+    return concatenated([tree_map(lambda tensor: tensor.unsqueeze(0), result) for result in results])
+
+
+def _columns(results: Sequence[Any]) -> tuple[list[tuple[Tensor, ...]], TreeSpec]:
+    flat = [tree_flatten(result) for result in results]
+    spec = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != spec:
+            raise ValueError(
+                "MAML(batch): what the model returns must have the same structure and the same constants for every "
+                f"task, but that of task {number} differs from that of task 0. Return what varies as a tensor."
+            )
+    return list(zip(*(leaves for leaves, _ in flat), strict=True)), spec
+
+
+def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, int], call: str) -> Form:
+    """Return a value without its tensors, which are appended to ``tensors``."""
+
+    def forms(names: Sequence[str], parts: Sequence[object]) -> tuple[Form, ...]:
+        named = zip(names, parts, strict=True)
+        return tuple(_form(part, path + name, tensors, numbers, call) for name, part in named)
+
+    if isinstance(value, Tensor):
+        if id(value) not in numbers:
+            numbers[id(value)] = len(tensors)
+            tensors.append(value)
+        return _Leaf(numbers[id(value)])
+    children, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
+    if not spec.is_leaf():
+        names = leaf_names(value, is_leaf=lambda part: part is not value)
+        return _Container(spec, tuple(names), forms(names, children))
+    if isinstance(value, _CONSTANTS):
+        return _Constant(value)
+    if not (isinstance(value, (dict, types.SimpleNamespace)) or dataclasses.is_dataclass(value)):
+        raise TypeError(_unknown(value, path, call))
+    items: Mapping[Any, object] = value if isinstance(value, dict) else {}
+    state = _attributes(value)
+    empty = _Object(type(value), tuple(items), tuple(state), ())
+    return dataclasses.replace(empty, parts=forms(empty.names, [*items.values(), *state.values()]))
+
+
+def _attributes(value: object) -> dict[str, object]:
+    """Return the attributes of an object, also where they are in slots."""
+    names = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []  # type: ignore[arg-type]
+    missing = object()
+    slots = {name: part for name in names if (part := getattr(value, name, missing)) is not missing}
+    return slots | getattr(value, "__dict__", {})
+
+
+def _filled(form: Form, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors into the places where a value had some."""
+    if isinstance(form, _Leaf):
+        return tensors[form.number]
+    if isinstance(form, _Constant):
+        return form.value
+    parts = [_filled(part, tensors) for part in form.parts]
+    if isinstance(form, _Container):
+        return tree_unflatten(parts, form.spec)
+    # Without the constructor, which may compute: the object is its state.
+    kind: Any = form.kind
+    new = kind.__new__(kind)
+    set_item = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
+    for key, part in zip(form.keys, parts, strict=False):
+        set_item(new, key, part)  # type: ignore[arg-type]
+    for name, part in zip(form.attributes, parts[len(form.keys) :], strict=True):
+        object.__setattr__(new, name, part)
+    return new
+
+
+def _collect_paths(form: Form, path: str, found: dict[int, str]) -> None:
+    if isinstance(form, _Leaf):
+        found.setdefault(form.number, path)
+    elif not isinstance(form, _Constant):
+        for name, part in zip(form.names, form.parts, strict=True):
+            _collect_paths(part, path + name, found)
+
+
+def _unknown(value: object, path: str, call: str) -> str:
+    kind = type(value).__name__
+    return (
+        f"{call} holds a {kind}{f' at {path}' if path else ''}, which may hide tensors. Use tensors, numbers, dicts, "
+        "tuples, lists, dataclasses or subclasses of dict, or make it known by "
+        f"torch.utils._pytree.register_pytree_node({kind}, ...)."
+    )

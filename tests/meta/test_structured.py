@@ -1,0 +1,341 @@
+"""Models with several inputs and outputs: dicts, tuples, dataclasses, in the style of Hugging Face."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import warnings
+from collections import OrderedDict, UserDict
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metagrad as mg
+from metagrad.meta.structured import restored, structured
+from metagrad.tasks import Batch, Examples
+
+sgd = mg.optim.rules.sgd
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    name: str = "output"
+
+
+class ModelOutput(OrderedDict):
+    """A dict whose entries that are not None are also attributes, as in Hugging Face's library."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(cls)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+
+class Classified(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class Pair(NamedTuple):
+    logits: Tensor
+    extra: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    logits: Tensor
+    nested: dict
+
+
+RETURNS = {
+    "dataclass": lambda z: Output(z, (z.square(), z)),
+    "frozen dataclass": lambda z: Frozen(z, {"other": [z + 1, 2]}),
+    "model output": lambda z: Classified(logits=z),
+    "dict": lambda z: {"logits": z, "mask": z > 0, "none": None},
+    "tuple": lambda z: (z, (z.sum(),)),
+    "named tuple": lambda z: Pair(z, z.mean()),
+    "namespace": lambda z: types.SimpleNamespace(logits=z),
+}
+
+
+class TextModel(nn.Module):
+    """``model(input_ids=..., attention_mask=...)``."""
+
+    def __init__(self, returns=RETURNS["model output"]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 4)
+        self.head = nn.Linear(4, 3)
+        self.returns = returns
+        self.double()
+
+    def forward(self, input_ids, attention_mask=None, scale=1.0):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        vectors = torch.tanh(self.embedding(input_ids)) * mask.unsqueeze(-1)
+        return self.returns(scale * self.head(vectors.sum(1) / mask.sum(1, keepdim=True)))
+
+
+def logits_of(output):
+    if isinstance(output, dict):
+        return output["logits"]
+    return output[0] if isinstance(output, tuple) else output.logits
+
+
+def loss_fn(output, labels):
+    return F.cross_entropy(logits_of(output), labels)
+
+
+def draw(tasks=3, count=4):
+    torch.manual_seed(1)
+
+    def examples():
+        ids, mask = torch.randint(20, (tasks, count, 5)), torch.rand(tasks, count, 5) > 0.3
+        mask[..., 0] = True
+        return Examples({"input_ids": ids, "attention_mask": mask}, torch.randint(3, (tasks, count)))
+
+    return Batch(examples(), examples())
+
+
+class OfTensors(nn.Module):
+    """The same model as one of a single tensor, ids and masks beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = TextModel(lambda z: z)
+
+    def forward(self, x):
+        return self.model(x[..., :5], x[..., 5:])
+
+
+def as_tensors(batch):
+    join = lambda e: Examples(torch.cat([e.x["input_ids"], e.x["attention_mask"].long()], -1), e.y)  # noqa: E731
+    return Batch(*map(join, batch))
+
+
+def run(model, loss_fn, batch, **options):
+    maml = mg.MAML(model, loss_fn, **{"inner": sgd(lr=0.3), "steps": 2, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = maml(batch)
+    return out, list(torch.autograd.grad(out.loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("task_chunk", [None, 1, 2])
+def test_what_the_model_returns_reaches_the_loss_as_it_is(returns, task_chunk):
+    batch = draw()
+    out, grads = run(TextModel(RETURNS[returns]), loss_fn, batch, task_chunk=task_chunk)
+    expected, expected_grads = run(OfTensors(), F.cross_entropy, as_tensors(batch), task_chunk=1)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-14)
+    assert type(out.query_logits) is type(RETURNS[returns](torch.zeros(1)))
+    torch.testing.assert_close(logits_of(out.query_logits), expected.query_logits, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "64MiB"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_structured_models_in_every_memory_mode(memory, order, task_chunk):
+    options = {"memory": memory, "order": order, "task_chunk": task_chunk, "steps": 3, "nonfinite": "skip"}
+    _, grads = run(TextModel(), loss_fn, draw(), **options)
+    _, expected = run(OfTensors(), F.cross_entropy, as_tensors(draw()), order=order, steps=3)
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_tables_by_rows_with_several_inputs(task_chunk):
+    model = TextModel()
+    maml = mg.MAML(
+        model, loss_fn, inner=sgd(lr=0.3), steps=2, sparse=["embedding.weight"], task_chunk=task_chunk
+    )
+    out = maml(draw())
+    grads = torch.autograd.grad(out.loss, list(model.parameters()))
+    _, expected = run(OfTensors(), F.cross_entropy, as_tensors(draw()))
+    torch.testing.assert_close([g.to_dense() for g in grads[:1]] + [*grads[1:]], expected)
+    fast, batch = maml.adapt(draw().support), draw()
+    torch.testing.assert_close(fast(batch.query.x).logits, out.query_logits.logits)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_an_adapted_model_takes_and_returns_the_same(task_chunk):
+    maml = mg.MAML(TextModel(), loss_fn, inner=sgd(lr=0.3), steps=2, task_chunk=task_chunk)
+    batch = draw()
+    fast, out = maml.adapt(batch.support), maml(batch)
+    for x in (batch.query.x, UserDict(batch.query.x), tuple(batch.query.x.values())):
+        predicted = fast(x)
+        assert isinstance(predicted, Classified)
+        assert predicted.logits is predicted["logits"]
+        assert predicted.loss is None
+        torch.testing.assert_close(predicted.logits, out.query_logits.logits)
+    with pytest.raises(ValueError, match=r"adapted to 3 tasks, so x must be \[3, n, ...\], got \(2, 4, 5\)"):
+        fast({"input_ids": batch.query.x["input_ids"][:2]})
+
+
+def test_a_batch_of_plain_pairs_or_dicts(regression, textbook):
+    model = nn.Linear(2, 3).double()
+    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=2).mean()
+    (xs, ys), (xq, yq) = regression
+    for batch in (
+        ((xs, ys), (xq, yq)),
+        [[xs, ys], [xq, yq]],
+        {"support": {"x": xs, "y": ys}, "query": (xq, yq)},
+        types.SimpleNamespace(support={"y": ys, "x": xs}, query=types.SimpleNamespace(x=xq, y=yq)),
+    ):
+        torch.testing.assert_close(maml(batch).loss, expected)
+    torch.testing.assert_close(maml.adapt((xs, ys)).losses, maml(regression).losses)
+
+
+def test_targets_and_inputs_may_be_nested(regression, textbook):
+    class Add(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(2, 3).double()
+
+        def forward(self, x, inputs, scale):
+            return {"first": self.linear(x + inputs[0]) * scale["by"], "shift": inputs[1]["b"]}
+
+    def nested(e):
+        x = (e.x / 3, [e.x * 2 / 3, {"b": torch.ones(4).double()}], {"by": 1.0})
+        return Examples(x, {"target": e.y, "weight": torch.ones(4).double()})
+
+    def loss_fn(output, target):
+        assert output["shift"].shape == target["weight"].shape == ()
+        return F.mse_loss(output["first"], target["target"]) * target["weight"] * output["shift"]
+
+    batch = Batch(*map(nested, regression))
+    for task_chunk in (None, 1):
+        model = Add()
+        _, grads = run(model, loss_fn, batch, inner=sgd(lr=0.1), task_chunk=task_chunk)
+        expected = textbook(model.linear, F.mse_loss, regression, lr=0.1, steps=2).mean()
+        torch.testing.assert_close(grads, list(torch.autograd.grad(expected, list(model.parameters()))))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_structured_models_leave_out_tasks_that_are_not_finite(steps, task_chunk):
+    batch = draw()
+    model = TextModel(RETURNS["dataclass"])
+    poisoned = lambda o, y: loss_fn(o, y) + torch.where(y.sum() == 0, torch.nan, 0.0)  # noqa: E731
+    batch.support.y[1] = 0
+    maml = mg.MAML(model, poisoned, inner=sgd(lr=0.1), steps=steps, nonfinite="skip", task_chunk=task_chunk)
+    out = maml(batch)
+    assert out.skipped.tolist() == [False, True, False]
+    rest = mg._tree.tree_map(lambda t: t[[0, 2]], batch)
+    expected = mg.MAML(model, loss_fn, inner=sgd(lr=0.1), steps=steps)(rest)
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.query_logits.logits[[0, 2]], expected.query_logits.logits)
+
+
+class Opaque:
+    def __init__(self, z):
+        self.z = z
+
+
+def test_an_output_that_cannot_be_taken_apart_says_what_to_do():
+    model = TextModel(lambda z: {"logits": z, "cache": [Opaque(z)]})
+    for task_chunk in (None, 1):
+        maml = mg.MAML(model, loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
+        with pytest.raises(
+            TypeError, match=r"what the model returns holds a Opaque at \['cache'\]\[0\], which may"
+        ):
+            maml(draw())
+
+
+def test_constants_that_differ_from_task_to_task_are_refused():
+    model = TextModel(lambda z: {"logits": z, "total": float(z.detach().sum())})
+    maml = mg.MAML(model, loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=1)
+    with pytest.raises(ValueError, match="the same constants for every task, but that of task 1 differs"):
+        maml(draw())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda b: (b.support,),
+            TypeError,
+            r"the batch must be a pair \(support, query\), .* got a tuple of 1",
+        ),
+        (lambda b: {"train": 1, "test": 2}, TypeError, r"got a dict with the keys \['train', 'test'\]"),
+        (lambda b: (b.support, b.query.y), TypeError, r"query must be a pair \(x, y\), .* got a Tensor"),
+        (
+            lambda b: b._replace(query=Examples({}, b.query.y)),
+            TypeError,
+            r"query.x must be a tensor, or a nesting",
+        ),
+        (
+            lambda b: b._replace(query=Examples({"input_ids": torch.tensor(1)}, b.query.y)),
+            ValueError,
+            r"query.x\['input_ids'\] must be \[tasks, ...\], got a tensor without axes",
+        ),
+        (
+            lambda b: b._replace(query=Examples({"input_ids": b.query.x["input_ids"][:2]}, b.query.y)),
+            ValueError,
+            "the same number of tasks",
+        ),
+        (
+            lambda b: b._replace(query=Examples({"input_ids": b.query.x["input_ids"][:, :0]}, b.query.y)),
+            ValueError,
+            r"query.x\['input_ids'\] is empty",
+        ),
+        (
+            lambda b: b._replace(query=Examples([Opaque(1)], b.query.y)),
+            TypeError,
+            r"query.x holds a Opaque at \[0\]",
+        ),
+    ],
+)
+def test_bad_structured_batches_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        mg.MAML(TextModel(), loss_fn, inner=sgd(lr=0.1), steps=1)(change(draw()))
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("a", "b")
+    a: Tensor
+    b: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Slots(torch.ones(2), 3), Classified(logits=torch.ones(2)), Frozen(torch.ones(2), {"a": (1, None)})],
+)
+def test_values_come_back_as_what_they_were(value):
+    taken = structured(value, "value")
+    assert len(taken.tensors) == 1
+    back = restored(mg._tree.tree_map(lambda t: t * 2, taken))
+    assert type(back) is type(value)
+    for name in [field.name for field in dataclasses.fields(value)]:
+        old, new = getattr(value, name), getattr(back, name)
+        assert torch.equal(new, 2 * old) if isinstance(old, Tensor) else new == old
+    assert structured(value, "value").form == taken.form
+
+
+@pytest.mark.parametrize("compile", [True, "whole"])
+@pytest.mark.parametrize("nested", ["inputs", "outputs"])
+def test_structured_models_run_without_being_compiled_with_one_warning(compile, nested):
+    batch = draw() if nested == "inputs" else as_tensors(draw())
+    model = TextModel() if nested == "inputs" else OfTensors()
+    if nested == "outputs":
+        model.model.returns = RETURNS["dict"]
+    reason = (
+        "inputs or targets are not single"
+        if nested == "inputs"
+        else "the model returns a dict and not a tensor"
+    )
+    maml = mg.MAML(model, loss_fn, inner=sgd(lr=0.3), steps=2, compile=compile)
+    with pytest.warns(UserWarning, match=reason):
+        out = maml(batch)
+    out = maml(batch)
+    _, expected = run(OfTensors(), F.cross_entropy, as_tensors(draw()))
+    torch.testing.assert_close(list(torch.autograd.grad(out.loss, list(model.parameters()))), expected)
