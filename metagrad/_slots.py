@@ -3,28 +3,61 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 
-@contextlib.contextmanager
-def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
     """Put tensors into the places of parameters, which are known by their ids: tied weights stay tied.
 
     :func:`torch.func.functional_call` would do, but where a module occurs twice in a model it leaves the values
     behind in place of the parameters (torch 2.13).
     """
-    slots = [
-        (module._parameters, name, param)
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if id(param) in values
-    ]
+    return _put(
+        [
+            (module._parameters, name, values[id(param)])
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if id(param) in values
+        ]
+    )
+
+
+class Slots:
+    """The parameters and buffers of modules as they are, to be put back into their places for later calls."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._slots: list[tuple[dict, str, Tensor]] = [
+            (kept, name, tensor)
+            for root in modules
+            for module in root.modules()
+            for kept in (module._parameters, module._buffers)
+            for name, tensor in kept.items()
+            if tensor is not None
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is in the places."""
+        return [tensor for _, _, tensor in self._slots]
+
+    def exchanged(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Put others into the places of some, which are known by their ids."""
+        return _put([(k, n, exchange[id(t)]) for k, n, t in self._slots if id(t) in exchange])
+
+    def restored(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Put the tensors back into their places, or others likewise."""
+        return _put([(k, n, exchange.get(id(t), t)) for k, n, t in self._slots])
+
+
+@contextlib.contextmanager
+def _put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
+    before = [(kept, name, kept.get(name)) for kept, name, _ in slots]
     try:
-        for parameters, name, param in slots:
-            parameters[name] = values[id(param)]  # type: ignore[assignment]
+        for kept, name, tensor in slots:
+            kept[name] = tensor
         yield
     finally:
-        for parameters, name, param in slots:
-            parameters[name] = param
+        for kept, name, tensor in before:
+            kept[name] = tensor

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metagrad._tree import Tree, dissect, is_differentiable, tree_leaves
 from metagrad.autograd.chain_types import Chain, Params
+from metagrad.autograd.grad import refuse_complex
 from metagrad.autograd.replay import Recording, record
 from metagrad.autograd.stages import Stage
 
@@ -120,6 +121,7 @@ class _Recorder:
             raise TypeError(
                 f"block_gradient(chain, ...): loss_fn must return one tensor, got {type(loss).__name__}."
             )
+        refuse_complex("block_gradient(chain, ...)", loss)
 
 
 def _recorded(name: str, fn: Callable[[Tree, Tree], Tree], operands: Tree, value: Tree) -> Recording:

@@ -32,8 +32,8 @@ def grad(
         The gradients, in the same tree as ``params``; each has the shape of its parameter.
 
     Raises:
-        ValueError: ``loss`` has more than one element or no graph; a parameter does not require grad or is
-            not used (each is named by its key); or, with ``create_graph``, the gradients could not be
+        ValueError: ``loss`` has more than one element, is complex or has no graph; a parameter does not require
+            grad or is not used (each is named by its key); or, with ``create_graph``, the gradients could not be
             differentiated again: :func:`metagrad.autograd.lint` finds a node that cuts, raises or errs at
             order 2 of the loss. A defect at order 3, such as ``layer_norm``'s, is refused when the gradient is
             differentiated, again with ``create_graph``; dense gradients of sparse tensors never are.
@@ -79,10 +79,20 @@ def check_loss(call: str, loss: Tensor) -> None:
             f"{call}: loss must have one element, got shape {tuple(loss.shape)}. "
             "Reduce it first, for instance by .sum() or .mean()."
         )
+    refuse_complex(call, loss)
     if not loss.requires_grad:
         raise ValueError(
             f"{call}: the loss has no graph: nothing it was computed from requires grad, "
             "or it was computed under torch.no_grad() or detached."
+        )
+
+
+def refuse_complex(call: str, loss: Tensor) -> None:
+    """Refuse a loss of which torch would silently take the real part, where it is handed a cotangent."""
+    if loss.is_complex():
+        raise ValueError(
+            f"{call}: the loss must be real, got {loss.dtype}; a complex number has no gradient to descend along. "
+            "Take its absolute value, or its real part."
         )
 
 

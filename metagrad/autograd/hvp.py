@@ -13,7 +13,7 @@ from metagrad.autograd.ambient import forward_mode
 from metagrad.autograd.blocks import BlockwiseGradient, block_gradient, filled
 from metagrad.autograd.chain_record import record_chain
 from metagrad.autograd.chain_types import Chain
-from metagrad.autograd.grad import grad
+from metagrad.autograd.grad import grad, refuse_complex
 from metagrad.autograd.missing import MissingDerivative
 
 Mode = Literal["reverse", "forward", "block"]
@@ -73,7 +73,7 @@ def hvp(
 
     Raises:
         ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has
-            more than one element, or an operation lacks the derivative that the mode needs.
+            more than one element or is complex, or an operation lacks the derivative that the mode needs.
         TypeError: A leaf is not a floating point tensor, or ``mode="block"`` is asked for a loss that is no chain.
 
     Example:
@@ -231,4 +231,5 @@ def _one_element(loss: Tensor) -> Tensor:
         raise ValueError(
             f"hvp(loss_fn, ...): the loss must have one element, got shape {tuple(loss.shape)}. Reduce it first."
         )
+    refuse_complex("hvp(loss_fn, ...)", loss)
     return loss.reshape(())

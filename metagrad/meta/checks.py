@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from metagrad._tree import tree_leaves
 from metagrad.autograd.budget import Memory, checked_memory
-from metagrad.autograd.compiled import Compile, checked_compile
-from metagrad.meta.programs import Programs
+from metagrad.autograd.compiled import CompileOptions
 from metagrad.meta.structured import Nested, Structured, arguments
-from metagrad.meta.whole import WholePrograms
 
 
 class ExamplesLike(Protocol):
@@ -51,7 +49,7 @@ def check_steps(call: str, steps: object) -> None:
         raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
 
 
-def check_arguments(model: object, steps: int, order: int, memory: Memory, task_chunk: int | None) -> None:
+def check_arguments(model: object, steps: int, order: int, task_chunk: int | None) -> None:
     """Refuse arguments of MAML that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -62,7 +60,6 @@ def check_arguments(model: object, steps: int, order: int, memory: Memory, task_
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
-    checked_memory("MAML(...)", memory)
     if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
         raise ValueError(
             f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
@@ -80,14 +77,16 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
         raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
 
 
-def check_compile(compile: Compile, memory: Memory) -> Programs | None:
-    """Refuse options that mean nothing; return what is to be compiled."""
-    options = checked_compile("MAML(...)", compile)
-    if options is None:
-        return None
-    if options.whole and memory != "full":
+def check_memory(
+    memory: Memory | Literal["block"], options: CompileOptions | None, sparse: Sequence[str]
+) -> None:
+    """Refuse what cannot be kept, at all or beside other arguments."""
+    if memory != "block":
+        checked_memory("MAML(...)", memory)
+    elif sparse:
+        raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
+    if options is not None and options.whole and memory != "full":
         raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
-    return WholePrograms(options) if options.whole else Programs(options)
 
 
 class Pair(NamedTuple):

@@ -6,14 +6,16 @@ scaled to one: what is finite then overflowed because the loss was scaled, as a 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from metagrad._slots import Slots
 from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import AutocastState
 from metagrad.autograd.finite import is_finite
@@ -48,27 +50,29 @@ class Guard:
         again: The same with one task, without recomputation, compilation or tasks that run together.
         numbers: The numbers of the tasks in their batch.
         skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
+        modules: What may have parameters: the model, and beside it a loss, whose are learned, but not adapted.
     """
 
     compute: Compute
     again: Compute
     numbers: range | Tensor
     skipped: Tensor | None
+    modules: Sequence[nn.Module] = ()
 
     def __call__(self, params: Params, rule: Rule, tasks: Tasks) -> Results:
         """Compute, so that a gradient of the results is looked at before it reaches parameters or rule."""
-        leaves = _learned(params, rule)
-        if not leaves or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        call = _Call.of(params, rule, self.modules)
+        if not call.leaves or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return self.compute(params, rule, tasks)
         cotangents: dict[int, Tensor] = {}
         autocast = AutocastState()
 
         def repaired() -> list[Tensor | None] | None:
             with autocast.restored():
-                return self._repaired(params, rule, tasks, cotangents)
+                return self._repaired(call, tasks, cotangents)
 
-        aliases = _Entry.apply(repaired, *leaves)
-        values, spec = tree_flatten(self.compute(*_exchanged(params, rule, leaves, aliases), tasks))
+        with call.exchanged(_Entry.apply(repaired, *call.leaves)) as (params, rule):  # type: ignore[reportArgumentType]
+            values, spec = tree_flatten(self.compute(params, rule, tasks))
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
                 # An alias: the predictions, say, also have a cotangent that comes of the losses.
@@ -77,7 +81,7 @@ class Guard:
         return tree_unflatten(values, spec)
 
     def _repaired(
-        self, params: Params, rule: Rule, tasks: Tasks, cotangents: Mapping[int, Tensor]
+        self, call: _Call, tasks: Tasks, cotangents: Mapping[int, Tensor]
     ) -> list[Tensor | None] | None:
         """Say what to do about gradients that are not finite: None lets them be."""
         if not is_finite(list(cotangents.values())):
@@ -86,7 +90,7 @@ class Guard:
         totals, culprits = None, []
         for i in range(len(self.numbers)):
             own = {place: c[i : i + 1] / scale for place, c in cotangents.items()}
-            grads, place = self._of_task(params, rule, tasks.select(slice(i, i + 1)), own)
+            grads, place = self._of_task(call, tasks.select(slice(i, i + 1)), own)
             if place is not None:
                 culprits.append(Culprit(int(self.numbers[i]), place))
             else:
@@ -99,17 +103,16 @@ class Guard:
         return [None if total is None else total * scale for total in totals]
 
     def _of_task(
-        self, params: Params, rule: Rule, task: Tasks, cotangents: Mapping[int, Tensor]
+        self, call: _Call, task: Tasks, cotangents: Mapping[int, Tensor]
     ) -> tuple[list[Tensor | None], str | None]:
         """Return the gradients that one task gives, and where they cease to be finite."""
-        leaves = _learned(params, rule)
         found: list[int] = []
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            variables = [leaf.view_as(leaf) for leaf in leaves]
-            params, rule = _exchanged(params, rule, leaves, variables)
-            watched = _WatchedRule(rule, found)
-            values = tree_leaves(self.again(params, watched, task))
+            variables = [leaf.view_as(leaf) for leaf in call.leaves]
+            with call.exchanged(variables, later=True) as (params, rule):
+                watched = _WatchedRule(rule, found)
+                values = tree_leaves(self.again(params, watched, task))
             grads = torch.autograd.grad(
                 [values[place] for place in cotangents],
                 variables,
@@ -120,9 +123,34 @@ class Guard:
         if is_finite([g for g in grads if g is not None]):
             return list(grads), None
         if not found:
-            return list(grads), "in the gradient of a hyper-parameter of the inner rule"
+            return list(grads), "in the gradient of a hyper-parameter or of the loss function"
         step = max(found)
         return list(grads), "after the last inner step" if step == watched.steps else f"at inner step {step}"
+
+
+class _Call(NamedTuple):
+    """What a meta-batch is computed from, kept: a ``functional_call`` may have ended when it is differentiated."""
+
+    params: Params
+    rule: Rule
+    leaves: list[Tensor]
+    """The tensors that gradients are taken of."""
+    slots: Slots
+
+    @classmethod
+    def of(cls, params: Params, rule: Rule, modules: Sequence[nn.Module]) -> _Call:
+        slots = Slots(modules)
+        tensors = [*params.values(), *(tensor for _, tensor in hyperparameters_in(rule)), *slots.tensors]
+        return cls(params, rule, list({id(t): t for t in tensors if t.requires_grad}.values()), slots)
+
+    @contextlib.contextmanager
+    def exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Iterator[tuple[Params, Rule]]:
+        """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
+        exchange = {id(leaf): other for leaf, other in zip(self.leaves, others, strict=True)}
+        own = {id(p) for p in self.params.values()}
+        beside = {key: other for key, other in exchange.items() if key not in own}
+        with self.slots.restored(beside) if later else self.slots.exchanged(beside):
+            yield _exchanged(self.params, self.rule, exchange)
 
 
 class _WatchedRule:
@@ -176,17 +204,8 @@ class _Entry(torch.autograd.Function):
         return (None, *(ctx.repaired() or grads))
 
 
-def _learned(params: Params, rule: Rule) -> list[Tensor]:
-    """Return the tensors that gradients are taken of."""
-    tensors = [*params.values(), *(tensor for _, tensor in hyperparameters_in(rule))]
-    return list({id(t): t for t in tensors if t.requires_grad}.values())
-
-
-def _exchanged(
-    params: Params, rule: Rule, leaves: Sequence[Tensor], others: Sequence[Tensor]
-) -> tuple[Params, Rule]:
-    """Put other tensors into the places of some."""
-    exchange = {id(leaf): other for leaf, other in zip(leaves, others, strict=True)}
+def _exchanged(params: Params, rule: Rule, exchange: Mapping[int, Tensor]) -> tuple[Params, Rule]:
+    """Put other tensors into the places of some, which are known by their ids."""
     if any(id(tensor) in exchange for _, tensor in hyperparameters_in(rule)):
         rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
     return {name: exchange.get(id(p), p) for name, p in params.items()}, rule

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,6 @@ class InnerLoop:
     programs: Programs | None = None
     loss_fn: LossFn | None = None
     model: nn.Module | None = None
-
-    @property
-    def kept(self) -> Memory | Literal["block"]:
-        """What ``MAML(memory=...)`` was."""
-        return self.memory if self.chain is None else "block"
 
     def sharing(self, num_parts: int, device: torch.device) -> InnerLoop:
         """Return the loop of one of several parts whose graphs are alive together: budgets are divided."""

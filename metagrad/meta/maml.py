@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from metagrad.autograd.budget import Memory
 from metagrad.autograd.chain import chain
-from metagrad.autograd.compiled import Compile
+from metagrad.autograd.compiled import Compile, CompileOptions, checked_compile
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,
     ExamplesLike,
     check_arguments,
-    check_compile,
     check_ends,
+    check_memory,
     check_steps,
     read_batch,
     read_support,
@@ -34,14 +34,16 @@ from metagrad.meta.finite import (
 )
 from metagrad.meta.guard import Guard
 from metagrad.meta.inner import InnerLoop, outer_phase
+from metagrad.meta.learned import register_learned
 from metagrad.meta.objective import Labels, LossFn, Objective
+from metagrad.meta.programs import Programs
 from metagrad.meta.reader import Reader
 from metagrad.meta.result import Adapted, MAMLOutput
 from metagrad.meta.structured import concatenated, restored
 from metagrad.meta.tables import check_tables, find_rows
+from metagrad.meta.whole import WholePrograms
 from metagrad.meta.work import Work
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
-from metagrad.optim.rules.walk import hyperparameters_in
 
 
 class MAML(nn.Module):
@@ -124,34 +126,35 @@ class MAML(nn.Module):
         compile: Compile = False,
     ) -> None:
         super().__init__()
-        is_block = memory == "block"
-        kept: Memory = "full" if memory == "block" else memory
-        check_arguments(model, steps, order, kept, task_chunk)
-        programs = check_compile(compile, memory)
-        check_ends(truncate, tolerance)
-        check_layers(model, inner, is_block=is_block)
-        check_nonfinite(nonfinite)
-        self.nonfinite: Nonfinite = nonfinite
-        self.sparse = check_tables(model, sparse, inner)
+        check_arguments(model, steps, order, task_chunk)
         self.model = model
+        self.loss_fn = loss_fn
         self.steps = steps
-        if is_block and sparse:
-            raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
-        self.inner = InnerLoop(
-            inner,
-            order,
-            kept,
-            truncate,
-            tolerance,
-            chain=chain(model, loss_fn) if is_block else None,
-            programs=programs,
-            loss_fn=loss_fn,
-            model=model,
-        )
-        self.objective = Objective(model, loss_fn)
-        self.batching = Batching(1 if is_block else task_chunk)
-        for name, parameter in _learned(inner):
-            self.register_parameter(name, parameter)
+        self.order = order
+        self.memory: Memory | Literal["block"] = memory
+        self.truncate = truncate
+        self.tolerance = tolerance
+        self.task_chunk = task_chunk
+        self.nonfinite: Nonfinite = nonfinite
+        self._compile = checked_compile("MAML(...)", compile)
+        self._remembered = _Remembered(model, loss_fn, task_chunk, self._compile)
+        self.sparse = check_tables(model, sparse, inner)
+        self._check()
+        if memory == "block":
+            chain(model, loss_fn)
+        self.inner = inner
+
+    @property
+    def inner(self) -> Rule:
+        """The rule of the inner steps; what is learned of it are the parameters that this module has now."""
+        return self._learned.of(self)
+
+    @inner.setter
+    def inner(self, rule: Rule) -> None:
+        check_layers(self.model, rule, is_block=self.memory == "block")
+        for name in self._learned.names if "_learned" in self.__dict__ else ():
+            self._parameters.pop(name or "", None)
+        self._learned = register_learned(self, rule)
 
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -172,7 +175,7 @@ class MAML(nn.Module):
         """
         steps = self._steps(steps)
         support, query = read_batch(batch)
-        labels = self.objective.label_bounds(support.y, query.y)
+        labels = self._objective.label_bounds(support.y, query.y)
         tasks = Tasks(*support, *query, {})
         with outer_phase():
             results, skipped = self._over_tasks(Work.judge, _losses_judged, tasks, labels, steps)
@@ -198,23 +201,57 @@ class MAML(nn.Module):
         """
         steps = self._steps(steps)
         examples = read_support(support)
-        labels = self.objective.label_bounds(examples.y)
+        objective = self._objective
+        labels = objective.label_bounds(examples.y)
         tasks = Tasks(*examples, None, None, {})
         with outer_phase():
             results, skipped = self._over_tasks(Work.adapt, _losses_adapted, tasks, labels, steps)
         params, losses, used, rows, chunk = results
         if self.sparse:
-            reader = Reader(self.objective, self.inner, steps, used, rows, chunk)
+            reader = Reader(objective, self._loop(self.inner), steps, used, rows, chunk)
             return Adapted(params, losses, used, skipped, reader.predict, rows)
-        predict = self.objective.predict_each if chunk == 1 else self.objective.predict_stacked
+        predict = objective.predict_each if chunk == 1 else objective.predict_stacked
         return Adapted(params, losses, used, skipped, predict)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
         return (
-            f"steps={self.steps}, order={self.inner.order}, memory={self.inner.kept!r}, "
-            f"inner={type(self.inner.rule).__name__}, task_chunk={self.batching.task_chunk}"
+            f"steps={self.steps}, order={self.order}, memory={self.memory!r}, "
+            f"inner={type(self.inner).__name__}, task_chunk={self.task_chunk}"
         )
+
+    @property
+    def _objective(self) -> Objective:
+        return Objective(self.model, self.loss_fn)
+
+    def _loop(self, rule: Rule) -> InnerLoop:
+        """Return the inner loop, as the attributes of this module say at present."""
+        is_block = self.memory == "block"
+        return InnerLoop(
+            rule,
+            self.order,
+            "full" if self.memory == "block" else self.memory,
+            self.truncate,
+            self.tolerance,
+            chain=chain(self.model, self.loss_fn) if is_block else None,
+            programs=self._remembered.programs,
+            loss_fn=self.loss_fn,
+            model=self.model,
+        )
+
+    def _check(self) -> None:
+        """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        check_arguments(self.model, self.steps, self.order, self.task_chunk)
+        check_memory(self.memory, self._compile, self.sparse)
+        check_ends(self.truncate, self.tolerance)
+        check_nonfinite(self.nonfinite)
+        if not self._remembered.belongs_to(self.model, self.loss_fn, self.task_chunk):
+            self._remembered = _Remembered(self.model, self.loss_fn, self.task_chunk, self._compile)
+
+    @property
+    def _modules_read(self) -> list[nn.Module]:
+        """The model, and beside it the loss, if it is a module: its parameters are not adapted, but learned."""
+        return [part for part in (self.model, self.loss_fn) if isinstance(part, nn.Module)]
 
     def _steps(self, steps: int | None) -> int:
         if steps is None:
@@ -235,23 +272,27 @@ class MAML(nn.Module):
         Returns:
             Its results with how many tasks ran together, and which tasks were left out.
         """
+        self._check()
         params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
 
+        rule = self.inner
+        if self.sparse:
+            self.sparse = check_tables(self.model, self.sparse, rule)
+
         def compute(params: Params, rule: Rule, tasks: Tasks) -> Results:
-            inner = dataclasses.replace(self.inner, rule=rule)
-            return self._together(do, inner, params, tasks, labels, steps)
+            return self._together(do, self._loop(rule), params, tasks, labels, steps)
 
         def again(params: Params, rule: Rule, tasks: Tasks) -> Results:
             buffers = Buffers(self.model)
-            inner = dataclasses.replace(self.inner, rule=rule, memory="full", programs=None)
+            inner = dataclasses.replace(self._loop(rule), memory="full", programs=None)
             results = self._together(do, inner, params, tasks, labels, steps)
             buffers.restore()
             return results
 
         def guarded(tasks: Tasks, numbers: range | Tensor) -> Results:
             dropped = skipped if self.nonfinite == "skip" else None
-            return Guard(compute, again, numbers, dropped)(params, self.inner.rule, tasks)
+            return Guard(compute, again, numbers, dropped, self._modules_read)(params, rule, tasks)
 
         if self.nonfinite == "skip":
             results, kept = without_nonfinite(guarded, losses_in, tasks, self.model, steps)
@@ -271,7 +312,9 @@ class MAML(nn.Module):
     ) -> Results:
         """Do a method of :class:`Work`; return its results, and how many tasks ran together."""
         device_type = next(iter(params.values())).device.type
-        chunk = self.batching.chunk_size(self.model, tasks.count, device_type, self.sparse)
+        batching = self._remembered.batching
+        chunk = batching.chunk_size(self.model, tasks.count, device_type, self.sparse)
+        chunk = 1 if self.memory == "block" else chunk
 
         def compute(chunk: int) -> Results:
             located = tasks._replace(rows=find_rows(self.model, self.sparse, tasks.inputs, chunk))
@@ -279,12 +322,27 @@ class MAML(nn.Module):
             shared = inner.sharing(len(parts), tasks.device)
             if chunk != 1:
                 shared = dataclasses.replace(shared, rule=with_batch_ndim(shared.rule, 1))
-            work = Work(self.objective, shared, labels, steps, stacked=chunk != 1)
+            work = Work(self._objective, shared, labels, steps, stacked=chunk != 1)
             if shared.programs is not None:
                 return (*concatenated([work.compiled(do, params, part) for part in parts]), chunk)
             return (*concatenated([do(work, params, part) for part in parts]), chunk)
 
-        return self.batching.run(compute, chunk)
+        return batching.run(compute, chunk)
+
+
+class _Remembered:
+    """What is found out about a model and its loss, and need not be found out again."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: CompileOptions | None
+    ) -> None:
+        self.model, self.loss_fn = model, loss_fn
+        self.batching = Batching(task_chunk)
+        self.programs = None if options is None else (WholePrograms if options.whole else Programs)(options)
+
+    def belongs_to(self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None) -> bool:
+        """Say whether it is of these."""
+        return self.model is model and self.loss_fn is loss_fn and self.batching.task_chunk == task_chunk
 
 
 def _losses_judged(results: Results) -> Tensor:
@@ -294,10 +352,3 @@ def _losses_judged(results: Results) -> Tensor:
 
 def _losses_adapted(results: Results) -> Tensor:
     return results[1]
-
-
-def _learned(rule: Rule) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the hyper-parameters of a rule that are to be meta-learned, with names fit for a module."""
-    for path, value in hyperparameters_in(rule):
-        if isinstance(value, nn.Parameter):
-            yield f"inner_{path.replace('.', '_')}", value

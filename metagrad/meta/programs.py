@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import Structure, dissect, tree_map
+from metagrad._tree import Structure, dissect, tree_flatten, tree_map
 from metagrad.autograd.compile_check import UncompilableError, check_compilable
 from metagrad.autograd.compiled import CompileOptions, operand
 from metagrad.autograd.kernels import Kernels
@@ -70,7 +69,7 @@ class Programs(Kernels):
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
         self.prediction: tuple[int, ...] | None = None
-        self._longest: weakref.WeakKeyDictionary[Rule, int] = weakref.WeakKeyDictionary()
+        self._longest: tuple[object, int] = (None, 0)
 
     def __reduce__(self) -> tuple:
         """Copy and pickle what is to be compiled, but nothing that was."""
@@ -93,9 +92,13 @@ class Programs(Kernels):
         Raises:
             ValueError: The rule has no value for the last of the steps, which compiled code cannot see.
         """
-        if steps > self._longest.get(rule, 0):
+        # Values for each step are items of a sequence or entries of a tensor.
+        leaves, spec = tree_flatten(rule)
+        form = spec, [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+        known, longest = self._longest
+        if steps > longest or form != known:
             _take_step(rule, params, steps - 1)
-            self._longest[rule] = steps
+            self._longest = form, steps
         return with_tensors(rule, params)
 
 

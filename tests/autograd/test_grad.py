@@ -137,3 +137,38 @@ def test_what_lies_behind_the_parameters_is_not_looked_at():
     x = leaf(1.0, 2.0)
     param = torch.nn.functional.hardsigmoid(x)
     assert mg.grad(penalty(param), param, create_graph=True).requires_grad
+
+
+def _complex(p, *batch):
+    return (p["w"].sum() * (1 + 2j)).square()
+
+
+def _complex_chain(*, of):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
+    chain = mg.autograd.chain(model, lambda z, y: ((z - y) * (1 + 1j)).square().sum())
+    params, x, y = dict(model.named_parameters()), torch.ones(3, 2), torch.ones(3, 1)
+    return mg.hvp(chain, params, params, x, y, mode="block") if of == "hvp" else of(chain, params, x, y)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda p: mg.grad(_complex(p), p),
+        lambda p: mg.grad(_complex(p), p, create_graph=True),
+        lambda p: mg.hvp(_complex, p, p),
+        lambda p: mg.hvp(_complex, p, p, mode="forward"),
+        lambda p: _complex_chain(of="hvp"),
+        lambda p: _complex_chain(of=mg.autograd.block_gradient),
+        lambda p: mg.autograd.linearize(_complex(p), p),
+        lambda p: mg.hessian(_complex(p), p),
+    ],
+)
+def test_the_real_part_of_a_complex_loss_is_not_taken_for_it(derivative):
+    params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+    with pytest.raises(ValueError, match=r"the loss must be real, got torch.complex64"):
+        derivative(params)
+
+
+def test_complex_parameters_of_a_real_loss_have_torchs_gradient():
+    w = torch.tensor([1 + 2j, 3 - 1j], requires_grad=True)
+    assert torch.equal(mg.grad(w.abs().square().sum(), w), 2 * w.detach())

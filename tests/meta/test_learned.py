@@ -1,0 +1,305 @@
+"""What a MAML learns beside the model's parameters, and what it reads of itself at each call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize
+
+import metagrad as mg
+from metagrad.tasks import Batch
+
+rules = mg.optim.rules
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def learned(value=0.1, **options):
+    lr = nn.Parameter(torch.tensor(value, dtype=torch.float64))
+    return mg.MAML(net(), F.mse_loss, inner=rules.sgd(lr=lr), **{"steps": 2, **options})
+
+
+def expected_at(value, batch, of="model", **options):
+    """The loss and the gradient in the learning rate of a new MAML that has another one."""
+    maml = learned(value, **options)
+    loss = maml(batch).loss
+    return loss.detach(), torch.autograd.grad(loss, maml.inner_lr)[0]
+
+
+class Positive(nn.Module):
+    def forward(self, raw):
+        return raw.exp()
+
+
+def assigned(maml, value):
+    maml.inner_lr = nn.Parameter(value)
+    return maml.inner_lr
+
+
+def loaded(maml, value):
+    maml.load_state_dict({**maml.state_dict(), "inner_lr": value}, assign=True)
+    return maml.inner_lr
+
+
+def converted(maml, value):
+    """Conversion to another dtype and back makes other parameters."""
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        old = maml.inner_lr
+        maml.float().double()
+        assert maml.inner_lr is not old
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)
+    with torch.no_grad():
+        maml.inner_lr.copy_(value)
+    return maml.inner_lr
+
+
+def copied(maml, value):
+    with torch.no_grad():
+        maml.inner_lr.copy_(value)
+    return maml.inner_lr
+
+
+CHANGES = {
+    "assigned": assigned,
+    "load_state_dict(assign=True)": loaded,
+    "converted": converted,
+    "in place": copied,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_a_learned_hyperparameter_exists_once(regression, change, memory):
+    maml = learned(memory=memory)
+    maml(regression).loss.backward()
+    leaf = CHANGES[change](maml, torch.tensor(0.3, dtype=torch.float64))
+    loss, gradient = expected_at(0.3, regression)
+    out = maml(regression)
+    torch.testing.assert_close(out.loss, loss)
+    leaf.grad = None
+    out.loss.backward()
+    torch.testing.assert_close(leaf.grad, gradient)
+    assert maml.inner.lr is maml.inner_lr is dict(maml.named_parameters())["inner_lr"] is leaf
+    torch.testing.assert_close(maml.adapt(regression.support).losses, out.losses)
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_functional_call_reaches_the_rule(regression, memory, task_chunk):
+    maml = learned(memory=memory, task_chunk=task_chunk)
+    values = {name: p.detach().clone().requires_grad_() for name, p in maml.named_parameters()}
+    values["inner_lr"] = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    loss = functional_call(maml, values, (regression,)).loss
+    expected, gradient = expected_at(0.3, regression)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    torch.testing.assert_close(values["inner_lr"].grad, gradient)
+    assert maml.inner_lr.grad is None
+    assert maml.inner_lr.item() == 0.1
+
+
+def test_a_parametrized_learning_rate(regression):
+    maml = learned(0.0)
+    parametrize.register_parametrization(maml, "inner_lr", Positive())
+    raw = maml.parametrizations.inner_lr.original
+    with torch.no_grad():
+        raw.copy_(torch.tensor(0.3).log())
+    out = maml(regression)
+    value = float(raw.detach().exp())
+    loss, gradient = expected_at(value, regression)
+    torch.testing.assert_close(out.loss, loss)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, raw)[0], gradient * value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "eager"}, pytest.param({"backend": "eager", "whole": True}, marks=pytest.mark.slow)],
+)
+def test_compiled_code_reads_the_learning_rate_that_is_there(regression, options):
+    maml = learned(compile=options)
+    maml(regression).loss.backward()
+    for value, change in ((0.3, assigned), (0.2, loaded)):
+        leaf = change(maml, torch.tensor(value, dtype=torch.float64))
+        loss, gradient = expected_at(value, regression)
+        out = maml(regression)
+        torch.testing.assert_close(out.loss, loss)
+        torch.testing.assert_close(torch.autograd.grad(out.loss, leaf)[0], gradient)
+
+
+def test_hyperparameters_for_each_parameter_keep_their_names_and_survive_copies(regression):
+    values = {name: nn.Parameter(torch.full_like(p, 0.1)) for name, p in net().named_parameters()}
+    maml = mg.MAML(net(), F.mse_loss, inner=rules.sgd(lr=values), steps=2)
+    names = [f"inner_lr_{name.replace('.', '_')}" for name, _ in net().named_parameters()]
+    assert [name for name in maml.state_dict() if name.startswith("inner")] == names
+    for other in (copy.deepcopy(maml), pickle.loads(pickle.dumps(maml))):
+        torch.testing.assert_close(other(regression).loss, maml(regression).loss)
+        with torch.no_grad():
+            other.inner_lr_0_weight.zero_()
+        assert not torch.allclose(other(regression).loss, maml(regression).loss)
+        assert float(maml.inner_lr_0_weight.detach().min()) == 0.1
+
+
+def test_names_that_differ_in_a_dot_alone_are_two_parameters():
+    model = nn.Module()
+    model.a, model.a_b = nn.Module(), nn.Parameter(torch.ones(()))
+    model.a.b = nn.Parameter(torch.ones(()))
+    values = {"a.b": nn.Parameter(torch.tensor(0.1)), "a_b": nn.Parameter(torch.tensor(0.2))}
+    maml = mg.MAML(model, F.mse_loss, inner=rules.sgd(lr=values), steps=1)
+    assert maml.inner.lr["a.b"] is not maml.inner.lr["a_b"]
+    assert maml.inner.lr["a_b"] is values["a_b"]
+
+
+def test_a_rule_that_is_assigned_takes_the_place_of_the_old_one(regression):
+    maml = learned()
+    maml.inner = rules.adam(lr=nn.Parameter(torch.tensor(0.05).double()), eps=1e-3)
+    assert [name for name, _ in maml.named_parameters() if name.startswith("inner")] == ["inner_lr"]
+    expected = mg.MAML(net(), F.mse_loss, inner=rules.adam(lr=0.05, eps=1e-3), steps=2)
+    torch.testing.assert_close(maml(regression).loss, expected(regression).loss)
+    maml.inner = rules.sgd(lr=0.1)
+    assert not [name for name, _ in maml.named_parameters() if name.startswith("inner")]
+
+
+CHANGED = {
+    "order": 1,
+    "steps": 3,
+    "truncate": 1,
+    "tolerance": 1e9,
+    "memory": "step",
+    "task_chunk": 1,
+    "loss_fn": F.smooth_l1_loss,
+    "model": nn.Linear(2, 3).double(),
+    "nonfinite": "skip",
+}
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CHANGED)
+def test_attributes_are_read_at_each_call(regression, name, compile):
+    options = {"inner": rules.sgd(lr=0.1), "steps": 2, "compile": compile}
+    maml = mg.MAML(net(), F.mse_loss, **options)
+    maml(regression).loss.backward()
+    setattr(maml, name, CHANGED[name])
+    model, loss_fn = (CHANGED["model"] if name == "model" else net()), F.mse_loss
+    if name == "loss_fn":
+        loss_fn = CHANGED[name]
+    elif name != "model":
+        options[name] = CHANGED[name]
+    expected = mg.MAML(model, loss_fn, **options)
+    loss, reference = maml(regression).loss, expected(regression).loss
+    torch.testing.assert_close(loss, reference)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, list(maml.model.parameters())),
+        torch.autograd.grad(reference, list(model.parameters())),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("order", 3, "expected 1"),
+        ("steps", -1, "steps must be 0"),
+        ("memory", "often", "memory"),
+        ("nonfinite", "?", "skip"),
+    ],
+)
+def test_attributes_that_mean_nothing_are_refused_at_the_next_call(regression, name, value, message):
+    maml = learned()
+    setattr(maml, name, value)
+    with pytest.raises(ValueError, match=message):
+        maml(regression)
+
+
+def test_parameters_frozen_since_construction(regression, textbook):
+    maml = mg.MAML(net(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2)
+    maml.model[0].requires_grad_(False)
+    expected = textbook(maml.model, F.mse_loss, regression, lr=0.1, steps=2).mean()
+    torch.testing.assert_close(maml(regression).loss, expected)
+    maml.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires grad"):
+        maml(regression)
+
+
+class Tempered(nn.Module):
+    """A loss with a learned temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0).double())
+
+    def forward(self, prediction, target):
+        return F.mse_loss(prediction / self.temperature, target)
+
+
+def tempered_loop(model, loss_fn, batch, steps=2):
+    losses = []
+    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
+        fast = dict(model.named_parameters())
+        for _ in range(steps):
+            loss = loss_fn(functional_call(model, fast, (x,)), y)
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+        losses.append(loss_fn(functional_call(model, fast, (query_x,)), query_y))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_parameters_of_the_loss_are_learned(regression, memory, task_chunk):
+    model, loss_fn = net(), Tempered()
+    maml = mg.MAML(model, loss_fn, inner=rules.sgd(lr=0.1), steps=2, memory=memory, task_chunk=task_chunk)
+    assert "loss_fn.temperature" in dict(maml.named_parameters())
+    expected = tempered_loop(model, loss_fn, regression)
+    loss = maml(regression).loss
+    torch.testing.assert_close(loss, expected)
+    wanted = [*model.parameters(), loss_fn.temperature]
+    torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+
+
+class Rooted(Tempered):
+    """Its derivative is not finite where a target is zero throughout."""
+
+    def forward(self, prediction, target):
+        return super().forward(prediction, target) + 0 * target.abs().sum().mul(self.temperature).sqrt()
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_gradients_of_the_loss_that_are_not_finite_are_left_out(regression, functional):
+    """Of the parameters that were there, also where a functional call has ended."""
+    regression.query.y[1] = 0
+    model, loss_fn = net(), Rooted()
+    maml = mg.MAML(model, loss_fn, inner=rules.sgd(lr=0.1), steps=2, nonfinite="skip")
+    parameters = dict(maml.named_parameters())
+    if functional:
+        maml.requires_grad_(True)
+        parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
+        with torch.no_grad():
+            loss_fn.temperature.fill_(1.0)
+        loss = functional_call(maml, parameters, (regression,)).loss
+    else:
+        loss = maml(regression).loss
+    got = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    with torch.no_grad():
+        loss_fn.temperature.fill_(2.0)
+    rest = Batch(*mg._tree.tree_map(lambda t: t[[0, 2, 3]], regression))
+    expected = torch.autograd.grad(
+        tempered_loop(model, loss_fn, rest) * 3 / 4, [*model.parameters(), loss_fn.temperature]
+    )
+    torch.testing.assert_close(list(got.values()), list(expected))
+    maml.nonfinite = "raise"
+    loss = maml(regression).loss
+    with pytest.raises(
+        FloatingPointError, match=r"task 1 is not finite: .* in the gradient of a hyper-parameter or of"
+    ):
+        loss.backward()
