@@ -2,6 +2,7 @@
 
 from metagrad.optim import rules
 from metagrad.optim.kfac.optimizer import KFAC
+from metagrad.optim.least_squares import LeastSquares, LeastSquaresResult, least_squares
 from metagrad.optim.shells.adahessian import AdaHessian
 from metagrad.optim.shells.bounded_newton import CubicNewton, TrustRegionNewton
 from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
@@ -17,6 +18,8 @@ __all__ = [
     "AdaHessian",
     "CubicNewton",
     "GaussNewton",
+    "LeastSquares",
+    "LeastSquaresResult",
     "Lion",
     "Muon",
     "NaturalGradient",
@@ -27,5 +30,6 @@ __all__ = [
     "SparseAdagrad",
     "SparseAdam",
     "TrustRegionNewton",
+    "least_squares",
     "rules",
 ]

@@ -126,6 +126,7 @@ class CurvatureOptimizer(RuleOptimizer):
             raise
         finally:
             mode.losses.clear()
+            self._noted = ()
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         if hasattr(self, "found_inf"):

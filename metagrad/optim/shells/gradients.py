@@ -84,5 +84,7 @@ def unknown_loss(name: str) -> str:
     *others, last = (f"F.{function.__name__}" for function in KNOWN_LOSSES)
     return (
         f"{name}: the loss contains none whose curvature in the output is known. Compute it inside the closure, or "
-        f"within `with opt.recording():`, by {', '.join(others)} or {last}, reduced to a mean or a sum."
+        f"within `with opt.recording():`, by {', '.join(others)} or {last}, reduced to a mean or a sum; "
+        "residuals r by F.mse_loss(r, torch.zeros_like(r)), or a likelihood written by hand by "
+        "opt.output_loss(loss_fn, output), of which GaussNewton takes the Hessian."
     )

@@ -137,7 +137,9 @@ class GaussNewton(NewtonOptimizer):
     :func:`~metagrad.optim.rules.gauss_newton.gauss_newton`, whose steps these are. The loss is to be computed inside
     the closure, or within ``with opt.recording():``, where calls of ``F.mse_loss``, ``F.cross_entropy``,
     ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and ``F.binary_cross_entropy_with_logits``
-    (also by their modules) are noted. What else it contains, such as a penalty, is in the gradient alone.
+    (also by their modules) are noted. Residuals ``r`` are ``F.mse_loss(r, torch.zeros_like(r))``, a likelihood
+    written by hand is :meth:`output_loss`, and :func:`metagrad.optim.least_squares` fits residuals without a loop.
+    What else the loss contains, such as a penalty, is in the gradient alone.
 
     Args:
         params: Parameters, with names or without, or groups of them, which make one vector.

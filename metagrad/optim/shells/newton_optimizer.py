@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from metagrad.curvature import Result
+from metagrad.curvature.operators.recognition import Evaluated
 from metagrad.optim.rules.curvature import needs_curvature
 from metagrad.optim.rules.flat import check_uniform
 from metagrad.optim.rules.probes import as_rows
@@ -30,6 +31,7 @@ from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.shells.gradients import leaves_behind, unknown_loss
 from metagrad.optim.shells.move import working
 from metagrad.optim.shells.optimizer import Group, as_number
+from metagrad.optim.shells.output_loss import WrittenLoss
 from metagrad.optim.shells.parts_of_data import check_fraction, check_takes_fraction
 from metagrad.optim.shells.randomness import generators_of
 from metagrad.optim.shells.state import ParameterState, joined, keep
@@ -121,6 +123,44 @@ class NewtonOptimizer(CurvatureOptimizer):
             return super().step(closure)
         finally:
             self._closure, self._curvature_closure, self._buffers = None, None, ModuleBuffers()
+
+    def output_loss(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+        r"""Compute a loss of the output of a model such that its curvature in the output is known.
+
+        What :class:`GaussNewton` recognises by itself (``F.cross_entropy``, ``F.mse_loss``, ...) needs no such call:
+        it is for a likelihood written by hand, in the closure or within ``with opt.recording():``.
+
+        Args:
+            loss_fn: An output to its loss, of one element; called again for every product, with the same output.
+                Convex, for the matrix to have no negative curvature.
+            output: What the model returned, of any shape.
+
+        Returns:
+            ``loss_fn(output)``.
+
+        Example:
+            A Poisson regression, :math:`\ell = e^z - y z`:
+
+            >>> from metagrad.optim.shells.newton import GaussNewton
+            >>> x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
+            >>> w = torch.zeros(2, requires_grad=True)
+            >>> opt = GaussNewton([w])
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = opt.output_loss(lambda z: (z.exp() - y * z).mean(), w[0] + w[1] * x)
+            ...     loss.backward()
+            ...     return loss
+            >>> for _ in range(8):
+            ...     loss = opt.step(closure)
+            >>> torch.allclose(w.exp(), torch.tensor([1.0, 2.0]), atol=1e-3)
+            True
+        """
+        if not self.notes_losses or not isinstance(self._noted, list):
+            return loss_fn(output)
+        own, count = output.view_as(output), len(self._noted)  # with a place of its own in the graph
+        value = loss_fn(own)
+        self._noted[count:] = [Evaluated(value, WrittenLoss(loss_fn, own))]  # not what it is made of, too
+        return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and forget the curvature taken with them."""

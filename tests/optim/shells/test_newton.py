@@ -17,7 +17,7 @@ from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, New
 from metagrad.optim.rules.newton_cg import newton_cg
 from metagrad.optim.rules.objective import TapeObjective
 from tests.optim.newton_problems import classic_start, fit_residuals, rosenbrock
-from tests.optim.shells.cases import assert_equal, classification, closure_of, network, run, snapshot
+from tests.optim.shells.cases import assert_equal, batch, classification, closure_of, network, run, snapshot
 
 F64 = torch.float64
 EVERY = [NewtonCG, GaussNewton, NaturalGradient, CubicNewton, TrustRegionNewton, LBFGS]
@@ -515,6 +515,79 @@ def test_a_loss_of_unknown_form_is_refused():
     closure = closure_of(opt, lambda: model(torch.ones(3, 2)).pow(2).sum())
     with pytest.raises(ValueError, match="GaussNewton: the loss contains none whose curvature"):
         opt.step(closure)
+
+
+# Likelihoods written by hand
+
+
+def test_a_known_loss_written_by_hand_gives_the_same_steps():
+    """Cross-entropy as logsumexp, with a weight of its own in the whole, beside a penalty."""
+    results, (x, y) = [], batch(F64)
+    for by_hand in (False, True):
+        model = network(F64)
+        opt = GaussNewton(model.parameters(), damping=0.5)
+
+        def loss_of(model=model, opt=opt, by_hand=by_hand):
+            def written(z):
+                return (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).mean()
+
+            z = model(x)
+            value = opt.output_loss(written, z) if by_hand else F.cross_entropy(z, y)
+            return 2 * value + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+
+        run(opt, loss_of, 4)
+        results.append((snapshot(model), opt.stats["products"]))
+    assert results[0][1] == results[1][1]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_a_known_loss_within_one_written_by_hand_counts_once():
+    steps, (x, y) = [], batch(F64)
+    for by_hand in (False, True):
+        model = network(F64)
+        opt = GaussNewton(model.parameters(), **FIXED[GaussNewton])
+
+        def loss_of(model=model, opt=opt, by_hand=by_hand):
+            z = model(x)
+            return opt.output_loss(lambda z: F.cross_entropy(z, y), z) if by_hand else F.cross_entropy(z, y)
+
+        run(opt, loss_of, 1)
+        steps.append(snapshot(model))
+    for a, b in zip(*steps, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_linear_loss_written_by_hand_has_no_curvature():
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = GaussNewton([w], **FIXED[GaussNewton])
+    run(opt, lambda: opt.output_loss(lambda z: 0.1 * z.sum(), w), 1)
+    torch.testing.assert_close(w.detach(), torch.full((2,), 0.8, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (NaturalGradient, {}, "of a loss written by hand, the Fisher matrix is not known. Use GaussNewton"),
+        (
+            GaussNewton,
+            {"preconditioner": "diagonal"},
+            "the distribution of labels is not known. Set preconditioner=None",
+        ),
+    ],
+)
+def test_a_loss_written_by_hand_has_no_distribution(make, options, match):
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = make([w], **options)
+    with pytest.raises(ValueError, match=match):
+        run(opt, lambda: opt.output_loss(lambda z: z.exp().sum(), w), 1)
+
+
+def test_newton_takes_a_loss_written_by_hand_as_any():
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = NewtonCG([w])
+    run(opt, lambda: opt.output_loss(lambda z: (z - 3).pow(2).sum(), w), 1)
+    torch.testing.assert_close(w.detach(), torch.full((2,), 3.0, dtype=F64))
 
 
 def test_a_sparse_gradient_is_refused_by_name():
