@@ -161,6 +161,39 @@ def test_stacked_tasks_are_tasks_alone(case):
     assert states[0].report.length.shape == ()
 
 
+BY_PARAMETER = {
+    "newton_cg": (newton_cg, ("lr", "damping", "weight_decay"), quartic_of),
+    "gauss_newton": (gauss_newton, ("lr", "damping", "weight_decay"), least_squares),
+    "natural_gradient": (natural_gradient, ("lr", "damping", "weight_decay"), least_squares),
+    "trust_region_newton": (trust_region_newton, ("lr", "weight_decay"), quartic_of),
+    "cubic_newton": (cubic_newton, ("lr", "weight_decay"), quartic_of),
+    "lbfgs": (lbfgs, ("lr", "weight_decay"), quartic_of),
+}
+VALUES = {"lr": [0.8, 0.5, 0.9], "damping": [0.5, 1.0, 0.3], "weight_decay": [0.1, 0.2, 0.05]}
+
+
+@pytest.mark.parametrize(("make", "names", "loss"), BY_PARAMETER.values(), ids=BY_PARAMETER)
+def test_hyperparameters_by_parameter_are_differentiated_and_stack(make, names, loss):
+    """One value for each element, the same for all tasks."""
+    first = FIT if loss is least_squares else START
+
+    def rule_of(*values):
+        return make(**{name: {"w": value} for name, value in zip(names, values, strict=True)})
+
+    def fn(w, *values):
+        return adapted(rule_of(*values), loss, w)
+
+    values = [scalar(VALUES[name]) for name in names]
+    assert joint_gradcheck(fn, (first.clone().requires_grad_(), *values), order=1)
+    rule = rule_of(*(value.detach() for value in values))
+    starts = torch.stack([first, 1.2 * first])
+    stacked, together = with_batch_ndim(rule, 1), {"w": starts.clone().requires_grad_()}
+    found, _ = stepped(stacked, loss, together, stacked.init(together))
+    for index, start in enumerate(starts):
+        alone, _ = stepped(rule, loss, {"w": start.clone().requires_grad_()}, rule.init({"w": start}))
+        torch.testing.assert_close(found["w"][index], alone["w"], rtol=1e-9, atol=1e-12)
+
+
 def sinusoids(num_tasks, shots=10, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
