@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import hypothesis
+import hypothesis.core
 import numpy as np
 import pytest
 import torch

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
+from tests.joint import joint_gradcheck
 
 MEMORIES = ["full", "step", "sqrt", 1800, "1MiB"]
 
@@ -63,7 +64,7 @@ def test_every_memory_equals_full_at_three_orders_with_respect_to_state_argument
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_agrees_with_finite_differences(memory):
     step, state, lr, _ = problem()
-    assert mg.gradcheck(
+    assert joint_gradcheck(
         lambda state, lr: objective(memory, step, state, lr, steps=3), (state, lr), order=3, directions=1
     )
 

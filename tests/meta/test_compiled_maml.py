@@ -139,7 +139,7 @@ def test_every_rule_equals_eager(rule):
 
 
 @pytest.mark.parametrize(
-    "way", [slow(w) if w in ("full", "sqrt", "budget", "one by one") else w for w in WAYS]
+    "way", [slow(w) if w in ("full", "sqrt", "budget", "truncate", "one by one") else w for w in WAYS]
 )
 def test_every_way_equals_eager(way):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1, momentum=0.9), steps=3, **WAYS[way])
@@ -364,6 +364,7 @@ def test_what_was_compiled_does_not_keep_the_model_alive():
     assert [reference() for reference in alive] == [None] * 3
 
 
+@pytest.mark.slow
 def test_a_normalisation_by_the_batch(images):
     model = mg.models.Conv4(3, hidden=2, image_size=16).double()
     compiled, eager = pair(model, rules.sgd(lr=0.1), loss_fn=F.cross_entropy, steps=1)

@@ -194,5 +194,5 @@ def test_block_by_block_holds_the_graph_of_one_block():
         with StorageMode(ledger := Ledger(torch.device("cpu"))):
             maml(mg.tasks.Batch(support, query)).loss.backward()
         peaks[memory] = ledger.peak
-    assert peaks["block"] < 0.45 * peaks["step"]
+    assert peaks["block"] < 0.6 * peaks["step"]
     assert "memory='block'" in repr(maml)

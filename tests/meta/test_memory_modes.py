@@ -13,6 +13,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.optim.rules import adam, sgd
 from metagrad.tasks import Batch, Examples
+from tests.marks import slow
 
 MEMORIES = ["step", "sqrt", "auto", "160KiB"]
 
@@ -81,7 +82,7 @@ def full_derivatives(case, task_chunk):
     return [value.detach() for value in derivatives(case, "full", task_chunk)]
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("task_chunk", [None, slow(1)])
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_memory_mode_gives_the_same_derivatives(case, memory, task_chunk):

@@ -12,6 +12,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from metagrad import gradcheck
 from metagrad.sparse.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
+from tests.marks import slow
 
 MASKS = {
     "full": torch.ones(3, 4, dtype=torch.bool),
@@ -169,7 +170,10 @@ def test_vmap_and_func_grad_equal_the_loop(masked, oracle):
     )
 
 
-@pytest.mark.parametrize("function", [*CASES, "mask_gradient"])
+@pytest.mark.parametrize(
+    "function",
+    [c if c in ("mean of rows", "softmax of rows") else slow(c) for c in CASES] + ["mask_gradient"],
+)
 def test_compiles_whole_and_once_for_all_values_of_a_mask(function):
     masked = CASES[function][0] if function in CASES else lambda x, m: mask_gradient(x, m)
     torch._dynamo.reset()
