@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.bench_optimizers import __main__ as program_of
-from experiments.bench_optimizers import checks, measuring, methods, report
+from experiments.bench_optimizers import checks, measuring, methods, report, robustness
+from metagrad.optim import NewtonCG
 
 
 def tiny() -> methods.Work:
@@ -69,6 +70,36 @@ def test_every_optimizer_is_measured(program, no_rival, capsys, tmp_path):
     assert len(record["checks"]) == 3
     assert "## tiny" in (tmp_path / "optimizers.md").read_text()
     assert (tmp_path / "optimizers.png").stat().st_size > 0
+
+
+def test_robustness_counts_runs_that_end_at_nan_above_the_first_loss_and_far_below_it(
+    program, monkeypatch, capsys, tmp_path
+):
+    def line() -> robustness.Problem:
+        w = nn.Linear(1, 1, bias=False)
+        w.weight.data.fill_(2.0)
+        return w, lambda: w.weight.square().sum()
+
+    def sgd(lr: float):
+        return lambda model: torch.optim.SGD(model.parameters(), lr=lr)
+
+    rates = {"learns": 0.4, "still": 0.0, "climbs": 1.1, "explodes": 1e30}
+    monkeypatch.setattr(robustness, "NETS", {"line": line})
+    monkeypatch.setattr(robustness, "OPTIMIZERS", {name: sgd(lr) for name, lr in rates.items()})
+    program("robustness", "--optimizers", "learns", "still", "climbs", "explodes")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| line")]
+    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
+    assert [row[1] for row in cells] == list(rates)
+    assert [row[3:7] for row in cells] == [
+        ["0 of 20", "0 of 20", "20 of 20", "0 of 500"],
+        ["0 of 20", "0 of 20", "0 of 20", "0 of 500"],
+        ["0 of 20", "20 of 20", "0 of 20", "500 of 500"],
+        ["20 of 20", "0 of 20", "0 of 20", cells[3][6]],
+    ]
+    assert (tmp_path / "robustness.md").read_text().splitlines()[2:] == rows
+    newton = robustness.run(line, lambda model: NewtonCG(model.parameters()), seeds=range(2), steps=2)
+    assert newton.num_below_a_tenth == 2
+    assert newton.products > 0
 
 
 def test_each_step_is_timed_beside_a_gradient_over_whole_periods(monkeypatch):
