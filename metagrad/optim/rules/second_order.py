@@ -176,16 +176,16 @@ class Problem:
     def before(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, a constant."""
         value = self.sign * self.objective.value.detach().reshape(-1)
-        return value + self.penalty(self.space.rows(self.space.params))
+        return value if self.decay is None else value + self.penalty(self.space.rows(self.space.params))
 
     @property
     def slack(self) -> Tensor:
         """How much of a loss may be rounding, ``[tasks]``."""
         return 10 * torch.finfo(self.g.dtype).eps * self.before.abs()
 
-    def penalty(self, w: Tensor) -> Tensor:
+    def penalty(self, w: Tensor) -> Tensor | float:
         """Return the penalty at parameters ``[tasks, n]``, a constant."""
-        return w.new_zeros(len(w)) if self.decay is None else dot(w, self.decay * w).detach() / 2
+        return 0.0 if self.decay is None else dot(w, self.decay * w).detach() / 2
 
     def after(self, d: Tensor) -> Tensor:
         """Return the loss at the end of a step, ``[tasks]``, a constant."""
