@@ -26,6 +26,7 @@ class Case:
     flags: dict[str, Any] = field(default_factory=dict)
     counterpart: Callable[..., torch.optim.Optimizer] | None = None  # takes hyper and flags as they are
     renamed: dict[str, Any] = field(default_factory=dict)  # flags, as the counterpart knows them, if others
+    as_counterpart: dict[str, Any] = field(default_factory=dict)  # flags that make it equal
     shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: SHAPES)
     smooth: dict[str, Any] = field(
         default_factory=dict
@@ -196,6 +197,7 @@ CASES = {
         rules.muon,
         {"lr": 0.05},
         counterpart=muon_of_torch,
+        as_counterpart={"ns_dtype": torch.bfloat16},
         shapes=MATRICES,
         no_elements=("eps",),
         smooth={**EPS, "ns_dtype": None, "ns_steps": 2},
@@ -203,8 +205,14 @@ CASES = {
     "muon, options": Case(
         rules.muon,
         {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.2, "eps": 1e-6},
-        {"nesterov": False, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (2.0, -1.5, 0.5)},
+        {
+            "nesterov": False,
+            "ns_steps": 3,
+            "adjust_lr_fn": "match_rms_adamw",
+            "ns_coefficients": (2.0, -1.5, 0.5),
+        },
         counterpart=muon_of_torch,
+        as_counterpart={"ns_dtype": torch.bfloat16},
         shapes=MATRICES,
         no_elements=("eps",),
         smooth={**EPS, "ns_dtype": None, "ns_steps": 1},

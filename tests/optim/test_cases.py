@@ -62,7 +62,7 @@ def assert_same(got, expected, rtol=1e-10, atol=1e-12):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equals_torch_step_for_step(case, dtype):
     ours, theirs = case.params(dtype), case.params(dtype)
-    rule = case.rule()
+    rule = case.make(**case.hyper, **case.flags, **case.as_counterpart)
     options = {**case.hyper, **{k: v for k, v in case.flags.items() if k not in case.renamed}}
     optimizer = case.counterpart(theirs.values(), **options)
     state = rule.init(ours)
@@ -372,3 +372,16 @@ def test_sparse_gradients_are_exact_or_refused_by_name(name):
             rowwise(rule)
     else:
         torch.testing.assert_close(rows_step(rowwise(rule), table, gradient).to_dense(), dense)
+
+
+@over_cases
+@pytest.mark.parametrize("empty", [(0, 3), (3, 0)])
+def test_a_parameter_without_elements_is_left_alone(case, empty):
+    rule = case.rule()
+    shapes = {**case.shapes, "empty": empty}
+    params, grads = draw(shapes, seed=0), draw(shapes, seed=1)
+    state, new = rule.init(params), params
+    for _ in range(3):
+        new, state = rule.update(grads, state, new)
+    assert new["empty"].shape == empty
+    assert all(p.isfinite().all() for p in new.values())

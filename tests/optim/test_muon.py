@@ -93,3 +93,34 @@ def test_eps_has_no_elements():
         ValueError, match=r"eps bounds the norm of a matrix, so it has no elements, got.*\(3, 2\)"
     ):
         rule.update(g, rule.init(g), g)
+
+
+def stepped(rule, seed=0):
+    """The derivative of the norm of what two steps lead to, in a direction, of float32 parameters."""
+    params = draw({"w": (6, 4)}, torch.float32, seed)
+    scale = torch.ones((), requires_grad=True)
+    state, new = rule.init(params), params
+    for _ in range(2):
+        new, state = rule.update({"w": scale * (new["w"] ** 2 - params["w"])}, state, new)
+    return torch.autograd.grad((new["w"] ** 3).sum(), scale)[0]
+
+
+def test_meta_gradients_at_the_defaults_are_those_of_the_parameters_dtype():
+    torch.testing.assert_close(
+        stepped(muon(0.5)), stepped(muon(0.5, ns_dtype=torch.float64)), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_iterations_in_a_narrower_dtype_cannot_be_differentiated():
+    with pytest.raises(
+        ValueError, match=r"muon\(...\).update: ns_dtype=torch.bfloat16 .*Use ns_dtype=None, .*float32"
+    ):
+        stepped(muon(0.5, ns_dtype=torch.bfloat16))
+
+
+def test_a_narrower_dtype_is_allowed_where_gradients_are_constants():
+    params = draw({"w": (6, 4)}, torch.float32)
+    w = params["w"].requires_grad_()
+    rule = muon(0.5, weight_decay=0.0, ns_dtype=torch.bfloat16)
+    new, _ = rule.update({"w": w.detach() ** 2}, rule.init(params), params)
+    assert torch.equal(torch.autograd.grad(new["w"].sum(), w)[0], torch.ones(6, 4))

@@ -33,6 +33,12 @@ class AxisMatrices(PerParameter):
         for (key, w), *chosen in zip(params.items(), *at, strict=True):
             slots = [None if slot is None else slot[key] for slot in state[1:]]
             given = [tensors[key] for tensors in inputs]
+            if not w.numel():  # without elements there are no matrices to decompose
+                news[key] = w
+                for field, slot in zip(fields, slots, strict=True):
+                    if field is not None:
+                        field[key] = slot
+                continue
             chosen_by_keyword = dict(zip(keywords, chosen, strict=True))
             new, *moved = self.move(count(state.step, w.dtype), w, *given, *slots, **chosen_by_keyword)
             news[key] = new.to(w.dtype)

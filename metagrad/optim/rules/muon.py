@@ -36,7 +36,7 @@ class Muon(PerParameter):
     eps: Hyperparameter = 1e-7
     nesterov: bool = True
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
-    ns_dtype: torch.dtype | None = torch.bfloat16
+    ns_dtype: torch.dtype | None = None
     maximize: bool = False
     batch_ndim: int = 0
 
@@ -76,6 +76,7 @@ class Muon(PerParameter):
                 "muon(...).update: eps bounds the norm of a matrix, so it has no elements, got shape "
                 f"{tuple(eps.shape)}."
             )
+        self._check_dtype(w, g)
         velocity = average(velocity, momentum, g)
         direction = average(velocity, momentum, g) if self.nesterov else velocity
         matrices = direction.reshape(-1, *w.shape[-2:]) if self.batch_ndim else direction
@@ -84,6 +85,14 @@ class Muon(PerParameter):
             w = w * (1 - lr * weight_decay)
         direction = matrices.to(w.dtype).reshape(w.shape)
         return plus_scaled(w, lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
+
+    def _check_dtype(self, w: Tensor, g: Tensor) -> None:
+        dtype = self.ns_dtype or w.dtype
+        if g.requires_grad and torch.is_grad_enabled() and torch.finfo(dtype).eps > torch.finfo(w.dtype).eps:
+            raise ValueError(
+                f"muon(...).update: ns_dtype={dtype} rounds the iterations, whose derivatives are wrong then, and "
+                f"this step is differentiated. Use ns_dtype=None, which is {w.dtype} here."
+            )
 
     def _adjustment(self, num_rows: int, num_columns: int) -> float:
         if self.adjust_lr_fn == "match_rms_adamw":
@@ -125,10 +134,10 @@ def muon(
     eps: Hyperparameter = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
-    ns_dtype: torch.dtype | None = torch.bfloat16,
+    ns_dtype: torch.dtype | None = None,
     maximize: bool = False,
 ) -> Muon:
-    r"""Make the rule of Muon; equal to ``torch.optim.Muon`` step for step.
+    r"""Make the rule of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
 
     .. math::
         m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
@@ -138,9 +147,9 @@ def muon(
     a polynomial; and :math:`\kappa` depends on the shape. It takes matrices alone: :func:`mask` gives biases,
     embeddings and the last layer another rule. With tasks stacked every task has matrices of its own.
 
-    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where the
-    iterations run by default as in torch, the step is as exact as that is (3 digits), and so are meta-gradients:
-    pass ``ns_dtype=None`` where these matter.
+    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
+    optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
+    the dtype of the parameters, or is refused.
 
     Args:
         lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
@@ -153,7 +162,8 @@ def muon(
         ns_steps: How many iterations.
         adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
             None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
-        ns_dtype: The dtype of the iterations; None takes the parameter's.
+        ns_dtype: The dtype of the iterations; None takes the parameter's. A narrower one is for steps that nobody
+            differentiates.
         maximize: Climb: take the gradient with the other sign; weights decay all the same.
 
     Returns:
@@ -162,7 +172,8 @@ def muon(
     Raises:
         ValueError: A number is negative, ``ns_steps`` is, or ``ns_coefficients`` are not three, or three for each
             iteration, or ``adjust_lr_fn`` is unknown; in ``init``, a parameter is not a matrix; in ``update``, a
-            value for a step or a parameter is missing.
+            value for a step or a parameter is missing, or ``ns_dtype`` is narrower than the dtype of a parameter and
+            the step is differentiated.
         TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
             gradient is sparse.
 

@@ -75,11 +75,15 @@ class PerParameter(RuleNode):
         slots = state[1:]
         rows = []
         for (key, w), *chosen in zip(params.items(), *at, strict=True):
+            own = [None if slot is None else slot[key] for slot in slots]
+            if not w.numel():
+                rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
+                continue
             results = self.move(
                 count(state.step, w.dtype),
                 w,
                 *[given[key] for given in inputs],
-                *[None if slot is None else slot[key] for slot in slots],
+                *own,
                 **dict(zip(keywords, chosen, strict=True)),
             )
             rows.append([result if result is None else _in_dtype(result, w.dtype) for result in results])

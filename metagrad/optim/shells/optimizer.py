@@ -140,9 +140,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             group["step"] += 1
 
     def _work(self, index: int) -> Work:
-        """Return the parameters of a group that have gradients."""
+        """Return the parameters of a group that have gradients, and elements to move."""
         group = self.param_groups[index]
-        params = {key: p for key, p in self._named(index).items() if p.grad is not None}
+        params = {key: p for key, p in self._named(index).items() if p.grad is not None and p.numel()}
         grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
             if isinstance(g, RowSparse):

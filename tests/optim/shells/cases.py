@@ -171,7 +171,7 @@ every = lacking()
 
 def layer(*values: float) -> nn.Linear:
     """Make a layer whose weight is a row of numbers."""
-    made = nn.Linear(len(values), 1, bias=False)
+    made = nn.Linear(max(1, len(values)), 1, bias=False)
     made.weight.data = torch.tensor([values])
     return made
 

@@ -27,6 +27,8 @@ from tests.optim.shells.cases import (
     warning_of_modules,
 )
 
+rules = lacking("one vector")
+
 
 def layers(*rows):
     """Make layers, and the model that they are."""
@@ -300,3 +302,21 @@ def test_channels_last_kernels():
         run(Lion(model.parameters(), lr=0.1), lambda model=model: model(x).square().sum(), 3)
     torch.testing.assert_close(conv.weight, plain.weight)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@rules
+def test_a_parameter_without_elements(case):
+    model, used, empty = layers((1.0, 2.0), ())
+    opt = optimizer(case, model)
+    losses = run(opt, lambda: quadratic(used) + empty.weight.sum(), 4)
+    assert losses[-1] < losses[0]
+    twin, alone, _ = layers((1.0, 2.0), ())
+    run(optimizer(case, twin), lambda: quadratic(alone), 4)
+    assert values_of(used) == values_of(alone)
+    assert empty.weight.shape == (1, 0)
+
+
+@rules
+def test_only_parameters_without_elements(case):
+    model, empty = layers(())
+    run(optimizer(case, model), lambda: F.mse_loss(empty(torch.ones(2, 0)), torch.ones(2, 1)), 2)
