@@ -168,13 +168,29 @@ def test_one_step_solves_linear_regression():
 def test_other_parameters_move_along_the_gradient():
     model = seeded(lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.LayerNorm(2)))
     x, params = torch.tensor([0, 1, 4, 2, 2, 0]), parameters_of(model)
-    rule = kfac(lr=0.5, momentum=0.0, kl_clip=1e-6)
+    rule = kfac(lr=0.5, momentum=0.0, kl_clip=None)
     objective = LayerObjective(model, F.cross_entropy, x, LABELS, params)
     moved, state = rule.update(objective.grads, rule.init(params), params, objective)
     for key in ("0.weight", "2.weight", "2.bias"):
         torch.testing.assert_close(moved[key], params[key] - 0.5 * objective.grads[key])
     assert state.blocks["0.weight"].updates == 0
     assert state.blocks["0.weight"].factors.outputs.untyped_storage().nbytes() == 8
+
+
+def test_kl_clip_reaches_parameters_that_are_in_no_layer():
+    model = seeded(lambda: nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2), nn.LayerNorm(2)))
+    x, params = torch.tensor([0, 1, 4, 2, 2, 0]), parameters_of(model)
+    objective = LayerObjective(model, F.cross_entropy, x, LABELS, params)
+
+    def step(kl_clip):
+        rule = kfac(lr=0.5, momentum=0.0, kl_clip=kl_clip)
+        moved, _ = rule.update(objective.grads, rule.init(params), params, objective)
+        return {key: params[key] - moved[key] for key in params}
+
+    whole, short = step(None), step(1e-6)
+    change = sum((0.5 * whole[key] * objective.grads[key]).sum() for key in params)
+    for key in params:
+        torch.testing.assert_close(short[key], whole[key] * (1e-6 / change) ** 0.5, rtol=1e-6, atol=1e-12)
 
 
 def test_a_bias_that_another_rule_moves_is_no_input():

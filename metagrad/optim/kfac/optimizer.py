@@ -13,6 +13,7 @@ from metagrad.optim.kfac.factors import kl_length
 from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.kfac.observer import LayerOptimizer
 from metagrad.optim.kfac.options import check_options
+from metagrad.optim.rules.kfac import wide
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.sgd import sgd
 from metagrad.optim.shells.move import Change, Later, working
@@ -30,13 +31,19 @@ class KFAC(LayerOptimizer):
 
     with :math:`a` the inputs of a layer and :math:`g` the gradients of its outputs, seen by hooks. It knows
     ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at several positions; the
-    parameters of other modules are moved along the plain gradient, with one warning that names them. Grouped
-    convolutions, and layers that are shared or called twice in one backward pass, are refused by name.
+    parameters of other modules are moved along the plain gradient, no further than ``kl_clip`` allows, with one
+    warning that names them. Grouped convolutions, and layers that are shared or called twice in one backward pass,
+    are refused by name.
 
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
     ``"sampled"`` the labels are drawn from what the model predicts, which is the Fisher matrix proper and costs one
     backward pass more; the loss is then computed in the closure, or within ``with opt.recording():``, by one of
     torch's losses, as for :class:`~metagrad.optim.shells.sophia.SophiaG`.
+
+    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
+    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
+    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
+    it is good; there ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
 
     At a step with an estimate, the patches of a convolution are laid out, which takes the memory of its input times
     the size of its kernel. A step costs two products of matrices for each layer, of the sizes of its factors: little
@@ -56,8 +63,9 @@ class KFAC(LayerOptimizer):
         decay: How much of the running averages of the factors is kept; of the first, ``1 - 1 / k`` if that is less.
         curvature_every: Steps from one estimate of the factors to the next.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over the layers of a group, near to twice the
-            change of the model's predictions; a longer direction is shortened by :math:`\nu`. None: no limit.
+        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over a group, near to twice the change of the
+            model's predictions; a longer direction is shortened by :math:`\nu`. Parameters in no layer count with the
+            square of their gradient. None: no limit.
         eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
         fisher: Of what labels: ``"empirical"``, the data's, or ``"sampled"``, drawn.
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
@@ -184,31 +192,22 @@ class KFAC(LayerOptimizer):
         return {name: layer for name, layer in self._layers.items() if layer.weight in weights}
 
     def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
-        keys = {p: key for key, p in params.items()}
-        directions, gradients = {}, {}
+        keys, of_layers = {p: key for key, p in params.items()}, {}
         for name, layer in self._layers_of(params).items():
             new = self._renewed(group, name)
             block = {**self.state.get(layer.weight, {}), **new}
-            gradients[name] = self._gradient(layer, keys, grads)
-            directions[name] = direction_of(gradients[name], block, group["damping"])
-            used = {f"the direction of {name!r}": directions[name]}
+            of_layers[name] = direction_of(self._gradient(layer, keys, grads), block, group["damping"])
+            used = {f"the direction of {name!r}": of_layers[name]}
             yield Change({name: layer.weight}, {}, {name: new}, used=used)
-        yield from super()._changes(group, params, self._shortened(group, keys, grads, directions, gradients))
+        directions = self._directions(keys, grads, of_layers)
+        yield from super()._changes(group, params, self._shortened(group, directions, grads))
 
-    def _shortened(
-        self,
-        group: Group,
-        keys: Mapping[Tensor, str],
-        grads: Params,
-        directions: Params,
-        gradients: Params,
-    ) -> Params:
-        """Return the direction of each parameter, by its name."""
-        length, found = self._length(group, directions, gradients), dict(grads)
-        for name, direction in directions.items():
+    def _directions(self, keys: Mapping[Tensor, str], grads: Params, of_layers: Params) -> Params:
+        """Return the direction of each parameter, by its name: of those that are in no layer, the gradient."""
+        found = dict(grads)
+        for name, direction in of_layers.items():
             layer = self._layers[name]
-            parts = split_gradient(layer, direction * length)
-            for p, part in zip((layer.weight, layer.bias), parts, strict=True):
+            for p, part in zip((layer.weight, layer.bias), split_gradient(layer, direction), strict=True):
                 if p is not None and part is not None and p in keys:
                     found[keys[p]] = part
         return found
@@ -242,13 +241,15 @@ class KFAC(LayerOptimizer):
         inverse = self._scale.double().reciprocal()
         return weight * float(inverse if is_sampled else inverse**2)
 
-    def _length(self, group: Group, directions: Params, gradients: Params) -> float | Tensor:
-        if group["kl_clip"] is None or not directions:
-            return 1.0
-        products = [(directions[name] * gradients[name]).sum() for name in directions]
+    def _shortened(self, group: Group, directions: Params, grads: Params) -> Params:
+        """Return directions that change predictions no more than ``kl_clip`` allows."""
+        if group["kl_clip"] is None:
+            return directions
+        products = [(wide(d) * wide(grads[key])).sum() for key, d in directions.items()]
         device = products[0].device
         change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
-        return kl_length(change, group["kl_clip"])
+        length = kl_length(change, group["kl_clip"])
+        return {key: d * length.to(d.device, working(d).dtype) for key, d in directions.items()}
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
         return None  # one vector would take what is kept of factors along

@@ -23,6 +23,7 @@ from metagrad.optim.rules.hyperparameters import at_step, check_hyperparameter, 
 from metagrad.optim.rules.per_parameter import checked_gradients
 from metagrad.optim.rules.rule import Hyperparameter, Params, RuleNode
 from metagrad.optim.rules.sgd import SGD, SGDState
+from metagrad.sparse.rows.row_sparse import RowSparse
 
 
 class Block(NamedTuple):
@@ -100,7 +101,7 @@ class KFAC(RuleNode):
             blocks = self._renewed(state, checked_factors(self.call, curvature, request))
         directions = self._directions(state.step, gradients, blocks, params)
         moved, (step, momentum) = self._descent.update(
-            {**gradients, **directions}, SGDState(state.step, state.momentum), params
+            directions, SGDState(state.step, state.momentum), params
         )
         return moved, KFACState(step, momentum, blocks)
 
@@ -150,8 +151,8 @@ class KFAC(RuleNode):
         return found
 
     def _directions(self, step: int, grads: Params, blocks: dict[str, Block], params: Params) -> Params:
-        """Return the parts of the directions of layers, by parameter name."""
-        parts: Params = {}
+        """Return the direction of each parameter: of those that are in no layer, the gradient."""
+        parts: Params = dict(grads)
         for key, block in blocks.items():
             if block.updates:
                 bias = _bias_of(key) if _bias_of(key) in params else None
@@ -161,7 +162,7 @@ class KFAC(RuleNode):
                 parts[key], column = split(direction, shape, has_bias=bias is not None)
                 if bias is not None and column is not None:
                     parts[bias] = column
-        if self.kl_clip is not None and parts:
+        if self.kl_clip is not None:
             length = self._length(step, parts, grads, params)
             parts = {key: part * _to_ndim(length, part).to(part.dtype) for key, part in parts.items()}
         return {key: part.to(grads[key].dtype) for key, part in parts.items()}
@@ -170,10 +171,17 @@ class KFAC(RuleNode):
         """Return by how much the directions of each task are shortened, ``[*tasks]``."""
         lr = dict(zip(params, values_at("lr", self.lr, step, params), strict=True))
         changes = [
-            (lr[key] ** 2 * part * grads[key]).flatten(self.batch_ndim).sum(-1) for key, part in parts.items()
+            (lr[key] ** 2 * wide(part) * wide(grads[key])).reshape(*part.shape[: self.batch_ndim], -1).sum(-1)
+            for key, part in parts.items()
         ]
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
+
+
+def wide(value: Tensor) -> Tensor:
+    """Return what a gradient holds, in a dtype that has room for its squares."""
+    value = value.values if isinstance(value, RowSparse) else value
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _bias_of(key: str) -> str:
@@ -211,8 +219,13 @@ def kfac(
 
     with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
     layers are the ``nn.Linear`` and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of the model; all other
-    parameters move along the plain gradient. Everything can be differentiated at every order, through the factors,
-    their inverses and the clipping.
+    parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
+    every order, through the factors, their inverses and the clipping.
+
+    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
+    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
+    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
+    it is good; there ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
 
     In :class:`metagrad.MAML` the curvature is given, and each task has factors of its own. By hand it is a
     :class:`~metagrad.optim.kfac.objective.LayerObjective`, or anything with a method ``kronecker_factors(request)``
@@ -233,7 +246,7 @@ def kfac(
             ``1 - 1 / k`` if that is less.
         curvature_every: Steps from one estimate of the factors to the next; the first step makes one.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over the layers of a task, :math:`\kappa`; a
+        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task, :math:`\kappa`; a
             longer direction is shortened. None: no limit. The first steps of an inner loop are often long: a limit
             that binds at each of them makes their length, not ``lr``, what is learned.
         fisher: Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for

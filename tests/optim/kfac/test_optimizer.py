@@ -345,3 +345,37 @@ def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
 
     expected = after(by_closure, kl_clip=None, damping=0.1)
     assert_near(after(summed, kl_clip=None, damping=1.2, loss_reduction="sum"), expected)
+
+
+class Valley(nn.Module):
+    """Rosenbrock's function of parameters that are in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([-1.2, 1.0]))
+
+    def forward(self) -> torch.Tensor:
+        return (1 - self.w[0]) ** 2 + 100 * (self.w[1] - self.w[0] ** 2) ** 2
+
+
+def test_parameters_that_are_in_no_layer_stay_finite():
+    """Plain momentum at this learning rate ends at NaN within ten steps."""
+    model = Valley()
+    with pytest.warns(UserWarning, match=r"plain gradient: the model itself \(Valley\)"):
+        opt = KFAC(model)
+    first = float(model().detach())
+    for _ in range(100):
+        opt.zero_grad()
+        model().backward()
+        opt.step()
+    assert float(model().detach()) < 0.2 * first
+
+
+def test_a_step_along_plain_gradients_is_no_longer_than_kl_clip_allows():
+    model = Valley()
+    with pytest.warns(UserWarning, match="plain gradient"):
+        opt = KFAC(model, momentum=0.0, kl_clip=1e-4)
+    before = model.w.detach().clone()
+    model().backward()
+    opt.step()
+    torch.testing.assert_close((model.w.detach() - before).norm(), torch.tensor(1e-2))
