@@ -90,7 +90,8 @@ class SOAP(AxisMatrices):
         mean = average(mean, beta1, g).to(g.dtype)
         second = average(second, beta2, self._multiplied(value, turned, bases) ** 2)
         steps = step + 1
-        scale = root(second) / (1 - beta2**steps) ** 0.5 + eps
+        known = second + self._rounding(second) if turned else second
+        scale = root(known) / (1 - beta2**steps) ** 0.5 + eps
         first = self._multiplied(self.in_axes(mean), turned, bases) / scale
         direction = self._multiplied(first, turned, tuple(basis.mT for basis in bases))
         if is_used(weight_decay):
@@ -102,6 +103,15 @@ class SOAP(AxisMatrices):
             is_due, lambda: self._turned_on(second, turned, statistics, bases, shift), (second, *bases)
         )
         return new, mean, second.reshape(square.shape), statistics, tuple(rest)
+
+    def _rounding(self, second: Tensor) -> Tensor:
+        """Return the square of the rounding errors of a gradient in new coordinates, for each task.
+
+        Gradients in the null space of the statistics are nothing else, and divided by their own root they would be
+        steps as long as any.
+        """
+        axes = tuple(range(self.batch_ndim, second.ndim))
+        return torch.finfo(second.dtype).eps ** 2 * second.detach().sum(axes, keepdim=True)
 
     def _turned(self, axes: tuple[int, ...]) -> list[int]:
         """Return the axes that have a basis of their own."""
@@ -199,6 +209,9 @@ def soap(
     first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
     the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
     parameter's own coordinates, so that it is in those of a new basis by itself.
+
+    To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
+    space of the statistics, where gradients are nothing else, has no steps.
 
     A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are moved as by AdamW. The rule
     can be differentiated, through the bases too.
