@@ -124,7 +124,7 @@ class KFAC(LayerOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 1e-2,
+        lr: float | Tensor = 0.1,
         momentum: float | Tensor = 0.9,
         damping: float | Tensor = 1e-2,
         weight_decay: float | Tensor = 0.0,
@@ -132,7 +132,7 @@ class KFAC(LayerOptimizer):
         decay: float | Tensor = 0.95,
         curvature_every: int = 10,
         inverse_every: int = 10,
-        kl_clip: float | Tensor | None = 1e-2,
+        kl_clip: float | Tensor | None = 1e-3,
         eigen: bool = False,
         fisher: Literal["empirical", "sampled"] = "empirical",
         loss_reduction: Literal["mean", "sum"] = "mean",

@@ -52,12 +52,12 @@ class _Descent(SGD):
 class KFAC(RuleNode):
     """The rule that :func:`kfac` makes."""
 
-    lr: Hyperparameter = 1e-2
+    lr: Hyperparameter = 0.1
     momentum: Hyperparameter = 0.9
     damping: Hyperparameter = 1e-2
     weight_decay: Hyperparameter = 0.0
     decay: Hyperparameter = 0.95
-    kl_clip: Hyperparameter | None = 1e-2
+    kl_clip: Hyperparameter | None = 1e-3
     curvature_every: int = 10
     inverse_every: int = 10
     fisher: Literal["empirical", "sampled"] = "empirical"
@@ -193,7 +193,7 @@ def _to_ndim(length: Tensor, part: Tensor) -> Tensor:
 
 
 def kfac(
-    lr: Hyperparameter = 1e-2,
+    lr: Hyperparameter = 0.1,
     *,
     momentum: Hyperparameter = 0.9,
     damping: Hyperparameter = 1e-2,
@@ -201,7 +201,7 @@ def kfac(
     decay: Hyperparameter = 0.95,
     curvature_every: int = 10,
     inverse_every: int = 10,
-    kl_clip: Hyperparameter | None = 1e-2,
+    kl_clip: Hyperparameter | None = 1e-3,
     fisher: Literal["empirical", "sampled"] = "empirical",
     loss_reduction: Literal["mean", "sum"] = "mean",
     maximize: bool = False,

@@ -25,7 +25,8 @@ class SophiaH(DiagonalOptimizer):
 
     Args:
         params: Parameters, with names or without, or groups of them.
-        lr: The step size :math:`\eta`; no element moves by more.
+        lr: The step size :math:`\eta`; no element moves by more. In the paper 2e-4 to 6e-4, for language models of
+            125 million parameters and more.
         betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         eps: The least that a momentum is divided by; above 0.
@@ -61,7 +62,7 @@ class SophiaH(DiagonalOptimizer):
     def __init__(
         self,
         params: ParameterGroups,
-        lr: float | Tensor = 4e-4,
+        lr: float | Tensor = 4e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.96, 0.99),
         gamma: float | Tensor = 0.01,
         eps: float | Tensor = 1e-12,
@@ -106,7 +107,8 @@ class SophiaG(SophiaH):
 
     Args:
         params: Parameters, with names or without, or groups of them.
-        lr: The step size :math:`\eta`; no element moves by more.
+        lr: The step size :math:`\eta`; no element moves by more. In the paper 2e-4 to 6e-4, for language models of
+            125 million parameters and more.
         betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
         gamma: The factor of the diagonal, which decides how many elements are clipped.
         eps: The least that a momentum is divided by; above 0.
@@ -148,7 +150,7 @@ class SophiaG(SophiaH):
     def __init__(
         self,
         params: ParameterGroups,
-        lr: float | Tensor = 4e-4,
+        lr: float | Tensor = 4e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.96, 0.99),
         gamma: float | Tensor = 0.05,
         eps: float | Tensor = 1e-12,
