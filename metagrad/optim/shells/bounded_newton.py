@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from metagrad.optim.rules.cubic_newton import cubic_newton
@@ -27,6 +29,8 @@ class CubicNewton(NewtonOptimizer):
         rtol: The Lanczos process ends when the gradient of the model is so small, relative to that of the loss.
         max_steps: The most steps of the Lanczos process, which keeps so many vectors.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: As for :class:`NewtonCG`.
@@ -64,6 +68,7 @@ class CubicNewton(NewtonOptimizer):
         rtol: float = 1e-10,
         max_steps: int = 50,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -75,6 +80,7 @@ class CubicNewton(NewtonOptimizer):
                 "rtol": rtol,
                 "max_steps": max_steps,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )
 
@@ -98,6 +104,8 @@ class TrustRegionNewton(NewtonOptimizer):
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
 
     Raises:
         ValueError: As for :class:`NewtonCG`.
@@ -137,6 +145,7 @@ class TrustRegionNewton(NewtonOptimizer):
         progress: float | None = None,
         max_steps: int = 250,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
@@ -151,5 +160,6 @@ class TrustRegionNewton(NewtonOptimizer):
                 "progress": progress,
                 "max_steps": max_steps,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )

@@ -43,6 +43,9 @@ class GraphCurvature:
         curved: Those whose curvature is taken, if others: of a part of the data.
         inverse_scale: What undoes the scale of the losses.
         generators: Where the random numbers of estimates come from.
+
+    Attributes:
+        total: The sum of the elements of all products so far, which is finite if they are.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class GraphCurvature:
         self._curved = passes if curved is None else curved
         self._inverse_scale = inverse_scale
         self._generators = generators
+        self.total = next(iter(params.values())).new_zeros(())
 
     @property
     def value(self) -> Tensor:
@@ -115,7 +119,9 @@ class GraphCurvature:
 
     def _add(self, total: Params, products: Params) -> None:
         for key, product in products.items():
-            total[key] = total[key] + self._inverse_scale * working(product)
+            product = self._inverse_scale * working(product)
+            total[key] = total[key] + product
+            self.total = self.total + product.detach().sum().to(self.total)
 
 
 def _in_dtypes_of(params: Params, v: Params) -> Params:

@@ -41,6 +41,8 @@ class NewtonCG(NewtonOptimizer):
         exponent: Of that diagonal with its damping.
         samples: How many probes the estimate is the mean of.
         maximize: Climb.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
+            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
         seed: Of the random numbers of the estimate; None takes ``torch.initial_seed()``.
 
     Raises:
@@ -102,6 +104,7 @@ class NewtonCG(NewtonOptimizer):
         exponent: float | Tensor = 0.75,
         samples: int = 8,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -123,6 +126,7 @@ class NewtonCG(NewtonOptimizer):
                 "exponent": exponent,
                 "samples": samples,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             seed=seed,
         )
@@ -210,6 +214,7 @@ class GaussNewton(NewtonOptimizer):
         exponent: float | Tensor = 0.75,
         samples: int = 8,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -231,6 +236,7 @@ class GaussNewton(NewtonOptimizer):
                 "exponent": exponent,
                 "samples": samples,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             seed=seed,
         )
@@ -316,6 +322,7 @@ class NaturalGradient(NewtonOptimizer):
         exponent: float | Tensor = 0.75,
         samples: int = 8,
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
         seed: int | None = None,
     ) -> None:
         super().__init__(
@@ -338,6 +345,7 @@ class NaturalGradient(NewtonOptimizer):
                 "exponent": exponent,
                 "samples": samples,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
             seed=seed,
         )

@@ -29,12 +29,12 @@ from metagrad.optim.shells.closure_objective import (
 )
 from metagrad.optim.shells.curvature_optimizer import CurvatureOptimizer
 from metagrad.optim.shells.gradients import leaves_behind, unknown_loss
-from metagrad.optim.shells.move import working
+from metagrad.optim.shells.move import Change, working
 from metagrad.optim.shells.optimizer import Group, as_number
 from metagrad.optim.shells.output_loss import WrittenLoss
 from metagrad.optim.shells.parts_of_data import check_fraction, check_takes_fraction
 from metagrad.optim.shells.randomness import generators_of
-from metagrad.optim.shells.state import ParameterState, joined, keep
+from metagrad.optim.shells.state import ParameterState, apart, joined
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 
@@ -83,7 +83,7 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     @property
     def stats(self) -> dict[str, float | int | str]:
-        """What the last step did; empty before a step.
+        """What the last step did.
 
         ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search), among them those
         with probes of a diagonal of the Hessian, and both 0 where the last solve gave the direction; its ``ending``,
@@ -91,10 +91,10 @@ class NewtonOptimizer(CurvatureOptimizer):
         NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step, in the first
         group; the ``length`` of the step in units of its direction, of the largest step size; and the ``direction``:
         ``newton``, ``natural_gradient`` or ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where
-        nothing moved.
+        nothing moved. And ``skipped``, as of all optimizers, which is there before a step too.
         """
         last = self.__dict__.get("_last")
-        return {} if last is None else self._described(*last)
+        return {**({} if last is None else self._described(*last)), **super().stats}
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
@@ -317,35 +317,38 @@ class NewtonOptimizer(CurvatureOptimizer):
         return 1 / float(self._known_scale("curvature"))
 
     def _move(self) -> None:
-        """Move all groups together."""
+        """Move all groups together; or none, if anything is not finite."""
         try:
             if hasattr(self, "found_inf") and float(self.found_inf) > 0:
                 return
             self._is_moving = True
-            params = {key: p for key, (_, p) in self._groups_by_name().items() if p.grad is not None}
-            self._last = None
-            if params:
-                moved, state = self._moved(params)
-                keep(state._replace(report=None), {key: self.state[p] for key, p in params.items()})
-                for key, p in params.items():
-                    p.copy_(moved[key])
-            for group in self.param_groups:
-                group["step"] += 1
+            named = self._groups_by_name().items()
+            params = {key: p for key, (_, p) in named if p.grad is not None and p.numel()}
+            grads = self._gradients(params)
+            gradients = [(f"the gradient of {key!r}", g) for key, g in grads.items()]
+            if not self._are_finite([*self._seen_losses(), *gradients]):
+                return
+            change, last = self._changed(params, grads) if params else (Change({}, {}, {}), None)
+            if self._are_finite(list(change.tensors())):
+                change.write(self.state)
+                self._last = last
+                for group in self.param_groups:
+                    group["step"] += 1
         finally:
             self._is_moving = False
             self._forget()
 
-    def _moved(self, params: Params) -> tuple[Params, Any]:
-        """Return where a step leads from where all parameters are, and the state of the rule there."""
+    def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, str]]:
+        """Return where a step leads from where all parameters are, and what it was like."""
         for index in range(1, len(self.param_groups)):
             self._check_agreement(index)
         group, rule = self.param_groups[0], self._rule_of_all()
-        grads, values = self._gradients(params), {key: working(p) for key, p in params.items()}
+        values = {key: working(p) for key, p in params.items()}
         state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
         moved, state = rule.update(grads, state, values, curvature)
-        self._last = (state, whole)
-        return moved, state
+        used = {"the curvature": curvature.total} if isinstance(curvature, GraphCurvature) else {}
+        return Change(params, moved, apart(state._replace(report=None), params), used=used), (state, whole)
 
     def _gradients(self, params: Params) -> Params:
         grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]

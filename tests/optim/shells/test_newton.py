@@ -476,7 +476,7 @@ def test_directions_are_told():
     def steps(make, start, loss, **options):
         w = torch.tensor(start, dtype=F64, requires_grad=True)
         opt = make([w], **options)
-        assert opt.stats == {}
+        assert opt.stats == {"skipped": 0}
         run(opt, lambda: loss(w), 1)
         return opt.stats
 
