@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pickle
+import io
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from experiments.files import write_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,20 +27,25 @@ FREE = (
     "plots",
     "anomaly",
     "iterations",
+    "allow",
+    "metric",
 )
 """Keys a resumed run may change: they do not enter the training trajectory."""
 
 
-def save(path: Path, parts: Parts, *, step: int, config: Mapping[str, Any]) -> None:
-    """Write the state after `step` iterations; a crash leaves the old file or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        torch.save(_state(parts, step, config), file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
+def save(path: Path, parts: Parts, *, step: int, config: Mapping[str, Any], skipped: int = 0) -> None:
+    """Write the state after `step` iterations; a crash leaves the old file or the new one, whole.
+
+    Args:
+        path: The file.
+        parts: What has a state.
+        step: The iterations done.
+        config: The configuration, as plain values.
+        skipped: Tasks left out since metrics were last written.
+    """
+    content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
+    torch.save(_state(parts, step, config, skipped), content)
+    write_bytes(path, content.getvalue())
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -50,14 +56,26 @@ def load(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ValueError(f"resume: there is no checkpoint {path}.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "the file ends too early"
-        raise ValueError(f"resume: {path} is not a readable checkpoint ({reason})") from error
+    state = read(path, "resume")
     if not isinstance(state, dict) or "fingerprint" not in state:
         raise ValueError(f"resume: {path} is a torch file, but not a checkpoint of this program.")
     return state
+
+
+def read(path: Path, call: str) -> Any:
+    """Read a torch file of tensors and plain values.
+
+    Raises:
+        OSError: It may not be read.
+        ValueError: It is something else, or damaged.
+    """
+    content = path.read_bytes()
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind: the bytes may be anything
+        raise ValueError(
+            f"{call}: {path} is not a readable checkpoint; it is damaged, was cut off, or is a file of another kind."
+        ) from error
 
 
 def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any]) -> int:
@@ -83,25 +101,18 @@ def fingerprint(module: torch.nn.Module) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _state(parts: Parts, step: int, config: Mapping[str, Any]) -> dict[str, Any]:
+def _state(parts: Parts, step: int, config: Mapping[str, Any], skipped: int) -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "step": step,
         "config": dict(config),
         "fingerprint": fingerprint(parts.maml),
+        "skipped": skipped,
         "model": parts.maml.state_dict(),
         "optimizer": parts.optimizer.state_dict(),
         "schedule": parts.schedule.state_dict(),
         "rng": {"torch": torch.get_rng_state(), "cuda": cuda, "tasks": parts.generator.get_state()},
     }
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import statistics
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments import result
+from experiments.job import FAILURE, launch
 from experiments.metrics import read_rows
 from experiments.plots.comparison import comparison
 
@@ -48,15 +50,16 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="experiments.compare", description="Compare runs of a sweep.")
     parser.add_argument("folders", nargs="+", type=Path, help="sweep folders or run folders")
-    folders = parser.parse_args().folders
-    try:
-        jobs = [job for folder in folders for job in find_jobs(folder)]
-    except ValueError as error:
-        sys.exit(f"compare: {error}")
+    launch(partial(compare, parser.parse_args().folders))
+
+
+def compare(folders: list[Path]) -> None:
+    """Print the table of all runs, and draw their curves."""
+    jobs = [job for folder in folders for job in find_jobs(folder)]
     names = differing(jobs)
     print(table(jobs, names))
     drawn = {job.setting(names): [] for job in jobs}
-    for job in jobs:
+    for job in (job for job in jobs if not job.status.startswith("unreadable")):
         drawn[job.setting(names)].append(read_rows(job.folder / "metrics.jsonl"))
     path = comparison(folders[0] / "compare.png", drawn)
     print(f"\nCurves: {path}" if path else "\nNo run has validated yet, so there are no curves.")
@@ -74,22 +77,35 @@ def find_jobs(folder: Path) -> list[Job]:
     missing = [job for job in _planned(folder) if job.folder not in started]
     if not started and not missing:
         raise ValueError(
-            f"{folder} is neither a sweep nor a run folder: expected {OVERRIDES} in it or below it."
+            f"compare: {folder} is neither a sweep nor a run folder: expected {OVERRIDES} in it or below it."
         )
     return sorted([*map(read_job, started), *missing], key=lambda job: _number(job.folder))
 
 
 def read_job(folder: Path) -> Job:
-    """Read a run folder in whatever state it is."""
-    overrides = _parse(yaml.safe_load((folder / OVERRIDES).read_text()))
-    path, failure = folder / result.FILE, folder / "failure.txt"
+    """Read a run folder in whatever state it is: what cannot be read is listed, and hides no other run."""
+    overrides: dict[str, str] = {}
+    try:
+        overrides = _parse(yaml.safe_load((folder / OVERRIDES).read_text()) or [])
+        if (folder / result.FILE).exists():
+            metrics = json.loads((folder / result.FILE).read_text())["metrics"]
+            means = {name: value["mean"] for name, value in metrics.items()}
+            return Job(folder, overrides, means, "finished")
+        return Job(folder, overrides, None, _reason(folder))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return Job(
+            folder, overrides, None, f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+
+
+def _reason(folder: Path) -> str:
+    """Say why a run has no result."""
+    failure = folder / FAILURE
     if failure.exists():
-        return Job(folder, overrides, None, f"failed: {failure.read_text().splitlines()[0]}")
-    if not path.exists():
-        rows = read_rows(folder / "metrics.jsonl")
-        return Job(folder, overrides, None, f"unfinished at step {rows[-1]['step'] if rows else 0}")
-    metrics = json.loads(path.read_text())["metrics"]
-    return Job(folder, overrides, {name: value["mean"] for name, value in metrics.items()}, "finished")
+        words = failure.read_text().strip().partition("\n")[0]
+        return words if words.startswith("Interrupted") else f"failed: {words or 'without a reason'}"
+    rows = read_rows(folder / "metrics.jsonl")
+    return f"unfinished at step {rows[-1]['step'] if rows else 0}"
 
 
 def differing(jobs: list[Job]) -> list[str]:

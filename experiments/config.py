@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
 
+from experiments.inner_rules import INNER_RULES
 from experiments.optimizer_schemas import CATALOGUE
 from experiments.schema import (
     MLP,
@@ -19,6 +21,11 @@ from experiments.schema import (
     Constant,
     Conv4,
     Cosine,
+    Custom,
+    CustomModel,
+    CustomOptimizer,
+    CustomRule,
+    CustomTask,
     Logger,
     Loss,
     Omniglot,
@@ -29,11 +36,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot},
+    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, "custom": CustomTask},
     "loss": {"loss": Loss},
-    "model": {"mlp": MLP, "conv4": Conv4},
+    "model": {"mlp": MLP, "conv4": Conv4, "custom": CustomModel},
     "algorithm": {"maml": Algorithm},
-    "optimizer": {"adam": Adam, "sgd": SGD, **CATALOGUE},
+    "algorithm/inner": {"custom": CustomRule},
+    "optimizer": {"adam": Adam, "sgd": SGD, **CATALOGUE, "custom": CustomOptimizer},
     "schedule": {"constant": Constant, "cosine": Cosine},
     "logger": {"logger": Logger},
 }
@@ -45,7 +53,17 @@ def register() -> None:
     store.store(name="schema", node=Config)
     for group, schemas in SCHEMAS.items():
         for name, node in schemas.items():
-            store.store(group=f"schema/{group}", name=name, node=node, package=group)
+            store.store(name, _open(node), f"schema/{group}", package=group.replace("/", "."))
+    for name, node in INNER_RULES.items():
+        store.store(name, node, "algorithm/inner")
+
+
+def _open(schema: type) -> Any:
+    """Let `args` of custom targets have any key."""
+    node = OmegaConf.structured(schema)
+    if issubclass(schema, Custom):
+        OmegaConf.set_struct(node.args, False)
+    return node
 
 
 def typed(config: DictConfig) -> Config:
@@ -54,9 +72,22 @@ def typed(config: DictConfig) -> Config:
     Raises:
         ValueError: A key was added that the schema does not have, or a count is too small.
     """
-    resolved: Any = OmegaConf.to_object(config)
-    check_keys("train", resolved)
+    resolved = converted("train", config)
     _check_counts(resolved)
+    return resolved
+
+
+def converted(call: str, config: DictConfig) -> Any:
+    """Return a composed config as objects of its schema.
+
+    Raises:
+        ValueError: A value is missing, or a key was added that the schema does not have.
+    """
+    try:
+        resolved: Any = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{call}: {error.full_key} has no value; give {error.full_key}=VALUE.") from error
+    check_keys(call, resolved)
     return resolved
 
 
@@ -96,6 +127,7 @@ def _check_counts(config: Config) -> None:
         "threads": (1 if config.threads is None else config.threads, 1),
         "iterations": (config.iterations, 1),
         "meta_batch": (config.meta_batch, 1),
+        "algorithm.steps": (config.algorithm.steps, 0),
         "log.every": (config.log.every, 1),
         "evaluate.every": (config.evaluate.every, 1),
         "evaluate.validation_tasks": (config.evaluate.validation_tasks, 2),

@@ -1,28 +1,92 @@
-"""What surrounds a job of any program: the random states and flags of torch, and the trace of a failure."""
+"""What surrounds a job of any program: random states and flags, its folder, signals, and how errors are reported."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
+import os
 import random
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from hydra.errors import CompactHydraException
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
+from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments import checkpoint, result
+from experiments.files import write_text
+from experiments.signals import Interrupted, signals_raised
+
 if TYPE_CHECKING:
-    import logging
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 FAILURE = "failure.txt"
 DEFAULT_THREADS = torch.get_num_threads()
-EXPECTED = (ValueError, ArithmeticError, OSError, OmegaConfBaseException)
+EXPECTED = (
+    ValueError,
+    ArithmeticError,
+    OSError,
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    torch.OutOfMemoryError,
+    torch.linalg.LinAlgError,  # type: ignore[reportPrivateImportUsage]
+)
+"""What the user's input or the machine explains; anything else is a bug, and keeps its traceback."""
+
+failed: list[str] = []
+"""The jobs of a sweep in this process that failed, each with its reason."""
 
 
 class RunError(CompactHydraException):
-    """An error whose message is all the user needs; Hydra prints it without a traceback."""
+    """An error whose message is all the user needs."""
+
+
+def launch(program: Callable[[], object]) -> None:
+    """Run a program to its end: what goes wrong for a reason the user can see is one sentence, and exit status 1.
+
+    `HYDRA_FULL_ERROR=1` shows tracebacks.
+    """
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        program()
+        return
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra shall raise what goes wrong, not print it
+    logging.raiseExceptions = False  # a full disk or a closed pipe fails at the next write of the run itself
+    try:
+        program()
+    except KeyboardInterrupt as stop:
+        _end(str(explained(stop)), getattr(stop, "status", 130))
+    except Exception as error:
+        sentence, listed = explained(error), _failed_in_sweep()
+        if sentence is None:
+            sys.stderr.write(listed)
+            raise
+        _end(listed or sentence, 1)
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+
+
+def explained(error: BaseException) -> str | None:
+    """Return what to tell the user of an error; None of a bug."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "Interrupted."
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return (
+            f"Out of memory: {str(error).splitlines()[0]} Make meta_batch or evaluate.chunk smaller, or set "
+            "algorithm.memory=step or algorithm.task_chunk=1."
+        )
+    if not isinstance(error, EXPECTED):
+        return None
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
+    return "\n".join([*_lines(error), *_lines(cause)]) or type(error).__name__
 
 
 def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) -> None:
@@ -36,19 +100,122 @@ def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) ->
 
 @contextlib.contextmanager
 def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
-    """Put what goes wrong in a job into its log and its folder, as well as on the terminal.
+    """Put what goes wrong in a job into its log, with the traceback, and into its folder.
+
+    A folder that held a run before this one stays as it is, unless this one has claimed it.
 
     Raises:
         RunError: In place of an error that the user's input or the machine explains.
     """
-    (folder / FAILURE).unlink(missing_ok=True)
+    is_new = not holds_run(folder)
     try:
         yield
-    except EXPECTED as error:
-        log.error("%s", error)
-        (folder / FAILURE).write_text(f"{error}\n")
-        raise RunError(str(error)) from error
     except Exception as error:
-        log.exception("The run failed.")
-        (folder / FAILURE).write_text(f"{type(error).__name__}: {error}\n")
-        raise
+        sentence = explained(error)
+        message = sentence or f"The run failed: {type(error).__name__}: {error}"
+        _log(log, message, error)
+        if is_new:
+            _note(folder, error)
+        if _is_sweep():
+            job = HydraConfig.get().job
+            failed.append(f"{job.num} ({job.override_dirname}): {message}")
+        if sentence is None:
+            raise
+        raise RunError(sentence) from error
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -> Iterator[None]:
+    """Make a folder that of this run alone, while it runs; how it ends early is in its `failure.txt`.
+
+    Args:
+        folder: Where the run writes.
+        is_resumed: The run goes on with the one that the folder holds.
+        how_to_go_on: What to say of it where a signal ends the run and there is a checkpoint.
+
+    Raises:
+        ValueError: Another process writes to the folder, or it holds a run already.
+        Interrupted: A signal has ended the run.
+    """
+    with _locked(folder), signals_raised():
+        if holds_run(folder) and not is_resumed:
+            raise ValueError(
+                f"{folder} holds a run already: continue it by resume=FOLDER, or choose another hydra.run.dir or "
+                "hydra.sweep.dir."
+            )
+        (folder / FAILURE).unlink(missing_ok=True)
+        try:
+            yield
+        except Interrupted as stop:
+            can_go_on = how_to_go_on and (folder / checkpoint.FILE).is_file()
+            ended = stop.ending(how_to_go_on if can_go_on else "")
+            _note(folder, ended)
+            raise ended from None
+        except Exception as error:
+            _note(folder, error)
+            raise
+
+
+def holds_run(folder: Path) -> bool:
+    """Say whether a run has left something in a folder that another would destroy."""
+    return (folder / result.FILE).exists() or any((folder / "checkpoints").glob("*.pt"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, where its file system has locks; the system frees it however the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"{folder}: another process is writing to this folder; wait for it, or choose another "
+                    "hydra.run.dir or hydra.sweep.dir."
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _note(folder: Path, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # of a full disk: the terminal and the exit status still tell
+        write_text(folder / FAILURE, f"{explained(error) or f'{type(error).__name__}: {error}'}\n")
+
+
+def _log(log: logging.Logger, message: str, error: BaseException) -> None:
+    """Write an error to the log's file with its traceback; of a sweep, whose jobs go on, to the terminal as well."""
+    trace = (type(error), error, error.__traceback__)
+    for handler in logging.getLogger().handlers:
+        is_file = isinstance(handler, logging.FileHandler)
+        if is_file or _is_sweep():
+            handler.handle(
+                log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), trace if is_file else None)
+            )
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _failed_in_sweep() -> str:
+    listed = [f"  {one}" for one in failed]
+    return (
+        "\n".join([f"{len(failed)} job{'s' if len(failed) > 1 else ''} failed:", *listed]) if failed else ""
+    )
+
+
+def _lines(error: BaseException | None) -> list[str]:
+    """Return what an error says, without OmegaConf's names of classes."""
+    if error is None:
+        return []
+    lines = (line.rstrip() for line in str(error).splitlines())
+    return [
+        line for line in lines if line and not line.lstrip().startswith(("reference_type=", "object_type="))
+    ]
+
+
+def _end(message: str, status: int) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.exit(status)

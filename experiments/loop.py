@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,11 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
-from experiments import checkpoint, memory
+from experiments import checkpoint, memory, outer
 from experiments.config import plain
 from experiments.evaluate import Interval, accuracies, evaluate_split, is_classification
+from experiments.metrics import check_metric, read_rows
+from experiments.signals import Deferred, Interrupted, signals_deferred
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -40,9 +43,10 @@ class Run:
     folder: Path
     journal: Journal
     step: int = 0
+    skipped: int = 0  # tasks left out since metrics were last written
     seconds: float = field(default=0.0, init=False)
     untimed: int = field(default=0, init=False)
-    skipped: int = field(default=0, init=False)
+    signal: Deferred = field(default_factory=Deferred, init=False)
 
 
 def train(run: Run) -> None:
@@ -51,7 +55,8 @@ def train(run: Run) -> None:
     tracked = min(config.memory.outer_steps, config.iterations) if config.memory.enabled else 0
     if run.step == 0:
         run.journal.write(0, _validate(run), {})
-    with logging_redirect_tqdm(), _progress(run) as bar:
+    check_metric(config.metric, read_rows(run.folder / "metrics.jsonl"))
+    with logging_redirect_tqdm(), _progress(run) as bar, signals_deferred() as run.signal:
         if run.step < tracked:
             with mg.MemoryTracker(run.device) as tracker:
                 _advance(run, bar, until=tracked, tracker=tracker)
@@ -62,18 +67,15 @@ def train(run: Run) -> None:
 
 def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Batch, Any]:
     """Sample tasks, adapt to them, and move the initialisation."""
-    _, optimizer, schedule, source = run.parts
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
+            source = run.parts.generator
             batch = run.splits.train.sample(run.config.meta_batch, generator=source).to(device=run.device)
-        optimizer.zero_grad(set_to_none=True)
-        out = _judged(run, batch)
-        with _phase(tracker, "backward"):
-            # An optimizer that uses curvature takes it while the graph of the loss is there.
-            getattr(optimizer, "backward", torch.Tensor.backward)(out.loss)
-        with _phase(tracker, "optimizer"):
-            optimizer.step()
-    schedule.step()
+        try:
+            out = outer.step(run.parts, batch, partial(_phase, tracker))
+        except FloatingPointError as error:
+            raise FloatingPointError(f"Iteration {run.step}: {error}") from error
+    run.parts.schedule.step()
     return batch, out
 
 
@@ -98,6 +100,10 @@ def named(group: str, intervals: dict[str, Interval]) -> dict[str, float]:
 def _advance(run: Run, bar: tqdm[Any], *, until: int, tracker: mg.MemoryTracker | None) -> None:
     while run.step < until:
         _iterate(run, bar, tracker)
+        if run.signal.number is not None:
+            _save(run)
+            at = f"after {run.step} of {run.config.iterations} iterations"
+            raise Interrupted(run.signal.number, at=at)
         if _due(run, run.config.checkpoint.every):
             _save(run)
 
@@ -133,14 +139,8 @@ def _record(
 
 def _save(run: Run) -> None:
     run.journal.sync()
-    checkpoint.save(run.folder / checkpoint.FILE, run.parts, step=run.step, config=plain(run.config))
-
-
-def _judged(run: Run, batch: mg.tasks.Batch) -> Any:
-    try:
-        return run.parts.maml(batch)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"Iteration {run.step}: {error}") from error
+    file, config = run.folder / checkpoint.FILE, plain(run.config)
+    checkpoint.save(file, run.parts, step=run.step, config=config, skipped=run.skipped)
 
 
 def _train_metrics(run: Run, batch: mg.tasks.Batch, out: Any) -> dict[str, float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from experiments.files import write_text
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -15,8 +17,8 @@ TEXT, ROWS = "memory.txt", "memory.jsonl"
 
 def write(folder: Path, tracker: mg.MemoryTracker) -> None:
     """Write the table and the verdict of a tracker, and its records."""
-    (folder / TEXT).write_text(f"{tracker.table()}\n\n{tracker.verdict()}\n")
-    (folder / ROWS).write_text("".join(json.dumps(record.as_dict()) + "\n" for record in tracker.records()))
+    write_text(folder / TEXT, f"{tracker.table()}\n\n{tracker.verdict()}\n")
+    write_text(folder / ROWS, "".join(json.dumps(record.as_dict()) + "\n" for record in tracker.records()))
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -52,10 +52,44 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith("\n"):
                 return
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged: a line is no JSON.") from error
 
 
 def series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one metric."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def value_of(name: str, values: Mapping[str, float]) -> float:
+    """Return the value of a metric; its unit may be left out of the name.
+
+    Raises:
+        ValueError: There is no such metric; the message names those there are.
+    """
+    found = [value for known, value in values.items() if name in (known, known.partition("(")[0])]
+    if not found:
+        known = ", ".join(key.partition("(")[0] for key in values if "_ci95" not in key and key != "step")
+        raise ValueError(f"train: metric={name} is not measured; what is: {known}.")
+    return found[0]
+
+
+def last_values(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the last value of every metric."""
+    return {name: value for row in rows for name, value in row.items()}
+
+
+def check_metric(name: str, rows: list[dict[str, Any]]) -> None:
+    """Refuse a metric that will not be there at the end, as far as the first validation can tell.
+
+    Raises:
+        ValueError: As `value_of`.
+    """
+    group = name.partition("/")[0]
+    validated = {key: value for key, value in last_values(rows).items() if key.startswith("validation/")}
+    tested = {key.replace("validation/", "test/"): value for key, value in validated.items()}
+    if validated and group not in ("train", "optimizer"):
+        value_of(name, {**validated, **tested})

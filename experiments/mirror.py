@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from experiments.schema import Logger
+
+
+log = logging.getLogger("experiments.mirror")
 
 
 class Mirror:
@@ -71,27 +76,25 @@ def open_mirror(
     An offline wandb run cannot be resumed: a continued run is a new one that says so in its notes and config.
 
     Raises:
-        ValueError: wandb is asked for and not installed.
+        ValueError: wandb refuses what it is asked for.
     """
     if config.name is LoggerName.none:
         yield Mirror()
         return
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(
-            "train: logger=wandb needs the package wandb; install it or set logger=none."
-        ) from error
+    wandb = _imported()
+    if wandb is None:
+        yield Mirror()
+        return
     notes = (
         config.notes
         if resumed_at is None
         else f"{config.notes or ''} Continues at step {resumed_at}.".strip()
     )
-    with (
-        wandb.init(
+    try:
+        run = wandb.init(
             project=config.project,
             entity=config.entity,
-            mode=config.mode,  # type: ignore[arg-type]
+            mode=config.mode,
             group=config.group,
             notes=notes,
             tags=config.tags,
@@ -99,9 +102,36 @@ def open_mirror(
             dir=folder,
             settings=wandb.Settings(quiet=True),
             config={**settings, "resumed_at": resumed_at},
-        ) as run
-    ):
+        )
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(
+            f"logger: wandb does not begin ({str(error).splitlines()[0]}). Set logger.mode=offline, or logger=none."
+        ) from error
+    # Not `with run`: its exit prints a traceback of whatever ended the run.
+    try:
         yield WandbMirror(run)
+    except BaseException:
+        run.finish(exit_code=1)
+        raise
+    run.finish()
+
+
+def _imported() -> Any:
+    """Return the package wandb; None, with one warning, where it is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        _warn_that_it_is_missing()
+        return None
+    return wandb
+
+
+@functools.cache
+def _warn_that_it_is_missing() -> None:
+    log.warning(
+        "The package wandb is not installed: metrics are in the run folder alone. Run `pip install wandb`, or set "
+        "logger=none to hear no more of it."
+    )
 
 
 def _cell(value: Any) -> Any:

@@ -79,7 +79,7 @@ class SOAP(FirstOrder):
 
 @dataclass
 class NeedsClosure(Optimizer):
-    """An optimizer that sees how a loss is computed, or computes it again: not for the outer loop of MAML."""
+    """An optimizer that sees how a loss is computed, or computes it again."""
 
 
 @dataclass

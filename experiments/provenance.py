@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import metagrad as mg
+from experiments.files import write_text
 
 FILE = "provenance.json"
 
@@ -25,7 +26,7 @@ def write(folder: Path, *, seed: int, resumed: dict[str, Any] | None = None) -> 
         origin = json.loads(path.read_text()) if path.exists() else dict(record)
         origin.setdefault("resumed", []).append({**resumed, **record})
         record = origin
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_text(path, json.dumps(record, indent=2) + "\n")
 
 
 def start(seed: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from experiments.config import plain
 from experiments.evaluate import Interval, evaluate_split
+from experiments.files import write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,15 @@ def describe(tasks: TaskDistribution) -> str:
 
 def write(folder: Path, result: dict[str, Any]) -> None:
     """Write `result.json`."""
-    (folder / FILE).write_text(json.dumps(result, indent=2) + "\n")
+    write_text(folder / FILE, json.dumps(result, indent=2) + "\n")
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the result of a run that goes on, after the step that it is of."""
+    file = folder / FILE
+    if file.exists():
+        step = json.loads(file.read_text())["step"]
+        file.rename(folder / f"result_{step}.json")
 
 
 def text(result: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ folder stays as it is.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -22,11 +23,17 @@ def command_line(arguments: list[str]) -> list[str]:
     """Return the command line, completed from the run folder it resumes, if it resumes one.
 
     Raises:
-        ValueError: The folder is not a run folder, or a sweep is asked to resume one.
+        ValueError: The folder is not a run folder, or a sweep or another folder is asked to continue it.
     """
     folder = _folder(arguments)
     if folder is None:
         return arguments
+    if any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments):
+        raise ValueError(
+            f"resume: {folder} is continued in place, so hydra.run.dir cannot be another folder. Leave it out; or "
+            f"give resume={folder / checkpoint.FILE}, with the overrides of that run, to start a new run "
+            "from its state."
+        )
     if {"-m", "--multirun"} & set(arguments):
         raise ValueError(
             "resume: a run folder is continued by one run; leave out -m, or resume=FILE for every job."
@@ -34,7 +41,7 @@ def command_line(arguments: list[str]) -> list[str]:
     overrides = folder / ".hydra" / "overrides.yaml"
     if not overrides.is_file():
         raise ValueError(f"resume: {folder} is not a run folder: it has no .hydra/overrides.yaml.")
-    saved = yaml.safe_load(overrides.read_text())
+    saved = yaml.safe_load(overrides.read_text()) or []
     place = [f"hydra.run.dir={_quoted(folder)}", "hydra.output_subdir=.hydra_resumed"]
     first = next(i for i, argument in enumerate(arguments) if _is_override(argument))
     return [*arguments[:first], *saved, *arguments[first:], *place]
@@ -43,6 +50,17 @@ def command_line(arguments: list[str]) -> list[str]:
 def checkpoint_file(path: str) -> Path:
     """Return the checkpoint that `resume=PATH` means."""
     return Path(path) / checkpoint.FILE if Path(path).is_dir() else Path(path)
+
+
+def is_in_place(path: str | None, folder: Path) -> bool:
+    """Say whether a run that resumes from a path goes on in the folder of the checkpoint."""
+    return path is not None and checkpoint_file(path).resolve() == (folder / checkpoint.FILE).resolve()
+
+
+def how_to(folder: Path) -> str:
+    """Return how a run is continued that was interrupted."""
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f"Go on with: python -m experiments.train {shlex.quote(f'resume={shown}')}"
 
 
 def copy_history(file: Path, folder: Path) -> None:
@@ -54,9 +72,8 @@ def copy_history(file: Path, folder: Path) -> None:
 
 
 def _folder(arguments: list[str]) -> Path | None:
-    values = [
-        argument.partition("=")[2].strip("'\"") for argument in arguments if argument.startswith("resume=")
-    ]
+    names = (argument.lstrip("+").partition("=") for argument in arguments)
+    values = [value.strip("'\"") for name, _, value in names if name == "resume"]
     return Path(values[-1]) if values and Path(values[-1]).is_dir() else None
 
 

@@ -24,11 +24,28 @@ class LoggerName(Enum):
     none = "none"
 
 
+def key(sentence: str, default: Any = MISSING) -> Any:
+    """Return a field with the sentence that `--help` prints of it."""
+    return field(default=default, metadata={"help": sentence})
+
+
 @dataclass
 class Target:
-    """Something `build()` instantiates: the dotted name of a class or function, and its arguments."""
+    """Something `build()` instantiates: the dotted name of a class or function, and its arguments.
+
+    What `--help` prints of its keys is what the docstring of the target says of its arguments.
+    """
 
     _target_: str = MISSING
+
+
+@dataclass
+class Custom:
+    """A target of the user's: `args` are its arguments, whatever they are."""
+
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "The arguments of the target, by name: {width: 64}."}
+    )
 
 
 @dataclass
@@ -40,19 +57,32 @@ class Loss(Target):
 
 @dataclass
 class Task(Target):
-    """A distribution over tasks with `shots` support and `queries` query examples (per class)."""
+    """A distribution over tasks."""
+
+
+@dataclass
+class CustomTask(Task, Custom):
+    """A distribution of the user's, an object with `sample(num_tasks, generator=...)`.
+
+    An argument `queries` is `evaluate.queries` where tasks are evaluated, and `split` is "validation" or "test".
+    """
+
+
+@dataclass
+class FewShot(Task):
+    """Tasks with `shots` support and `queries` query examples (per class)."""
 
     shots: int = MISSING
     queries: int = MISSING
 
 
 @dataclass
-class Sinusoid(Task):
+class Sinusoid(FewShot):
     """Sine waves of random amplitude and phase."""
 
 
 @dataclass
-class Omniglot(Task):
+class Omniglot(FewShot):
     """Characters from a folder `root`; null looks where metagrad keeps its data."""
 
     root: str | None = MISSING
@@ -66,6 +96,11 @@ class Omniglot(Task):
 @dataclass
 class Model(Target):
     """The network that is adapted."""
+
+
+@dataclass
+class CustomModel(Model, Custom):
+    """A network of the user's."""
 
 
 @dataclass
@@ -88,19 +123,19 @@ class Conv4(Model):
 
 @dataclass
 class InnerRule(Target):
-    """The update rule of the inner loop."""
+    """The update rule of the inner loop; `experiments.inner_rules` has those of metagrad."""
 
-    lr: float = MISSING
-    momentum: float = MISSING
-    weight_decay: float = MISSING
-    nesterov: bool = MISSING
+
+@dataclass
+class CustomRule(InnerRule, Custom):
+    """A rule of the user's, or one that is made of others: `chain`, `lookahead`, `mask`, `rowwise`."""
 
 
 @dataclass
 class Algorithm(Target):
     """MAML and its family."""
 
-    inner: InnerRule = field(default_factory=InnerRule)
+    inner: InnerRule = MISSING
     steps: int = MISSING
     order: int = MISSING
     memory: str = MISSING
@@ -113,16 +148,15 @@ class Algorithm(Target):
 
 @dataclass
 class Optimizer(Target):
-    """The optimizer of the outer loop, or one that `experiments.optimizers` compares.
-
-    That program alone reads `batch_size`, the examples of a step (null: as many as the workload says), and `tuned`,
-    from the name of a workload to the hyper-parameters that were found best there.
-    """
+    """The optimizer of the outer loop, or one that `experiments.optimizers` compares."""
 
     _partial_: bool = True
     lr: float = MISSING
-    batch_size: int | None = None
-    tuned: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class CustomOptimizer(Optimizer, Custom):
+    """An optimizer of the user's; it gets a closure if its `step` requires one."""
 
 
 @dataclass
@@ -172,69 +206,74 @@ class Cosine(Schedule):
 
 @dataclass
 class Logger:
-    """The mirror of a run's metrics; `mode` is wandb's (offline, online, disabled)."""
+    """The mirror of a run's metrics."""
 
-    name: LoggerName = MISSING
-    project: str = MISSING
-    entity: str | None = MISSING
-    mode: str = MISSING
-    group: str | None = MISSING
-    notes: str | None = MISSING
-    tags: list[str] = MISSING
+    name: LoggerName = key("wandb, or none.")
+    project: str = key("The wandb project.")
+    entity: str | None = key("The wandb user or team; null is wandb's default.")
+    mode: str = key("online, offline or disabled; the environment variable WANDB_MODE where it is set.")
+    group: str | None = key("The wandb group of the run.")
+    notes: str | None = key("What wandb shows beside the run.")
+    tags: list[str] = key("The wandb tags of the run.")
 
 
 @dataclass
 class Log:
-    """Write the metrics of every `every`-th iteration."""
+    """How often metrics are written."""
 
-    every: int = MISSING
+    every: int = key("Iterations from one row of metrics to the next.")
 
 
 @dataclass
 class Evaluate:
     """Validation during the run and the test at its end."""
 
-    every: int = MISSING
-    validation_tasks: int = MISSING
-    tasks: int = MISSING
-    queries: int = MISSING
-    steps: int = MISSING
-    chunk: int = MISSING
+    every: int = key("Iterations from one validation to the next.")
+    validation_tasks: int = key("Tasks of a validation, the same ones each time.")
+    tasks: int = key("Tasks of the test at the end.")
+    queries: int | None = key("Query examples of a task that is evaluated (per class).")
+    steps: int = key("Inner steps on a task that is evaluated.")
+    chunk: int = key("Tasks that are evaluated at once.")
 
 
 @dataclass
 class Checkpoint:
-    """Save the state of a run every `every` iterations, and at its end."""
+    """How often the state of a run is saved; it is also saved at its end, and where a signal ends it."""
 
-    every: int = MISSING
+    every: int = key("Iterations from one checkpoint to the next.")
 
 
 @dataclass
 class Memory:
-    """Track the memory of the first `outer_steps` outer steps."""
+    """The memory of the first outer steps."""
 
-    enabled: bool = MISSING
-    outer_steps: int = MISSING
+    enabled: bool = key("Track the memory of the first outer steps.")
+    outer_steps: int = key("How many outer steps are tracked.")
 
 
 @dataclass
 class Plots:
-    """What the plots show: `tasks` curves, after up to `steps` inner steps."""
+    """What the plots show."""
 
-    tasks: int = MISSING
-    steps: int = MISSING
+    tasks: int = key("Tasks in the plot of adaptation.")
+    steps: int = key("Inner steps in the plot of adaptation.")
 
 
 @dataclass
 class Program:
     """What every program that trains has."""
 
-    seed: int = MISSING
-    device: Device = MISSING
-    threads: int | None = MISSING
-    iterations: int = MISSING
-    meta_batch: int = MISSING
-    anomaly: bool = MISSING
+    seed: int = key("Of all random numbers.")
+    device: Device = key("auto (CUDA where there is one), cpu or cuda.")
+    threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
+    iterations: int = key("Outer steps.")
+    meta_batch: int = key("Tasks of one outer step.")
+    anomaly: bool = key(
+        "Name the operation whose backward pass made a NaN (torch.autograd.set_detect_anomaly); slow."
+    )
+    allow: list[str] = key(
+        "Packages whose classes and functions may be a `_target_`, beside metagrad's and torch's: [mypackage.]."
+    )
     task: Task = MISSING
     loss: Loss = MISSING
     model: Model = MISSING
@@ -248,7 +287,11 @@ class Program:
 class Config(Program):
     """A whole run."""
 
-    resume: str | None = MISSING
+    resume: str | None = key("A run folder, to go on in it, or a checkpoint, to start a new run from it.")
+    metric: str = key(
+        "What a sweeper gets to minimise or maximise: the last validation/NAME or train/NAME, or test/NAME; NAME is "
+        "query_loss or accuracy."
+    )
     log: Log = field(default_factory=Log)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

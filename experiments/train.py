@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,9 +27,11 @@ from hydra.core.hydra_config import HydraConfig
 from experiments import checkpoint, memory, provenance, result, resume
 from experiments.build import build_parts, build_splits, device
 from experiments.config import plain, register, typed
-from experiments.job import failures_reported, seed_everything
+from experiments.fit import check_fit
+from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.loop import Run, train
+from experiments.metrics import last_values, read_rows, value_of
 from experiments.mirror import open_mirror
 from experiments.plots.adaptation import adaptation
 from experiments.plots.learning import learning_curve
@@ -39,7 +41,6 @@ from experiments.schema import Config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from experiments.build import Parts
     from experiments.mirror import Mirror
 
 log = logging.getLogger("experiments.train")
@@ -48,47 +49,62 @@ register()
 
 def main() -> None:
     """Run the program, with the command line completed from the run folder it resumes, if any."""
-    try:
-        sys.argv[1:] = resume.command_line(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(str(error))
+    launch(_resumed_or_new)
+
+
+def _resumed_or_new() -> None:
+    sys.argv[1:] = resume.command_line(sys.argv[1:])
     program()
 
 
 @hydra.main(config_path="../conf", config_name="config", version_base="1.3")
-def program(config: DictConfig) -> None:
-    """Run one job; what goes wrong is in its log and its folder as well as on the terminal."""
+def program(config: DictConfig) -> float:
+    """Run one job, and return the metric that a sweeper minimises or maximises."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with failures_reported(folder, log):
-        run_job(typed(config), folder)
+        return run_job(typed(config), folder)
 
 
-def run_job(config: Config, folder: Path) -> None:
-    """Train, test, plot and report one run in its folder."""
+def run_job(config: Config, folder: Path) -> float:
+    """Train, test, plot and report one run in its folder; return its `config.metric`."""
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
-    settings = plain(config)
-    step = _start(config, parts, folder)
-    resumed_at = None if config.resume is None else step
-    with (
-        open_mirror(config.logger, folder, settings, resumed_at=resumed_at) as mirror,
-        Journal(folder, mirror, until=step) as journal,
+    check_fit("train", parts, lambda: splits.train.sample(1).to(device=device(config)))
+    state = None if config.resume is None else checkpoint.load(resume.checkpoint_file(config.resume))
+    step = 0 if state is None else checkpoint.restore(state, parts, plain(config))
+    with claimed(
+        folder, is_resumed=resume.is_in_place(config.resume, folder), how_to_go_on=resume.how_to(folder)
     ):
-        run = Run(config, parts, splits, device(config), folder, journal, step)
-        train(run)
-        report = finish(run, mirror)
-    log.info("%s", report)
+        _begin(config, folder, step)
+        with (
+            open_mirror(
+                config.logger, folder, plain(config), resumed_at=None if state is None else step
+            ) as mirror,
+            Journal(folder, mirror, until=step) as journal,
+        ):
+            skipped = 0 if state is None else state.get("skipped", 0)
+            run = Run(config, parts, splits, device(config), folder, journal, step, skipped)
+            train(run)
+            outcome = finish(run, mirror)
+    means = {name: value["mean"] for name, value in outcome["metrics"].items()}
+    return value_of(config.metric, {**last_values(read_rows(folder / "metrics.jsonl")), **means})
 
 
-def finish(run: Run, mirror: Mirror) -> str:
-    """Test and plot, and return what to print."""
+def finish(run: Run, mirror: Mirror) -> dict[str, Any]:
+    """Test, plot and report; return the result."""
     outcome = result.judge(run)
     result.write(run.folder, outcome)
     files = draw(run)
     mirror.summarise({name: value["mean"] for name, value in outcome["metrics"].items()})
     mirror.summarise({"protocol": outcome["protocol"]})
     mirror.images(files)
-    measured = run.folder / memory.TEXT
+    log.info("%s", report(run.folder, outcome, files))
+    return outcome
+
+
+def report(folder: Path, outcome: dict[str, Any], files: list[Path]) -> str:
+    """Return what to print of a finished run."""
+    measured = folder / memory.TEXT
     return "\n".join(
         [
             f"Finished.\n{result.text(outcome)}",
@@ -105,16 +121,17 @@ def draw(run: Run) -> list[Path]:
     return [*files, memory_plot(run.folder)] if memory.read(run.folder) else files
 
 
-def _start(config: Config, parts: Parts, folder: Path) -> int:
+def _begin(config: Config, folder: Path, step: int) -> None:
+    """Write down where a run comes from; what it continues keeps its metrics up to there."""
     if config.resume is None:
         provenance.write(folder, seed=config.seed)
-        return 0
+        return
     file = resume.checkpoint_file(config.resume)
-    step = checkpoint.restore(checkpoint.load(file), parts, plain(config))
+    if step < config.iterations:
+        result.set_aside(folder)
     resume.copy_history(file, folder)
     provenance.write(folder, seed=config.seed, resumed={"from": str(file), "step": step})
     log.info("Continuing %s at step %d.", file, step)
-    return step
 
 
 def _shown(path: Path) -> str:

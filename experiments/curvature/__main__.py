@@ -29,11 +29,11 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import checkpoint, provenance
-from experiments.build import Parts, build, build_parts, device, generator
+from experiments.build import Parts, build_parts, build_tasks, device, generator
 from experiments.config import plain
 from experiments.curvature.loading import load_model
 from experiments.curvature.measure import TOTAL, measure, row_of
-from experiments.curvature.problem import LossFn, Problem, as_vectors, problem, tasks_to_measure
+from experiments.curvature.problem import Problem, as_vectors, problem, tasks_to_measure
 from experiments.curvature.schema import (
     CurvatureConfig,
     Objective,
@@ -42,7 +42,8 @@ from experiments.curvature.schema import (
     training,
     typed,
 )
-from experiments.job import failures_reported, seed_everything
+from experiments.fit import check_fit
+from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.loop import peak_memory
 from experiments.metrics import JsonLines, read_rows
@@ -59,7 +60,7 @@ register_curvature()
 
 
 @hydra.main(config_path="../../conf", config_name="curvature", version_base="1.3")
-def main(config: DictConfig) -> None:
+def program(config: DictConfig) -> None:
     """Run one job; what goes wrong is in its log and its folder as well as on the terminal."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with failures_reported(folder, log):
@@ -72,7 +73,6 @@ class Run:
 
     config: CurvatureConfig
     parts: Parts
-    loss_fn: LossFn
     tasks: TaskDistribution
     measured: Batch
     device: torch.device
@@ -82,7 +82,7 @@ class Run:
 
     def problem(self) -> Problem:
         """Return what the curvature is of, now."""
-        return problem(self.config.objective, self.parts, self.loss_fn, self.measured)
+        return problem(self.config.objective, self.parts, self.parts.loss_fn, self.measured)
 
 
 def run_job(config: CurvatureConfig, folder: Path) -> None:
@@ -90,16 +90,18 @@ def run_job(config: CurvatureConfig, folder: Path) -> None:
     shared = training(config)
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     parts, where = build_parts(shared), device(shared)
+    tasks = build_tasks(config.task, config.allow)
+    check_fit("curvature", parts, lambda: as_vectors(config, tasks.sample(1)).to(device=where))
     start = 0 if config.checkpoint is None else load_model(config.checkpoint, parts)
-    tasks, loss_fn = build(config.task), build(config.loss)
-    provenance.write(folder, seed=config.seed)
     with (
+        claimed(folder),
         open_mirror(config.logger, folder, _settings(config), resumed_at=None) as mirror,
         Journal(folder, mirror, until=0) as journal,
     ):
+        provenance.write(folder, seed=config.seed)
         measured = tasks_to_measure(config, tasks, where)
         densities = JsonLines(folder / "densities.jsonl")
-        run = Run(config, parts, loss_fn, tasks, measured, where, folder, journal, densities)
+        run = Run(config, parts, tasks, measured, where, folder, journal, densities)
         if config.checkpoint is None:
             train(run)
         else:
@@ -178,4 +180,4 @@ def _settings(config: CurvatureConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    launch(program)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from experiments.checkpoint import FILE, fingerprint
+from experiments.checkpoint import FILE, fingerprint, read
 
 if TYPE_CHECKING:
     from experiments.build import Parts
@@ -39,11 +37,7 @@ def load_model(path: str, parts: Parts) -> int:
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"checkpoint: there is no file {file}.")
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, LookupError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "the file ends too early"
-        raise ValueError(f"checkpoint: {file} cannot be read ({reason})") from error
+    state = read(file, "checkpoint")
     if not isinstance(state, dict) or not state:
         raise ValueError(f"checkpoint: {file} holds a {type(state).__name__}, expected a dict of tensors.")
     strangers = [str(key) for key, value in state.items() if not isinstance(value, Tensor)]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
 
-from experiments.config import check_keys, check_least, register
-from experiments.schema import Config, Program
+from experiments.config import check_least, converted, register
+from experiments.schema import Config, Program, key
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -45,43 +44,50 @@ class TraceMethod(Enum):
 class Trace:
     """Traces: `probes` products for the whole matrix, and as many for all layers together."""
 
-    method: TraceMethod = MISSING
-    probes: int = MISSING
+    method: TraceMethod = key(
+        "auto, hutchinson, hutchpp or xtrace: of the whole matrix; layers have hutchinson."
+    )
+    probes: int = key("Products for the whole matrix, and as many for all layers together; at least 6.")
 
 
 @dataclass
 class Eigenvalues:
     """The `count` largest eigenvalues, to `rtol` times the norm of the matrix."""
 
-    count: int = MISSING
-    rtol: float = MISSING
-    max_products: int = MISSING
+    count: int = key("How many of the largest eigenvalues.")
+    rtol: float = key("To what part of the norm of the matrix.")
+    max_products: int = key("Products at most; what is reached then is taken, with its bound.")
 
 
 @dataclass
 class Spectrum:
     """The density of the spectrum: `steps` products for each of `probes` probes."""
 
-    steps: int = MISSING
-    probes: int = MISSING
+    steps: int = key("Lanczos steps, products for each probe.")
+    probes: int = key("Probes.")
 
 
 @dataclass
 class Measure:
     """When curvature is measured, and on how many tasks; `steps` wins over `count`."""
 
-    steps: list[int] | None = MISSING
-    count: int = MISSING
-    tasks: int = MISSING
+    steps: list[int] | None = key("The steps to measure at, as [0,10,1000]; null is `count` of them.")
+    count: int = key("So many steps: 0 and then evenly on a logarithmic axis, up to iterations.")
+    tasks: int = key("Tasks to measure on, the same ones at every step.")
 
 
 @dataclass
 class CurvatureConfig(Program):
     """A whole run."""
 
-    checkpoint: str | None = MISSING
-    objective: Objective = MISSING
-    matrix: Matrix = MISSING
+    checkpoint: str | None = key(
+        "A run folder, a checkpoint, or a state dict: measured as it is, not trained."
+    )
+    objective: Objective = key(
+        "meta: the query loss after adaptation, in the initialisation; adapted: in the adapted parameters; "
+        "supervised: the model itself, on one task."
+    )
+    matrix: Matrix = key("hessian, ggn (Gauss-Newton) or fisher.")
     measure: Measure = field(default_factory=Measure)
     trace: Trace = field(default_factory=Trace)
     eigenvalues: Eigenvalues = field(default_factory=Eigenvalues)
@@ -100,8 +106,7 @@ def typed(config: DictConfig) -> CurvatureConfig:
     Raises:
         ValueError: A key was added that the schema does not have, or a number is out of its range.
     """
-    resolved: Any = OmegaConf.to_object(config)
-    check_keys("curvature", resolved)
+    resolved = converted("curvature", config)
     _check_counts(resolved)
     _check_order(resolved)
     return resolved

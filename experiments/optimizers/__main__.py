@@ -1,10 +1,10 @@
 """Train by one optimizer: `python -m experiments.optimizers [workload=NAME] [optimizer=NAME] [KEY=VALUE ...] [-m]`.
 
-Each optimizer has the hyper-parameters of `conf/optimizer/NAME.yaml`, of which those under `tuned` for the workload
-win, and what the command line says of them wins over all. All optimizers of a seed start from the same model, and
-spend the same budget of gradient-equivalents: the floating-point operations of their steps, in units of one gradient
-on a batch of the workload. Everything is in the folder of the run, `outputs/optimizers/DATE/TIME`, or below
-`multirun/optimizers/DATE/TIME`, which `python -m experiments.optimizers.compare FOLDER` draws together:
+Each optimizer has the hyper-parameters of `conf/optimizer/NAME.yaml`, of which those in `conf/tuned/NAME.yaml` for
+the workload win, and what the command line says of them wins over all. All optimizers of a seed start from the same
+model, and spend the same budget of gradient-equivalents: the floating-point operations of their steps, in units of
+one gradient on a batch of the workload. Everything is in the folder of the run, `outputs/optimizers/DATE/TIME`, or
+below `multirun/optimizers/DATE/TIME`, which `python -m experiments.optimizers.compare FOLDER` draws together:
 
     .hydra/           what was configured
     settings.json     what was used: the tuned hyper-parameters among it
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ from hydra.core.hydra_config import HydraConfig
 from experiments import provenance, result
 from experiments.build import device
 from experiments.config import plain
-from experiments.job import failures_reported, seed_everything
+from experiments.files import write_text
+from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.mirror import open_mirror
 from experiments.optimizers.building import stepper
@@ -48,24 +50,25 @@ register_optimizers()
 
 
 @hydra.main(config_path="../../conf", config_name="optimizers", version_base="1.3")
-def main(config: DictConfig) -> None:
-    """Run one job; what goes wrong is in its log and its folder as well as on the terminal."""
+def program(config: DictConfig) -> float:
+    """Run one job, and return its training loss, for a sweeper to minimise."""
     folder = Path(HydraConfig.get().runtime.output_dir)
     with failures_reported(folder, log):
-        run_job(typed(config, HydraConfig.get().overrides.task), folder)
+        return run_job(typed(config, HydraConfig.get().overrides.task), folder)
 
 
-def run_job(config: OptimizersConfig, folder: Path) -> None:
-    """Train by one optimizer, plot and report, in a folder."""
+def run_job(config: OptimizersConfig, folder: Path) -> float:
+    """Train by one optimizer, plot and report, in a folder; return the training loss, infinite if it diverged."""
     seed_everything(config.seed, config.threads)
     settings = plain(config)  # type: ignore[reportArgumentType]
-    now = problem(config.workload, config.seed, device(config))  # type: ignore[reportArgumentType]
-    provenance.write(folder, seed=config.seed)
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n")
+    now = problem(config.workload, config.seed, device(config), config.allow)  # type: ignore[reportArgumentType]
     with (
+        claimed(folder),
         open_mirror(config.logger, folder, settings, resumed_at=None) as mirror,
         Journal(folder, mirror, until=0) as journal,
     ):
+        provenance.write(folder, seed=config.seed)
+        write_text(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
         run = start(config, now, journal)
         is_finite = train(run)
         outcome = outcome_of(run, folder, config.seed, diverged=not is_finite)
@@ -76,15 +79,18 @@ def run_job(config: OptimizersConfig, folder: Path) -> None:
         )
         mirror.images([plot])
     log.info("%s", report(outcome))
+    return outcome["metrics"]["loss/train"]["mean"] if is_finite else math.inf
 
 
 def start(config: OptimizersConfig, now: Problem, journal: Journal) -> Run:
     """Prepare a run."""
     workload = config.workload
     unit = flops_of_gradient(now, next(batches(now.train, workload.batch_size, config.seed)))
-    examples = batches(now.train, config.optimizer.batch_size or workload.batch_size, config.seed)
+    examples = batches(now.train, config.batch_size or workload.batch_size, config.seed)
     every = config.budget / config.evaluations
-    return Run(now, stepper(config.optimizer, now), examples, unit, config.budget, every, journal)
+    return Run(
+        now, stepper(config.optimizer, now, config.allow), examples, unit, config.budget, every, journal
+    )
 
 
 def outcome_of(run: Run, folder: Path, seed: int, *, diverged: bool) -> dict[str, Any]:
@@ -116,4 +122,4 @@ def _name(config: OptimizersConfig) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    launch(program)

@@ -16,13 +16,18 @@ from experiments.schema import Optimizer
 Step = Callable[[Examples], Tensor]
 
 
-def stepper(config: Optimizer, problem: Problem) -> Step:
+def stepper(config: Optimizer, problem: Problem, allow: Sequence[str] = ()) -> Step:
     """Return what takes a step on a batch, and returns the loss before it.
+
+    Args:
+        config: The optimizer.
+        problem: Its model and loss.
+        allow: Packages of the user's that it may be of.
 
     Raises:
         ValueError: The optimizer does not fit the model, or refuses its arguments.
     """
-    optimizer = _built(config, problem.model)
+    optimizer = _built(config, problem.model, allow)
 
     def closure_of(examples: Examples) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -63,13 +68,13 @@ class Together:
         return loss.detach()
 
 
-def _built(config: Optimizer, model: nn.Module) -> Any:
+def _built(config: Optimizer, model: nn.Module, allow: Sequence[str]) -> Any:
     if isinstance(config, KFAC):
         return build_optimizer(config, model)
     if isinstance(config, Muon):
         matrices, rest = split_for_muon(model)
         return Together([build_optimizer(config, matrices), build_optimizer(config.rest, rest)])
-    return build_optimizer(config, model.parameters())
+    return build_optimizer(config, model.parameters(), allow)
 
 
 def split_for_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from experiments import result
 from experiments.compare import Job, find_jobs
+from experiments.job import launch
 from experiments.metrics import read_rows
 from experiments.plots.optimizers import Curve, losses
 
@@ -61,14 +62,16 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="sweep folders or run folders")
     parser.add_argument("--out", type=Path, help="the picture; by default optimizers.png in the first folder")
     arguments = parser.parse_args()
-    try:
-        jobs = [job for folder in arguments.folders for job in find_jobs(folder)]
-        runs = finished(jobs)
-    except ValueError as error:
-        sys.exit(f"compare: {error}")
+    launch(partial(compare, arguments.folders, arguments.out))
+
+
+def compare(folders: list[Path], out: Path | None) -> None:
+    """Print the tables of all runs, and draw their curves."""
+    jobs = [job for folder in folders for job in find_jobs(folder)]
+    runs = finished(jobs)
     print(report(runs, jobs))
     if runs:
-        path = arguments.out or arguments.folders[0] / "optimizers.png"
+        path = out or folders[0] / "optimizers.png"
         print(f"\nCurves: {losses(path, by_workload(runs))}")
 
 
@@ -87,7 +90,9 @@ def read(job: Job, label: str) -> Finished:
     """Read the folder of a run that has ended."""
     file = job.folder / "settings.json"
     if not file.is_file():
-        raise ValueError(f"{job.folder} is no run of experiments.optimizers: it has no settings.json.")
+        raise ValueError(
+            f"compare: {job.folder} is no run of experiments.optimizers: it has no settings.json."
+        )
     workload = json.loads(file.read_text())["workload"]["name"]
     outcome = json.loads((job.folder / result.FILE).read_text())
     return Finished(label, workload, outcome, read_curve(job.folder))

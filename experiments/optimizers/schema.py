@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from experiments.config import check_keys, check_least, register
-from experiments.schema import MLP, Conv4, Device, Logger, Model, Optimizer
+from experiments.config import check_least, converted, register
+from experiments.schema import MLP, Conv4, Device, Logger, Model, Optimizer, key
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -23,21 +23,21 @@ NUM_DRAWINGS = 20
 class Characters:
     """The drawings of Omniglot's first `count` background characters, the last `held_out` of each for the test."""
 
-    root: str | None = MISSING
-    count: int = MISSING
-    held_out: int = MISSING
-    resize: str = MISSING
-    download: bool = MISSING
+    root: str | None = key("The folder of Omniglot; null is METAGRAD_DATA, then metagrad's cache folder.")
+    count: int = key("How many characters.")
+    held_out: int = key("Drawings of each character that are for the test; there are 20.")
+    resize: str = key("area, bilinear or nearest.")
+    download: bool = key("Fetch the official archives if they are not there.")
 
 
 @dataclass
 class Workload:
     """What is trained; the gradient of `batch_size` examples is the unit of cost, `budget` many are spent."""
 
-    name: str = MISSING
-    batch_size: int = MISSING
-    budget: float = MISSING
-    judged: int = MISSING
+    name: str = key("What tuned settings are looked up by.")
+    batch_size: int = key("Examples whose gradient is the unit of cost.")
+    budget: float = key("Gradient-equivalents that are spent.")
+    judged: int = key("Training examples that the loss is measured on.")
     data: Characters = field(default_factory=Characters)
 
 
@@ -80,14 +80,22 @@ WORKLOADS: dict[str, type[Workload]] = {
 class OptimizersConfig:
     """A whole run."""
 
-    seed: int = MISSING
-    device: Device = MISSING
-    threads: int | None = MISSING
-    budget: float = MISSING
-    evaluations: int = MISSING
+    seed: int = key("Of all random numbers.")
+    device: Device = key("auto (CUDA where there is one), cpu or cuda.")
+    threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
+    budget: float = key("Gradient-equivalents that are spent; by default the workload's.")
+    evaluations: int = key("How often the losses are measured, evenly in gradient-equivalents.")
+    batch_size: int | None = key("Examples of a step; null is what was tuned, else workload.batch_size.")
+    allow: list[str] = key(
+        "Packages whose classes may be a `_target_`, beside metagrad's and torch's: [mypackage.]."
+    )
     workload: Workload = MISSING
     optimizer: Optimizer = MISSING
     logger: Logger = MISSING
+    tuned: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "By workload, the settings of the optimizer that were found best."},
+    )
 
 
 def register_optimizers() -> None:
@@ -109,8 +117,7 @@ def typed(config: DictConfig, overrides: Collection[str] = ()) -> OptimizersConf
     Raises:
         ValueError: A key was added that the schema does not have, or a number is out of its range.
     """
-    resolved: Any = OmegaConf.to_object(_tuned(config, overrides))
-    check_keys("optimizers", resolved)
+    resolved = converted("optimizers", _tuned(config, overrides))
     check_least("optimizers", _counts(resolved))
     held_out = resolved.workload.data.held_out
     if not held_out < NUM_DRAWINGS:
@@ -127,13 +134,15 @@ def _tuned(config: DictConfig, overrides: Collection[str]) -> DictConfig:
     """Put what was tuned for the workload in the place of the optimizer's own values, unless these were given."""
     keys = [override.lstrip("+~").partition("=")[0].split(".") for override in overrides]
     given = {key[1] for key in keys if key[0] == "optimizer" and len(key) > 1}
-    tuned = config.optimizer.tuned.get(config.workload.name) or {}
+    tuned = dict(config.tuned.get(config.workload.name) or {})
+    best = tuned.pop("batch_size", None)
+    batch_size = best if config.batch_size is None else config.batch_size
     chosen = {name: value for name, value in tuned.items() if name not in given}
-    return OmegaConf.merge(config, {"optimizer": chosen})  # type: ignore[reportReturnType]
+    return OmegaConf.merge(config, {"optimizer": chosen, "batch_size": batch_size})  # type: ignore[reportReturnType]
 
 
 def _counts(config: OptimizersConfig) -> dict[str, tuple[int, int]]:
-    workload, batch_size = config.workload, config.optimizer.batch_size
+    workload, batch_size = config.workload, config.batch_size
     return {
         "seed": (config.seed, 0),
         "threads": (1 if config.threads is None else config.threads, 1),
@@ -142,5 +151,5 @@ def _counts(config: OptimizersConfig) -> dict[str, tuple[int, int]]:
         "workload.judged": (workload.judged, 1),
         "workload.data.count": (workload.data.count, 1),
         "workload.data.held_out": (workload.data.held_out, 1),
-        "optimizer.batch_size": (1 if batch_size is None else batch_size, 1),
+        "batch_size": (1 if batch_size is None else batch_size, 1),
     }

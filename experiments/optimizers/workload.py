@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.build import build, generator
+from experiments.build import build, generator, in_keys
 from experiments.optimizers.schema import Characters, Reconstruction, Workload
 from experiments.schema import Conv4
 from metagrad.tasks import Omniglot
@@ -63,9 +63,9 @@ class Problem:
         return metrics
 
 
-def problem(config: Workload, seed: int, device: torch.device) -> Problem:
+def problem(config: Workload, seed: int, device: torch.device, allow: Sequence[str] = ()) -> Problem:
     """Build the model of a workload, the same for every optimizer of a seed, and load its data."""
-    model = build(config.model).to(device)  # type: ignore[reportAttributeAccessIssue]
+    model = build(config.model, allow=allow).to(device)  # type: ignore[reportAttributeAccessIssue]
     reconstructs = isinstance(config, Reconstruction)
     images = drawings(config.data).to(device)
     kept = images.shape[1] - config.data.held_out
@@ -84,9 +84,12 @@ def drawings(config: Characters) -> Tensor:
     Raises:
         ValueError: The files are not there, or there are fewer characters.
     """
-    tasks = Omniglot(
-        config.root, split="background", rotations=False, resize=config.resize, download=config.download
-    )
+    try:
+        tasks = Omniglot(
+            config.root, split="background", rotations=False, resize=config.resize, download=config.download
+        )
+    except ValueError as error:
+        raise ValueError(in_keys("workload.data", error)) from error
     if config.count > tasks.num_classes:
         raise ValueError(
             f"optimizers: workload.data.count must be at most {tasks.num_classes}, the characters of the "
@@ -104,7 +107,7 @@ def batches(examples: Examples, batch_size: int, seed: int) -> Iterator[Examples
     number = len(examples.x)
     if batch_size > number:
         raise ValueError(
-            f"optimizers: optimizer.batch_size must be at most {number}, the training examples, got {batch_size}."
+            f"optimizers: batch_size must be at most {number}, the training examples, got {batch_size}."
         )
     source, waiting = generator(seed, "train"), torch.empty(0, dtype=torch.long)
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 """Okabe and Ito's palette."""
+LONGEST_LABEL = 90  # characters of a line, which are as wide as a figure
 INK, MUTED, FAINT = "#222222", "#767676", "#E4E4E4"
 
 RULES: dict[Any, Any] = {
@@ -64,8 +66,15 @@ def thousands(axis: Any) -> None:
 
 
 def legend_below(axis: Any, *, columns: int) -> None:
-    """Put the legend of one axis under the whole figure."""
+    """Put the legend of one axis under the whole figure, in as many columns as fit; the figure grows by its rows."""
+    whole = axis.figure
     handles, labels = axis.get_legend_handles_labels()
-    axis.figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, handlelength=1.6, columnspacing=1.6
-    )
+    labels = [textwrap.fill(label, LONGEST_LABEL) for label in labels]
+    options = {"loc": "outside lower center", "handlelength": 1.6, "columnspacing": 1.6}
+    for number in range(columns, 0, -1):
+        legend = whole.legend(handles, labels, ncols=number, **options)
+        box = legend.get_window_extent(whole.canvas.get_renderer())
+        if box.width <= whole.bbox.width or number == 1:
+            break
+        legend.remove()
+    whole.set_figheight(whole.get_figheight() + box.height / whole.dpi)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,13 +39,14 @@ def composed():
 
 @pytest.fixture(scope="session")
 def run(composed):
-    """Return a function that runs a few iterations in a folder, in this process."""
+    """Return a function that runs a few iterations in a folder, in this process, and draws only if it is told to."""
 
-    def start(folder, *overrides):
+    def start(folder, *overrides, plots=False):
         folder.mkdir(parents=True, exist_ok=True)
         threads = torch.get_num_threads()
         try:
-            run_job(composed(*FAST, *overrides), folder)
+            with nullcontext() if plots else mock.patch("experiments.train.draw", return_value=[]):
+                run_job(composed(*FAST, *overrides), folder)
         finally:
             torch.set_num_threads(threads)
         return folder
@@ -54,7 +57,7 @@ def run(composed):
 @pytest.fixture(scope="session")
 def fast_run(run, tmp_path_factory):
     """Return the folder of one finished run, not to be written to."""
-    return run(tmp_path_factory.mktemp("fast"))
+    return run(tmp_path_factory.mktemp("fast"), plots=True)
 
 
 @pytest.fixture(scope="session")

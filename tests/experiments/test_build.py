@@ -15,7 +15,7 @@ def test_only_allowed_targets_are_built(target):
 
 def test_nested_targets_are_checked_too():
     with pytest.raises(ValueError, match=r"_target_=os\.system is not allowed"):
-        build(Algorithm(_target_="metagrad.MAML", inner=InnerRule(_target_="os.system", lr=0.1)))
+        build(Algorithm(_target_="metagrad.MAML", inner=InnerRule(_target_="os.system")))
 
 
 def test_a_refused_argument_is_told_in_the_words_of_who_refused_it(composed):

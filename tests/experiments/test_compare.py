@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from experiments.compare import Job, differing, find_jobs, table
+from experiments.compare import Job, compare, differing, find_jobs, table
 from experiments.plots.comparison import mean_curve
 
 
@@ -77,6 +77,7 @@ def test_what_is_not_finished_is_listed(copied):
     shutil.rmtree(copied / "1")
     (copied / "2" / "result.json").unlink()
     (copied / "3" / "failure.txt").write_text("MAML: the loss of task 3 is nan\n")
+    (copied / "3" / "result.json").unlink()
     _, maml, fomaml, _, *listed = lines(copied)
     assert "1 / 2" in maml
     assert "0 / 2" in fomaml
@@ -107,3 +108,45 @@ def test_runs_that_lack_an_override_have_the_default(tmp_path):
 
 def test_the_mean_curve_is_over_the_steps_all_have():
     assert mean_curve([([0, 10, 20], [1.0, 2.0, 3.0]), ([0, 10], [3.0, 6.0])]) == ([0, 10], [2.0, 4.0])
+
+
+@pytest.fixture
+def finished_run(fast_run, tmp_path):
+    """Return a sweep of one copy of a finished run, to be damaged."""
+    folder = tmp_path / "sweep" / "0"
+    shutil.copytree(fast_run, folder)
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "overrides.yaml").write_text("- seed=0\n")
+    return folder
+
+
+def test_a_failure_beside_a_result_does_not_hide_it(finished_run):
+    (finished_run / "failure.txt").write_text("resume: no\n")
+    assert find_jobs(finished_run.parent)[0].status == "finished"
+
+
+REASONS = [
+    ("", "failed: without a reason"),
+    ("MAML: nan\n", "failed: MAML: nan"),
+    ("Interrupted by SIGINT after 3 of 4 iterations.\n", "Interrupted by SIGINT after 3 of 4 iterations."),
+]
+
+
+@pytest.mark.parametrize(("words", "status"), REASONS)
+def test_a_run_without_a_result_says_why(finished_run, words, status):
+    (finished_run / "result.json").unlink()
+    (finished_run / "failure.txt").write_text(words)
+    assert find_jobs(finished_run.parent)[0].status == status
+
+
+@pytest.mark.parametrize("name", ["result.json", ".hydra/overrides.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null\n"])
+def test_a_damaged_file_is_listed_and_hides_no_other_run(finished_run, capsys, name, content):
+    whole = finished_run.parent / "1"
+    shutil.copytree(finished_run, whole)
+    if name == "metrics.jsonl":
+        (finished_run / "result.json").unlink()
+    (finished_run / name).write_bytes(content)
+    compare([finished_run.parent])
+    assert find_jobs(finished_run.parent)[1].status == "finished"
+    assert "query_loss" in capsys.readouterr().out

@@ -11,7 +11,12 @@ from experiments.config import plain
 from experiments.schema import Device
 
 CONF = Path(__file__).parents[2] / "conf"
-OF_OTHERS = {"problem", "workload"}  # of experiments.curvature and .optimizers, whose tests compose them
+OF_OTHERS = {
+    "problem",
+    "workload",
+    "tuned",
+    "preset",
+}  # of experiments.curvature and .optimizers, whose tests compose them
 OPTIONS = [
     f"{file.parent.name}={file.stem}"
     for file in sorted(CONF.glob("*/*.yaml"))
@@ -51,7 +56,10 @@ COUNTS = [
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_every_group_composes(composed, option):
-    config = composed(*(["task=omniglot"] if option == "model=conv4" else []), option)
+    needed = {"model=conv4": "task=omniglot"}.get(option)
+    if option.endswith("=custom"):
+        needed = f"{option.partition('=')[0]}._target_=mypackage.Made"
+    config = composed(option, *([needed] if needed else []))
     assert json.loads(json.dumps(plain(config)))["device"] == "auto"
 
 

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.mirror import open_mirror
+from experiments import mirror as mirror_module
+from experiments.mirror import Mirror, open_mirror
 
 
 class Recorder:
     """Stand in for a wandb run and for the module, and remember what is called."""
+
+    Error = RuntimeError
 
     def __init__(self):
         self.calls = []
@@ -28,11 +31,8 @@ class Recorder:
     def log(self, values):
         self.calls.append(("log", values))
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.calls.append(("finish", None))
+    def finish(self, exit_code=0):
+        self.calls.append(("finish", exit_code))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_metrics_have_our_step_on_their_axis_and_the_run_is_finished(composed, w
         ("define_metric", ("step", {})),
         ("define_metric", ("*", {"step_metric": "step"})),
         ("log", {"step": 5, "train/query_loss": 1.0}),
-        ("finish", None),
+        ("finish", 0),
     ]
     settings = wandb.calls[0][1]
     assert (settings["name"], settings["notes"], settings["dir"]) == (
@@ -70,3 +70,40 @@ def test_a_continued_run_says_so(composed, wandb, tmp_path):
     settings = wandb.calls[0][1]
     assert settings["notes"] == "A note. Continues at step 16."
     assert settings["config"]["resumed_at"] == 16
+
+
+def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed(
+    composed, wandb, tmp_path, capsys
+):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
+    ):
+        raise KeyboardInterrupt
+    assert wandb.calls[-1] == ("finish", 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wandb_that_does_not_begin_is_one_sentence(composed, wandb, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("api_key not configured\nUse wandb.login()")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with (
+        pytest.raises(
+            ValueError, match=r"does not begin \(api_key not configured\)\. Set logger\.mode=offline"
+        ),
+        open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
+    ):
+        pass
+
+
+def test_without_wandb_there_is_no_mirror_and_one_warning(composed, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    mirror_module._warn_that_it_is_missing.cache_clear()
+    for _ in range(2):
+        with open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None) as mirror:
+            assert type(mirror) is Mirror
+    assert [message for message in caplog.messages if "wandb is not installed" in message] == caplog.messages[
+        :1
+    ]

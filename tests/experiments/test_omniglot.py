@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def omniglot_run(run, tmp_path_factory):
     settings = ["iterations=2", "model.hidden=8", "task.queries=3", "plots.steps=3", "evaluate.every=2"]
-    return run(tmp_path_factory.mktemp("omniglot"), "experiment=omniglot_5way1shot", *settings)
+    return run(tmp_path_factory.mktemp("omniglot"), "experiment=omniglot_5way1shot", *settings, plots=True)
 
 
 def test_accuracy_is_measured_in_percent(omniglot_run):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
+from experiments import outer
 from experiments.build import build, build_optimizer, build_parts
 from experiments.compare import find_jobs
 from experiments.loop import Run, outer_step
@@ -45,7 +47,7 @@ TINY = (
     "workload.judged=16",
     "workload.data.count=4",
     "workload.data.held_out=3",
-    "optimizer.batch_size=8",
+    "batch_size=8",
 )
 SMALL = {
     "autoencoder": ("workload.model.sizes=[784,20,6]",),
@@ -292,7 +294,7 @@ def test_the_result_has_metrics_and_costs(tiny_run):
 
 
 def test_a_larger_batch_costs_more(trained, tmp_path):
-    rows = trained(tmp_path, "optimizer=sgd", "optimizer.batch_size=16")
+    rows = trained(tmp_path, "optimizer=sgd", "batch_size=16")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["gradient_equivalents"] for row in rows] == [0.0, 2.0, 4.0, 6.0]
 
@@ -396,7 +398,7 @@ def test_batches_are_orders_of_all_examples():
 
 def test_a_batch_of_more_examples_than_there_are_is_refused():
     examples = Examples(torch.ones(3, 1), torch.ones(3))
-    with pytest.raises(ValueError, match=r"optimizer\.batch_size must be at most 3, .* got 4\."):
+    with pytest.raises(ValueError, match=r"batch_size must be at most 3, .* got 4\."):
         next(batches(examples, 4, seed=0))
 
 
@@ -423,20 +425,20 @@ def test_tuned_settings_win_over_the_files_own_and_the_command_line_over_both():
     register_optimizers()
 
     def resolved(*overrides):
-        changes = ["optimizer=adam", "++optimizer.tuned={autoencoder:{lr:0.5,eps:0.25}}", *overrides]
+        changes = ["optimizer=adam", "++tuned={autoencoder:{lr:0.5,eps:0.25,batch_size:7}}", *overrides]
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            found = typed(compose("optimizers", changes), overrides).optimizer
-        return found.lr, found.eps  # type: ignore[attr-defined]
+            found = typed(compose("optimizers", changes), overrides)
+        return found.optimizer.lr, found.optimizer.eps, found.batch_size  # type: ignore[attr-defined]
 
-    assert resolved() == (0.5, 0.25)
-    assert resolved("optimizer.lr=0.125") == (0.125, 0.25)
-    assert resolved("++optimizer.lr=0.125", "optimizer.eps=1.0") == (0.125, 1.0)
-    assert resolved("workload=conv4", "++optimizer.tuned={conv4:{lr:0.75}}") == (0.75, 1e-8)
+    assert resolved() == (0.5, 0.25, 7)
+    assert resolved("optimizer.lr=0.125", "batch_size=3") == (0.125, 0.25, 3)
+    assert resolved("++optimizer.lr=0.125", "optimizer.eps=1.0") == (0.125, 1.0, 7)
+    assert resolved("workload=conv4", "++tuned={conv4:{lr:0.75}}") == (0.75, 1e-8, None)
 
 
 def test_what_is_tuned_is_checked_as_other_settings_are():
     register_optimizers()
-    changes = ["optimizer=adam", "++optimizer.tuned={autoencoder:{learning_rate:0.5}}"]
+    changes = ["optimizer=adam", "++tuned={autoencoder:{learning_rate:0.5}}"]
     with (
         initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"),
         pytest.raises(Exception, match="Key 'learning_rate' not in 'Adam'"),
@@ -450,13 +452,14 @@ def test_what_is_tuned_is_checked_as_other_settings_are():
 @pytest.mark.filterwarnings("ignore:KFAC")
 def test_the_files_compose_and_are_built(config, kind, name):
     settings = config(f"workload={kind}", f"optimizer={name}", base=())
-    assert json.dumps(settings.optimizer.tuned)
+    assert json.dumps(settings.tuned)
     model = build(settings.workload.model)
     stepper(settings.optimizer, Problem(model, False, *[Examples(torch.ones(1), torch.ones(1))] * 3))
 
 
 def test_there_is_a_schema_for_every_file():
-    assert sorted(NAMES) == sorted(path.stem for path in (REPOSITORY / "conf" / "optimizer").glob("*.yaml"))
+    for group, names in (("optimizer", [*NAMES, "custom"]), ("tuned", NAMES)):
+        assert sorted(names) == sorted(path.stem for path in (REPOSITORY / "conf" / group).glob("*.yaml"))
 
 
 BAD_SETTINGS = {
@@ -464,7 +467,7 @@ BAD_SETTINGS = {
     "workload.data.held_out=20": r"workload\.data\.held_out must be below 20, the drawings of a character, got 20\.",
     "budget=0": r"optimizers: budget must be above 0 gradient-equivalents, got 0\.",
     "evaluations=0": r"optimizers: evaluations must be at least 1, got 0",
-    "optimizer.batch_size=0": r"optimizers: optimizer\.batch_size must be at least 1, got 0",
+    "batch_size=0": r"optimizers: batch_size must be at least 1, got 0",
 }
 
 
@@ -496,32 +499,82 @@ def test_an_optimizers_refusal_is_told_in_its_words(config):
 # The outer loop of experiments.train, which has the same optimizers
 
 
-@pytest.mark.parametrize("name", ["adahessian", "sophia_h", "soap"])
-def test_the_outer_loop_takes_steps_by_curvature(composed, name):
+BY_CLOSURE = [name for name, node in CATALOGUE.items() if issubclass(node, NeedsClosure) and name != "kfac"]
+
+
+def outer_run(composed, *overrides):
     torch.manual_seed(0)
-    settings = composed("device=cpu", "meta_batch=2", "model.sizes=[1,5,1]", f"optimizer={name}")
-    parts = build_parts(settings)
-    splits = mg.tasks.Sinusoid(shots=4, queries=3)
-    run = Run(settings, parts, type("Splits", (), {"train": splits})(), CPU, None, None)  # type: ignore[arg-type]
-    seen = [[p.detach().clone() for p in parts.maml.parameters()]]
-    for _ in range(2):
+    settings = composed("device=cpu", "meta_batch=2", "model.sizes=[1,5,1]", *overrides)
+    splits = type("Splits", (), {"train": mg.tasks.Sinusoid(shots=4, queries=3)})()
+    return Run(settings, build_parts(settings), splits, CPU, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adahessian", "sophia_h", "soap", *BY_CLOSURE])
+def test_the_outer_loop_takes_steps_by_curvature(composed, name):
+    run = outer_run(composed, f"optimizer={name}")
+    before = [p.detach().clone() for p in run.parts.maml.parameters()]
+    for _ in range(3):
         outer_step(run, None)
-        seen.append([p.detach().clone() for p in parts.maml.parameters()])
-    assert all(
-        not torch.equal(a, b) for now, then in pairwise(seen) for a, b in zip(now[:2], then[:2], strict=True)
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.parts.maml.parameters(), strict=True))
+
+
+def test_a_closure_of_an_optimizer_of_torchs_is_called(composed):
+    run = outer_run(composed, "optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=1e-3")
+    before = next(run.parts.maml.parameters()).detach().clone()
+    outer_step(run, None)
+    assert run.parts.takes_closure
+    assert not torch.equal(before, next(run.parts.maml.parameters()))
+
+
+def test_the_loss_of_all_predictions_has_the_gradient_of_the_outer_loss(composed):
+    parts = outer_run(composed).parts
+    maml, batch = parts.maml.double(), mg.tasks.Sinusoid(shots=4, queries=3, dtype=torch.float64).sample(3)
+    out = maml(batch)
+    whole = outer.known_loss(parts, batch, out)
+    params = list(maml.parameters())
+    expected = torch.autograd.grad(out.loss, params, retain_graph=True)
+    assert whole is not out.loss
+    for g, e in zip(torch.autograd.grad(whole, params), expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loss_that_sums_over_examples_stays_what_it_is(composed):
+    parts = outer_run(composed).parts._replace(loss_fn=functools.partial(F.mse_loss, reduction="sum"))
+    batch = mg.tasks.Sinusoid(shots=4, queries=3).sample(3)
+    out = parts.maml(batch)
+    assert outer.known_loss(parts, batch, out) is out.loss
+
+
+def test_a_trial_step_that_goes_too_far_is_rejected_and_does_not_end_the_run(composed):
+    run = outer_run(composed)
+    batch = run.splits.train.sample(2)
+    losses_seen = []
+
+    class Tries(torch.optim.SGD):
+        def step(self, closure):  # type: ignore[override]
+            losses_seen.append(closure().item())
+            for p in self.param_groups[0]["params"]:
+                p.data.mul_(1e30)
+            losses_seen.append(closure().item())
+
+    params = list(run.parts.maml.parameters())
+    outer.step(
+        run.parts._replace(optimizer=Tries(params), takes_closure=True), batch, lambda _: nullcontext()
     )
+    assert math.isfinite(losses_seen[0])
+    assert losses_seen[1] == math.inf
 
 
-def test_the_outer_loop_ignores_what_was_tuned_for_others(composed):
-    settings = composed("optimizer=soap")
-    assert settings.optimizer.tuned["autoencoder"]["lr"] != settings.optimizer.lr == 3e-3
-    assert build_parts(settings).optimizer.param_groups[0]["lr"] == 3e-3
-
-
-@pytest.mark.parametrize("name", [name for name, node in CATALOGUE.items() if issubclass(node, NeedsClosure)])
-def test_the_outer_loop_refuses_what_needs_a_closure(composed, name):
-    with pytest.raises(ValueError, match=r"needs a closure that computes the loss, .* take optimizer=adam"):
+@pytest.mark.parametrize(("name", "reason"), [("kfac", "calls of the layers"), ("muon", "matrices alone")])
+def test_the_outer_loop_refuses_what_does_not_fit(composed, name, reason):
+    with pytest.raises(
+        ValueError, match=f"is no optimizer of the outer loop: .*{reason}.* Take optimizer=adam"
+    ):
         build_parts(composed(f"optimizer={name}"))
+
+
+def test_what_was_tuned_for_others_is_no_part_of_the_configuration_of_train(composed):
+    assert not {"tuned", "batch_size"} & set(vars(composed("optimizer=soap").optimizer))
 
 
 # Comparisons
@@ -563,6 +616,7 @@ def test_what_diverged_comes_last_and_is_marked(swept):
 
 def test_there_is_a_table_for_each_workload_and_a_list_of_what_failed(swept):
     (swept / "1" / "failure.txt").write_text("optimizers: no\n")
+    (swept / "1" / "result.json").unlink()
     jobs = find_jobs(swept)
     text = report(finished(jobs), jobs)
     assert text.index("**autoencoder**") < text.index("- 1 (adam lr=1e-2): failed: optimizers: no")

@@ -2,12 +2,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
+import types
+from unittest import mock
 
 import pytest
 import torch
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
 
-from experiments.metrics import read_rows, series
+import metagrad as mg
+from experiments import train
+from experiments.build import build, build_parts
+from experiments.inner_rules import INNER_RULES
+from experiments.metrics import last_values, read_rows, series, value_of
+from experiments.train import run_job
+from metagrad.tasks import Batch, Examples
+from tests.experiments.conftest import FAST
 
 FILES = [
     "provenance.json",
@@ -122,17 +134,12 @@ def test_no_wandb_is_needed_without_its_logger(run, tmp_path, monkeypatch):
     assert (run(tmp_path) / "result.json").exists()
 
 
-def test_a_missing_wandb_is_told(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ValueError, match="logger=wandb needs the package wandb; install it or set logger=none"
-    ):
-        run(tmp_path, "logger=wandb")
-
-
 def test_wandb_offline_mirrors_every_job_into_its_own_folder(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for folder in (run(tmp_path / "0", "logger=wandb"), run(tmp_path / "1", "logger=wandb", "seed=1")):
+    for folder in (
+        run(tmp_path / "0", "logger=wandb", plots=True),
+        run(tmp_path / "1", "logger=wandb", "seed=1", plots=True),
+    ):
         assert len(list(folder.glob("wandb/offline-run-*/*.wandb"))) == 1
         images = folder.glob("wandb/offline-run-*/files/media/images/plots/*")
         assert {path.name.partition("_")[0] for path in images} == {"adaptation", "learning", "memory"}
@@ -154,10 +161,160 @@ def test_a_loss_that_is_not_finite_names_iteration_task_and_step(run, tmp_path):
 
 def test_the_report_has_result_memory_and_plots(run, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "experiments.train"):
-        run(tmp_path)
+        run(tmp_path, plots=True)
     report = caplog.messages[-1]
     assert "query loss: " in report
     assert "after 5 inner steps  (ratio " in report
     assert "Protocol:" in report
     assert "Each inner step adds" in report
     assert "learning_curve.png" in report
+
+
+METRICS = ["validation/query_loss", "train/query_loss", "test/query_loss_before", "optimizer/lr"]
+
+
+def test_a_sweep_gets_the_metric_it_asks_for(composed, fast_run, tmp_path):
+    rows, result = read_rows(fast_run / "metrics.jsonl"), json.loads((fast_run / "result.json").read_text())
+    measured = {**last_values(rows), **{name: value["mean"] for name, value in result["metrics"].items()}}
+    config = composed(*FAST, "memory.enabled=false")
+    assert config.metric == METRICS[0]
+    with mock.patch("experiments.train.draw", return_value=[]):
+        assert (
+            run_job(config, tmp_path)
+            == measured["validation/query_loss"]
+            == rows[-1]["validation/query_loss"]
+        )
+    assert [value_of(name, measured) for name in METRICS] == [measured[name] for name in METRICS]
+
+
+def test_the_program_returns_the_metric_to_hydra(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "run_job", lambda config, folder: 0.25)
+    monkeypatch.setattr(train, "typed", lambda config: config)
+    monkeypatch.setattr(
+        train.HydraConfig, "get", lambda: OmegaConf.create({"runtime": {"output_dir": str(tmp_path)}})
+    )
+    assert train.program(OmegaConf.create({})) == 0.25  # type: ignore[reportCallIssue]
+
+
+def test_the_unit_of_a_metric_may_be_left_out():
+    assert value_of("test/accuracy", {"test/accuracy_before(%)": 20.0, "test/accuracy(%)": 90.0}) == 90.0
+
+
+@pytest.mark.parametrize("name", ["validation/accuracy", "test/los", "query_loss"])
+def test_a_metric_that_is_not_measured_is_refused_before_training(run, tmp_path, name):
+    with pytest.raises(
+        ValueError, match=rf"metric={name} is not measured; what is: validation/query_loss_before, "
+    ):
+        run(tmp_path, f"metric={name}")
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 1
+
+
+MISFITS = [
+    (
+        ["model.sizes=[2,4,1]"],
+        r"inputs \[10, 1\] and targets \[10, 1\] of a task, MLP or the loss says: mat1",
+    ),
+    (["model.sizes=[1,4,2]"], "or the loss says: Using a target size"),
+    (["loss._target_=torch.nn.functional.nll_loss"], "or the loss says: "),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISFITS)
+def test_a_model_that_does_not_fit_the_tasks_is_refused_before_anything_is_written(
+    run, tmp_path, overrides, message
+):
+    with pytest.raises(ValueError, match=f"train: the model and the tasks do not fit: .*{message}"):
+        run(tmp_path, *overrides)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [*INNER_RULES, "muon"])
+@pytest.mark.filterwarnings("ignore:MAML")
+def test_every_rule_can_be_the_inner_rule(composed, name):
+    parts = build_parts(
+        composed("device=cpu", "model.sizes=[1,4,1]", "algorithm.steps=1", f"algorithm/inner={name}")
+    )
+    torch.manual_seed(0)
+    batch = mg.tasks.Sinusoid(shots=4, queries=3).sample(2)
+    out = parts.maml(batch)
+    out.loss.backward()
+    assert torch.isfinite(out.loss)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in parts.maml.parameters())
+
+
+def test_the_keys_of_an_inner_rule_are_its_arguments(composed):
+    chosen = composed("algorithm/inner=adam", "algorithm.inner.betas=[0.5,0.75]", "algorithm.inner.lr=0.125")
+    rule, default = build(chosen.algorithm.inner), build(composed().algorithm.inner)
+    assert (rule.lr, list(rule.betas)) == (0.125, [0.5, 0.75])
+    assert (default.lr, default.momentum) == (0.01, 0.0)
+    with pytest.raises(ConfigCompositionException, match=r"Could not override 'algorithm\.inner\.beta'"):
+        composed("algorithm/inner=adam", "algorithm.inner.beta=1")
+
+
+class Linear(torch.nn.Linear):
+    """A model of a user's."""
+
+    def __init__(self, width):
+        super().__init__(1, width)
+
+
+class Lines:
+    """Tasks of a user's."""
+
+    def sample(self, num_tasks, *, generator=None):
+        x = torch.rand(2, num_tasks, 5, 1, generator=generator)
+        return Batch(*(Examples(part, 2 * part) for part in x))
+
+
+def halving(lr):
+    """Return a rule of a user's."""
+    return mg.optim.rules.chain(mg.optim.rules.clip_by_norm(1.0), mg.optim.rules.sgd(lr / 2))
+
+
+OWN = [
+    "model=custom",
+    "model.args.width=1",
+    "task=custom",
+    "algorithm/inner=custom",
+    "algorithm.inner.args={lr: 0.5}",
+]
+
+
+@pytest.fixture
+def own_package(monkeypatch):
+    module = types.ModuleType("mypackage")
+    module.Linear, module.Lines, module.halving = Linear, Lines, halving  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mypackage", module)
+    return [
+        *OWN,
+        "model._target_=mypackage.Linear",
+        "task._target_=mypackage.Lines",
+        "algorithm.inner._target_=mypackage.halving",
+    ]
+
+
+@pytest.mark.parametrize("allow", ["[mypackage.]", "[mypackage]"])
+def test_a_model_a_task_and_a_rule_of_the_users_are_trained(run, tmp_path, own_package, allow):
+    folder = run(tmp_path, *own_package, f"allow={allow}", "memory.enabled=false")
+    losses = series(read_rows(folder / "metrics.jsonl"), "train/query_loss")[1]
+    assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("allow", ["[]", "[mypack]", "[other.]"])
+def test_packages_that_are_not_allowed_are_refused_with_what_to_say(run, tmp_path, own_package, allow):
+    with pytest.raises(
+        ValueError, match=r"_target_=mypackage\.Lines is not allowed; .*, as by allow=\[mypackage\.\]"
+    ):
+        run(tmp_path, *own_package, f"allow={allow}")
+
+
+def test_everything_cannot_be_allowed(run, tmp_path, own_package):
+    with pytest.raises(ValueError, match=r"allow must be a list of packages"):
+        run(tmp_path, *own_package, "allow=[.]")
+
+
+def test_targets_in_lists_are_checked_too(composed):
+    links = "algorithm.inner.args={_args_: [{_target_: os.system, command: ls}]}"
+    target = "algorithm.inner._target_=metagrad.optim.rules.chain"
+    with pytest.raises(ValueError, match=r"_target_=os\.system is not allowed"):
+        build(composed("algorithm/inner=custom", target, links).algorithm.inner)

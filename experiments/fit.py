@@ -1,0 +1,44 @@
+"""Do model, loss and tasks fit together? Found out on one task, before anything is trained or written."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from experiments.build import Parts
+    from metagrad.tasks import Batch
+
+
+@torch.no_grad()
+def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
+    """Compute the loss of the model on one task; no random state, buffer or parameter changes.
+
+    Args:
+        call: How an error names the program.
+        parts: With the model and the loss.
+        draw: Returns a batch of one task.
+
+    Raises:
+        ValueError: The model does not take the inputs of the tasks, or the loss not its predictions.
+    """
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
+        support = draw().support
+        x, y = support.x[0], support.y[0]
+        try:
+            parts.loss_fn(copy.deepcopy(parts.maml.model)(x), y)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
+            raise ValueError(
+                f"{call}: the model and the tasks do not fit: on inputs {list(x.shape)} and targets "
+                f"{list(y.shape)} of a task, {type(parts.maml.model).__name__} or the loss says: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Change model=, task= or their keys "
+                "(model.sizes, task.ways)."
+            ) from error

@@ -1,0 +1,80 @@
+"""The outer step: the loss after adaptation, its gradient, and a step of any optimizer, closure or not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experiments.optimizer_schemas import NeedsClosure
+
+if TYPE_CHECKING:
+    from experiments.build import Parts
+    from experiments.schema import Optimizer
+    from metagrad.tasks import Batch
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+def asks_for_closure(config: Optimizer, optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether an optimizer computes the loss itself, once or several times a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    is_required = closure is not None and closure.default is inspect.Parameter.empty
+    return isinstance(config, NeedsClosure) or is_required
+
+
+def step(parts: Parts, batch: Batch, phase: Phase) -> Any:
+    """Adapt to the tasks of a batch, move the initialisation, and return what MAML returned before it."""
+    if parts.takes_closure:
+        return _step_by_closure(parts, batch, phase)
+    parts.optimizer.zero_grad(set_to_none=True)
+    out = parts.maml(batch)
+    with phase("backward"):
+        # An optimizer that uses curvature takes it while the graph of the loss is there.
+        getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
+    with phase("optimizer"):
+        parts.optimizer.step()
+    return out
+
+
+def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> Any:
+    first: list[Any] = []
+
+    def closure() -> Tensor:
+        parts.optimizer.zero_grad()
+        try:
+            out = parts.maml(batch)
+        except FloatingPointError:
+            if not first:
+                raise
+            loss = _infinite(parts)  # a step that was tried and went too far: for the optimizer to reject
+        else:
+            first.append(out if not first else None)
+            loss = known_loss(parts, batch, out)
+        loss.backward()
+        return loss
+
+    with phase("optimizer"):
+        parts.optimizer.step(closure)  # type: ignore[reportArgumentType]  # torch's stub says float
+    return first[0]
+
+
+def known_loss(parts: Parts, batch: Batch, out: Any) -> Tensor:
+    """Return the loss as one call of the loss function where that is the same number.
+
+    Methods by the Gauss-Newton or Fisher matrix look for such a call, on predictions that are no batch of `vmap`. It
+    is the same for a mean over examples, of which every task has as many.
+    """
+    kept = ~out.skipped
+    predictions, targets = out.query_logits[kept], batch.query.y[kept]
+    whole = parts.loss_fn(predictions.flatten(0, 1), targets.flatten(0, 1))
+    return whole if torch.allclose(whole, out.loss, rtol=1e-4) else out.loss
+
+
+def _infinite(parts: Parts) -> Tensor:
+    return torch.stack([0 * p.sum() for p in parts.maml.parameters()]).sum() + math.inf

@@ -1,0 +1,78 @@
+"""Signals that end a run: Ctrl-C, SIGTERM (a cluster's, `kill`) and SIGHUP (a terminal that closes)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended a run, which a sweep does not go on after."""
+
+    def __init__(self, number: int, message: str = "", *, at: str = "") -> None:
+        super().__init__(message or f"Interrupted by {signal.Signals(number).name}{at and f' {at}'}.")
+        self.number = number
+        self.status = 128 + number
+
+    def ending(self, how_to_go_on: str) -> Interrupted:
+        """Return the same, with what to do next."""
+        words = f"{self} {how_to_go_on}" if how_to_go_on else f"{self} There is no checkpoint to go on from."
+        return Interrupted(self.number, words)
+
+
+@dataclass
+class Deferred:
+    """The signal that waits for the end of a step, if one does."""
+
+    number: int | None = None
+
+
+_deferred: Deferred | None = None
+
+
+@contextlib.contextmanager
+def signals_raised() -> Iterator[None]:
+    """Raise `Interrupted` where a signal arrives; threads other than the main one cannot, and leave signals alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # `nohup` ignores SIGHUP, and a shell's `&` SIGINT
+            signal.signal(number, _handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[Deferred]:
+    """Let a signal wait until it is looked for, as `number`; a second one is raised."""
+    global _deferred
+    _deferred = Deferred()
+    try:
+        yield _deferred
+    finally:
+        _deferred = None
+
+
+def _handle(number: int, frame: Any) -> None:
+    if _deferred is None or _deferred.number is not None:
+        raise Interrupted(number)
+    _deferred.number = number
+    # Not by a logger or a stream: one of them may be what the signal has interrupted.
+    os.write(
+        2, f"\n{signal.Signals(number).name}: saving after this step; once more to stop at once.\n".encode()
+    )
