@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from experiments.schema import InnerRule
+from experiments.schema import InnerRule, key
 from metagrad.optim import rules
 
 DEFAULTS = {"sgd": {"lr": 0.01}}
@@ -31,7 +31,13 @@ TYPES: dict[str, Any] = {
 
 def schema_of(name: str) -> type[InnerRule]:
     """Return the schema of a rule."""
-    keys = [("_target_", str, field(default=f"metagrad.optim.rules.{name}"))]
+    keys = [
+        (
+            "_target_",
+            str,
+            key("What is built: a rule of metagrad.optim.rules.", f"metagrad.optim.rules.{name}"),
+        )
+    ]
     for argument in inspect.signature(getattr(rules, name)).parameters.values():
         kind = _type(argument)
         if kind is not None and argument.name not in LEFT_OUT:

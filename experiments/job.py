@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,11 +49,18 @@ class RunError(CompactHydraException):
     """An error whose message is all the user needs."""
 
 
-def launch(program: Callable[[], object]) -> None:
+def launch(program: Callable[[], object], config: str | None = None, module: str = "") -> None:
     """Run a program to its end: what goes wrong for a reason the user can see is one sentence, and exit status 1.
 
     `HYDRA_FULL_ERROR=1` shows tracebacks.
+
+    Args:
+        program: What to run.
+        config: The name of its config, whose groups and keys `--help` prints; None where it has its own help.
+        module: How it is started.
     """
+    if config is not None and {"-h", "--help"} & set(sys.argv[1:]):
+        program = partial(_print_help, config, module)
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         program()
         return
@@ -70,6 +78,12 @@ def launch(program: Callable[[], object]) -> None:
         _end(listed or sentence, 1)
     finally:
         del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _print_help(config: str, module: str) -> None:
+    from experiments import help  # composes the configuration, which a run does not do twice
+
+    print(help.text(config, module, sys.argv[1:]))
 
 
 def explained(error: BaseException) -> str | None:

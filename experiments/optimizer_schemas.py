@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from experiments.schema import Adam, FirstOrder, Optimizer
+from experiments.schema import Adam, FirstOrder, Optimizer, key
 
 
 @dataclass
@@ -105,7 +105,9 @@ class KFAC(FirstOrder, NeedsClosure):
 class Newton(NeedsClosure):
     """A Newton method; its curvature is that of the first `curvature_batch` examples of a batch, null of all."""
 
-    curvature_batch: int | None = MISSING
+    curvature_batch: int | None = key(
+        "Examples of a batch whose curvature is taken; null is all. experiments.optimizers."
+    )
     max_steps: int = MISSING
 
 

@@ -36,7 +36,7 @@ class Target:
     What `--help` prints of its keys is what the docstring of the target says of its arguments.
     """
 
-    _target_: str = MISSING
+    _target_: str = key("What is built: a class or function, by its dotted name.")
 
 
 @dataclass
@@ -138,12 +138,17 @@ class Algorithm(Target):
     inner: InnerRule = MISSING
     steps: int = MISSING
     order: int = MISSING
-    memory: str = MISSING
+    memory: str = key(
+        "What the inner loop keeps: full (fastest), step (one state a step), sqrt, block, a budget (512MiB), auto."
+    )
     truncate: int | None = MISSING
     tolerance: float | None = MISSING
     task_chunk: int | None = MISSING
-    nonfinite: str = MISSING
-    compile: Any = MISSING  # a bool or a str, which OmegaConf cannot merge; MAML refuses what is neither
+    nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.")
+    # A bool or a str, which OmegaConf cannot merge; MAML refuses what is neither.
+    compile: Any = key(
+        "false; true: one inner step, for any number of steps; whole: a meta-batch, for few steps."
+    )
 
 
 @dataclass
@@ -151,7 +156,7 @@ class Optimizer(Target):
     """The optimizer of the outer loop, or one that `experiments.optimizers` compares."""
 
     _partial_: bool = True
-    lr: float = MISSING
+    lr: float = key("The step size.")
 
 
 @dataclass

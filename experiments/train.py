@@ -49,7 +49,7 @@ register()
 
 def main() -> None:
     """Run the program, with the command line completed from the run folder it resumes, if any."""
-    launch(_resumed_or_new)
+    launch(_resumed_or_new, "config", "experiments.train")
 
 
 def _resumed_or_new() -> None:

@@ -180,4 +180,4 @@ def _settings(config: CurvatureConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    launch(program)
+    launch(program, "curvature", "experiments.curvature")

@@ -122,4 +122,4 @@ def _name(config: OptimizersConfig) -> str:
 
 
 if __name__ == "__main__":
-    launch(program)
+    launch(program, "optimizers", "experiments.optimizers")
