@@ -11,7 +11,10 @@ ERRORS = [
     slow(["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
     (["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
     slow(["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
-    slow(["model.sizes=[2,4,1]", "logger=none"], "train: the model and the tasks do not fit: on inputs [10, 1] "),
+    slow(
+        ["model.sizes=[2,4,1]", "logger=none"],
+        "train: the model and the tasks do not fit: on inputs [10, 1] ",
+    ),
     slow(["hydra.run.dir=/dev/null/run"], "Not a directory: /dev/null/run"),
 ]
 
