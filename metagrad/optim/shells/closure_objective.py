@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -225,6 +226,16 @@ class RandomState:
             self._write(now)
 
 
+_CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
+
+
+def _ignore_hooks_of_compiled_modules() -> None:
+    """Silence the warning that a compiled module calls hooks on all modules twice, which changes nothing here."""
+    # Not by catch_warnings at each step, which makes Python forget what it has warned of once.
+    if not any(getattr(f[1], "pattern", f[1]) == _CALLS_HOOKS_TWICE for f in warnings.filters):
+        warnings.filterwarnings("ignore", _CALLS_HOOKS_TWICE)
+
+
 class ModuleBuffers:
     """The buffers of the modules that a closure calls, such as the running statistics of BatchNorm."""
 
@@ -235,6 +246,7 @@ class ModuleBuffers:
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
         """Note the modules that are called meanwhile, with their parts."""
+        _ignore_hooks_of_compiled_modules()
         handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
         try:
             yield

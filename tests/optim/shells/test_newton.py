@@ -183,6 +183,16 @@ def test_running_statistics_move_once_a_step(make, fraction):
     assert len(calls) > 3
 
 
+@pytest.mark.slow
+def test_running_statistics_of_a_compiled_model_move_once_a_step():
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), batch()
+    compiled = torch.compile(model, backend="eager")
+    opt = LBFGS(model.parameters())
+    run(opt, lambda: F.cross_entropy(compiled(x), y), 2)
+    assert int(model[0].num_batches_tracked) == 2
+
+
 def test_buffers_given_by_functional_call_move_once_a_step():
     torch.manual_seed(0)
     model, x = Averaging(), torch.randn(12, 4, dtype=F64)
