@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,14 @@ def coverage(
         low, high = estimate(torch.Generator().manual_seed(seed)).interval(level)
         held.append(((low <= truth) & (truth <= high)).double().mean())
     return torch.stack(held).mean().item()
+
+
+def covers(
+    estimate: Callable[[torch.Generator], Estimate], truth: Tensor, repeats: int, level: float = 0.9
+) -> bool:
+    """Whether independent intervals hold a number as often as they say, within four standard errors."""
+    least = level - 4 * math.sqrt(level * (1 - level) / repeats)
+    return least <= coverage(estimate, truth, repeats, level) < 1
 
 
 def median_error(estimate: Callable[[torch.Generator], Estimate], truth: Tensor, repeats: int) -> float:
