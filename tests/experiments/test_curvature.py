@@ -133,6 +133,7 @@ def test_densities_are_read_as_they_were_written(tiny_run):
     assert {key: value for key, value in row.items() if key != "step"} == row_of(density)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(measured, tiny_run, tmp_path):
     written = (tiny_run / "metrics.jsonl").read_bytes()
     measured(tmp_path / "same")
@@ -156,6 +157,7 @@ def test_no_wandb_is_needed_without_its_logger(measured, tmp_path, monkeypatch):
     assert measured(tmp_path, "measure.steps=[0]")
 
 
+@pytest.mark.slow
 def test_wandb_offline_mirrors_the_plots(measured, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     measured(tmp_path, "logger=wandb", "measure.steps=[0]")

@@ -628,6 +628,7 @@ def test_a_run_of_one_setting_is_named_by_its_optimizer(swept):
     assert label_of(job, []) == "adam"
 
 
+@pytest.mark.slow
 def test_the_picture_has_something_on_it(swept, tmp_path):
     from matplotlib.image import imread
 
@@ -657,6 +658,7 @@ def test_a_sweep_over_all_files_has_the_jobs_that_never_started(swept):
 # The programs
 
 
+@pytest.mark.slow
 def test_missing_data_is_one_clear_line_and_a_failure(program, tmp_path):
     arguments = ["logger=none", f"workload.data.root={tmp_path}", "hydra.run.dir=run"]
     code, _, err = program("optimizers", *arguments, cwd=tmp_path)
