@@ -105,7 +105,8 @@ def run_job(config: CurvatureConfig, folder: Path) -> None:
         if config.checkpoint is None:
             train(run)
         else:
-            record(run, start)
+            with tqdm(total=1, unit="measurement", disable=None, dynamic_ncols=True) as bar:
+                record(run, start, bar, "measurement 1 of 1")
         densities.close()
         files = draw(folder)
         mirror.images(files)
@@ -124,7 +125,7 @@ def train(run: Run) -> None:
                 train_step(run, source)
                 bar.update()
             if step in due:
-                record(run, step)
+                record(run, step, bar, f"measurement {due.index(step) + 1} of {len(due)}")
 
 
 def train_step(run: Run, source: torch.Generator) -> None:
@@ -141,12 +142,12 @@ def train_step(run: Run, source: torch.Generator) -> None:
     parts.schedule.step()
 
 
-def record(run: Run, step: int) -> None:
-    """Measure, and write down what was found."""
+def record(run: Run, step: int, bar: tqdm[Any], name: str) -> None:
+    """Measure, and write down what was found; the bar shows which part of the measurement `name` is on."""
     began = time.perf_counter()
     now = run.problem()
     with now.operator(run.config.matrix) as operator:
-        found = measure(operator, run.config)
+        found = measure(operator, run.config, lambda part: bar.set_postfix_str(f"{name}: {part}"))
     with torch.no_grad():
         metrics = {"loss": now.loss(now.params, now.x, now.y).item(), **found.metrics}
     costs = {

@@ -10,6 +10,8 @@ import torch
 from metagrad.curvature import Density, Estimate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from experiments.curvature.schema import CurvatureConfig
     from metagrad.curvature import Operator
 
@@ -25,15 +27,25 @@ class Measurement:
     products: int
 
 
-def measure(operator: Operator, config: CurvatureConfig) -> Measurement:
-    """Measure a matrix; every step of a run has the same probes, so that what differs is the matrix."""
+def measure(operator: Operator, config: CurvatureConfig, progress: Callable[[str], None]) -> Measurement:
+    """Measure a matrix; every step of a run has the same probes, so that what differs is the matrix.
+
+    Args:
+        operator: The matrix.
+        config: What is measured, and how precisely.
+        progress: Is called with the name of each part as it begins.
+    """
     generator = torch.Generator(operator.device).manual_seed(config.seed)
+    progress("trace")
     trace = operator.trace(method=config.trace.method.value, probes=config.trace.probes, generator=generator)
+    progress("traces of layers")
     layers = operator.layer_traces(probes=config.trace.probes, generator=generator)
+    progress("eigenvalues")
     settings = config.eigenvalues
     pairs = operator.eigenvalues(
         settings.count, rtol=settings.rtol, max_products=settings.max_products, vectors=False, generator=generator
     )  # fmt: skip
+    progress("density")
     density = smoothed(
         operator.density(steps=config.density.steps, probes=config.density.probes, generator=generator)
     )

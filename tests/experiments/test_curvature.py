@@ -12,7 +12,7 @@ import metagrad as mg
 from experiments.build import build_parts
 from experiments.curvature.__main__ import run_job
 from experiments.curvature.loading import load_model
-from experiments.curvature.measure import density_of, row_of
+from experiments.curvature.measure import density_of, measure, row_of
 from experiments.curvature.problem import problem
 from experiments.curvature.schema import (
     Matrix,
@@ -363,3 +363,18 @@ def test_a_missing_checkpoint_is_one_clear_line_and_a_failure(program, tmp_path)
     assert any(line.startswith("checkpoint: there is no file none.pt.") for line in err.splitlines())
     assert "Traceback" not in err
     assert (tmp_path / "run" / "failure.txt").read_text() == "checkpoint: there is no file none.pt.\n"
+
+
+def test_the_small_preset_is_small(config):
+    small = config("preset=small", base=("logger=none",))
+    assert (small.iterations, small.measure.count, small.eigenvalues.max_products) == (20, 3, 40)
+
+
+def test_the_progress_of_a_measurement_names_its_parts(config):
+    parts = []
+    settings = config()
+    torch.manual_seed(0)
+    w = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    with mg.hessian((w**4).sum(), {"w": w}) as operator:
+        measure(operator, settings, parts.append)
+    assert parts == ["trace", "traces of layers", "eigenvalues", "density"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +139,29 @@ def test_two_processes_do_not_write_to_one_folder(tmp_path):
         pass
     with claimed(tmp_path):
         pass
+
+
+def test_a_sweeps_last_words_are_all_jobs_that_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(job, "_is_sweep", lambda: True)
+    monkeypatch.setattr(job, "failed", [])
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def sweep():
+        for number in (1, 3):
+            of_job = SimpleNamespace(job=SimpleNamespace(num=number, override_dirname=f"seed={number}"))
+            monkeypatch.setattr(job.HydraConfig, "get", lambda of_job=of_job: of_job)
+            with contextlib.suppress(RunError), failures_reported(tmp_path, log):
+                raise ValueError(f"no {number}")
+        raise RunError("no 1")
+
+    with pytest.raises(SystemExit):
+        launch(sweep)
+    assert capsys.readouterr().err.splitlines() == [
+        "2 jobs failed:",
+        "  1 (seed=1): no 1",
+        "  3 (seed=3): no 3",
+    ]
 
 
 # Signals

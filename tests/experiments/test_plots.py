@@ -4,7 +4,7 @@ import pytest
 
 from experiments.plots.learning import smooth
 from experiments.plots.memory import fitting, leaves, memory_plot
-from experiments.plots.style import figure
+from experiments.plots.style import figure, legend_below
 
 
 def phase(outer, *path):
@@ -68,3 +68,17 @@ def test_drawing_leaves_the_users_style_alone(tmp_path):
     with figure(tmp_path / "x.png", size=(2, 2)) as axes:
         axes[0, 0].plot([0, 1])
     assert dict(matplotlib.rcParams) == before
+
+
+@pytest.mark.parametrize("length", [1, 3, 12])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_a_legend_is_within_its_figure(tmp_path, count, length):
+    with figure(tmp_path / "x.png", size=(6.6, 3.9)) as axes:
+        for i in range(count):
+            axes[0, 0].plot([0, 1], label=" ".join([f"algorithm.inner.lr=0.{i}"] * length))
+        legend_below(axes[0, 0], columns=3)
+        whole = axes[0, 0].figure
+        whole.draw_without_rendering()
+        box, frame = whole.legends[0].get_window_extent(), whole.bbox
+    assert frame.x0 <= box.x0 < box.x1 <= frame.x1
+    assert frame.y0 <= box.y0 < box.y1 <= frame.y1
