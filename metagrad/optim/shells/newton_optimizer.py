@@ -258,21 +258,16 @@ class NewtonOptimizer(CurvatureOptimizer):
                 found[f"param_groups[{index}]: {key}" if key in found else key] = (group, p)
         return found
 
-    def _rule_of_all(self) -> Any:
-        """Make one rule of all groups; hyper-parameters that differ are by the name of the parameter."""
+    def _rule_of_all(self, params: Params) -> Any:
+        """Make one rule of all groups; hyper-parameters that differ are by the names of the parameters that move."""
         rule, named = self._rule(self.param_groups[0]), self._groups_by_name()
         differing = [
             name
             for name in rule.by_parameter
             if name in self.defaults and len({as_number(group[name]) for group in self.param_groups}) > 1
         ]
-        return dataclasses.replace(
-            rule,
-            **{
-                name: {key: as_number(group[name]) for key, (group, p) in named.items() if p.grad is not None}
-                for name in differing
-            },
-        )
+        by_name = {name: {key: as_number(named[key][0][name]) for key in params} for name in differing}
+        return dataclasses.replace(rule, **by_name)
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
         rule, name = self._rule(group), type(self).__name__
@@ -342,7 +337,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         """Return where a step leads from where all parameters are, and what it was like."""
         for index in range(1, len(self.param_groups)):
             self._check_agreement(index)
-        group, rule = self.param_groups[0], self._rule_of_all()
+        group, rule = self.param_groups[0], self._rule_of_all(params)
         values = {key: working(p) for key, p in params.items()}
         state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
