@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from metagrad._tree import tensors_in
 from metagrad.autograd.graph import graph_nodes
@@ -155,6 +155,22 @@ class Reads:
 def unobserved() -> contextlib.AbstractContextManager:
     """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
     return torch._C.DisableTorchFunction()
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Hide calls from enclosing recordings and replays, which count them, but from no other mode."""
+    hidden = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    others = [mode for mode in reversed(hidden) if not isinstance(mode, _Numbering)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(hidden):
+            _push_mode(mode)
 
 
 def _as_modes_see(tensor: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from metagrad._tree import tree_leaves, tree_map
 from metagrad.autograd.ambient import RandomState
 from metagrad.autograd.budget import BudgetError
+from metagrad.meta.examination import difference, vmap_reason
+from metagrad.meta.module_state import buffer_versions
 from metagrad.meta.structured import Nested, num_tasks
 from metagrad.optim.rules import Params
+
+if TYPE_CHECKING:
+    from metagrad.meta.objective import Labels, Objective
 
 T = TypeVar("T")
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EVERYWHERE: Any = torch.nn.modules.module
+_MOST_STRUCTURES = 64
 _RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -75,25 +82,68 @@ class Batching:
         self.task_chunk = task_chunk
         self._vmap_ran = False
         self._must_loop = False
+        self._stackable: dict[Hashable, bool] = {}
+        self._reasons: set[str] = set()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is known by the identity of modules."""
+        return {**self.__dict__, "_stackable": {}}
 
     def chunk_size(
-        self, model: nn.Module, num_tasks: int, device_type: str, sparse: Collection[str] = ()
+        self,
+        objective: Objective,
+        params: Params,
+        tasks: Tasks,
+        labels: Labels | None,
+        sparse: Sequence[str],
+        order: int,
     ) -> int:
-        """Return how many tasks to compute together; 1 means one by one, without vmap."""
-        if num_tasks == 1 or self.task_chunk == 1 or self._must_loop:
-            return 1
-        if self.task_chunk is None and prefers_loop(model, device_type):
-            return 1
-        reason = loop_reason(model, sparse)
-        if reason is not None:
-            self._fall_back(reason)
-            return 1
-        return min(self.task_chunk or num_tasks, num_tasks)
+        """Return how many tasks to compute together; 1 means one by one, without vmap.
 
-    def run(self, compute: Callable[[int], T], chunk: int) -> T:
+        A model is examined once, and again when its structure has changed: its modules, hooks and flags.
+
+        Args:
+            objective: The model and its loss.
+            params: What tasks start from.
+            tasks: The tasks.
+            labels: The bounds of their labels.
+            sparse: The names of tables of which tasks have rows.
+            order: Of the derivatives of the loss.
+        """
+        if tasks.count == 1 or self.task_chunk == 1 or self._must_loop:
+            return 1
+        structure = _structure(objective.model)
+        if structure not in self._stackable:
+            if len(self._stackable) == _MOST_STRUCTURES:
+                self._stackable.clear()
+            self._stackable[structure] = self._examine(objective, params, tasks, labels, sparse, order)
+        return min(self.task_chunk or tasks.count, tasks.count) if self._stackable[structure] else 1
+
+    def _examine(self, objective: Objective, params: Params, *about: Any) -> bool:
+        model = objective.model
+        if self.task_chunk is None and prefers_loop(model, next(iter(params.values())).device.type):
+            return False
+        reason = loop_reason(model)
+        if reason is None and not torch._C._are_functorch_transforms_active():
+            reason = difference(objective, params, *about)
+        if reason is not None:
+            self._warn(reason)
+        return reason is None
+
+    def run(self, model: nn.Module, compute: Callable[[int], T], chunk: int) -> T:
         """Call ``compute(chunk)``; if vmap turns out not to take the model, call ``compute(1)`` instead."""
-        if chunk == 1 or self._vmap_ran:
+        if chunk == 1:
             return compute(chunk)
+        versions = buffer_versions(model)
+        result = compute(chunk) if self._vmap_ran else self._attempt(compute, chunk)
+        if not self._must_loop and buffer_versions(model) != versions:
+            raise RuntimeError(
+                "MAML: the model writes into a buffer, which it did not do when it was examined on its first batch. "
+                "Stacked tasks did so once for all of them; pass task_chunk=1, and they run one after the other."
+            )
+        return result
+
+    def _attempt(self, compute: Callable[[int], T], chunk: int) -> T:
         random_state = RandomState()
         try:
             result = compute(chunk)
@@ -103,19 +153,40 @@ class Batching:
             random_state.restore()
             # An error of the model's own comes out of the loop again, and leaves from there.
             result = compute(1)
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._fall_back(f"torch.vmap cannot take the model: {lines[0]}")
+            self._must_loop = True
+            self._warn(vmap_reason(error))
             return result
         self._vmap_ran = True
         return result
 
-    def _fall_back(self, reason: str) -> None:
-        self._must_loop = True
+    def _warn(self, reason: str) -> None:
+        if reason in self._reasons:
+            return
+        self._reasons.add(reason)
         warnings.warn(
             f"MAML: the tasks of a batch run one by one, because {reason}. "
             "Pass task_chunk=1 to choose this without a warning.",
             stacklevel=2,
         )
+
+
+def _structure(model: nn.Module) -> Hashable:
+    """Return what changes when modules, hooks or flags of a model do."""
+    return (
+        tuple(
+            (
+                id(module),
+                *module._forward_hooks,
+                *module._forward_pre_hooks,
+                *module._backward_hooks,
+                *module._backward_pre_hooks,
+                *(value for value in vars(module).values() if value is None or type(value) in (bool, str)),
+            )
+            for module in model.modules()
+        ),
+        *_EVERYWHERE._global_backward_hooks,
+        *_EVERYWHERE._global_backward_pre_hooks,
+    )
 
 
 def prefers_loop(model: nn.Module, device_type: str) -> bool:
@@ -127,27 +198,16 @@ def prefers_loop(model: nn.Module, device_type: str) -> bool:
     return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
 
 
-def _batched(model: nn.Module, sparse: Collection[str]) -> Iterator[Tensor]:
-    return (p for name, p in model.named_parameters() if p.requires_grad and name not in sparse)
-
-
-def loop_reason(model: nn.Module, sparse: Collection[str] = ()) -> str | None:
-    """Say why torch.vmap cannot take a model, where that shows without trying.
-
-    Args:
-        model: The model.
-        sparse: The names of tables of which tasks have rows, and whose lookups are not torch's own.
-    """
+def loop_reason(model: nn.Module) -> str | None:
+    """Say why torch.vmap cannot take a model, where that shows without trying."""
+    if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
+        return "torch.vmap passes the backward hooks of all modules by"
     for name, module in model.named_modules():
         kind = f"{type(module).__name__} ({name or 'the model itself'})"
         if isinstance(module, nn.RNNBase):
             return f"torch.vmap has no rule for {kind}"
-        if (
-            isinstance(module, nn.Embedding)
-            and module.padding_idx is not None
-            and any(p is module.weight for p in _batched(model, sparse))
-        ):
-            return f"torch.vmap forgets the padding_idx of {kind} (torch 2.13), unless MAML(..., sparse) names it"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"torch.vmap passes the backward hooks of {kind} by"
         if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:
             return (
                 f"{kind} updates running statistics, which all tasks share "

@@ -295,6 +295,13 @@ def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:
             "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
             "learn from the support examples. Does the model detach its output?"
         )
+    for name, gradient in zip(params, grads, strict=True):
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ValueError(
+                f"MAML: the inner gradient of {name!r} is a sparse tensor, {gradient.layout}, as F.embedding(..., "
+                f"sparse=True) makes it, which has no derivative. Pass sparse=[{name!r}] to MAML, which adapts the "
+                "rows that are looked up, or leave sparse at False there."
+            )
     return {
         name: torch.zeros_like(param) if gradient is None else gradient
         for (name, param), gradient in zip(params.items(), grads, strict=True)

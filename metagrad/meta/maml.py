@@ -311,10 +311,10 @@ class MAML(nn.Module):
         steps: int,
     ) -> Results:
         """Do a method of :class:`Work`; return its results, and how many tasks ran together."""
-        device_type = next(iter(params.values())).device.type
         batching = self._remembered.batching
-        chunk = batching.chunk_size(self.model, tasks.count, device_type, self.sparse)
-        chunk = 1 if self.memory == "block" else chunk
+        chunk = 1
+        if self.memory != "block":
+            chunk = batching.chunk_size(self._objective, params, tasks, labels, self.sparse, inner.order)
 
         def compute(chunk: int) -> Results:
             located = tasks._replace(rows=find_rows(self.model, self.sparse, tasks.inputs, chunk))
@@ -327,7 +327,7 @@ class MAML(nn.Module):
                 return (*concatenated([work.compiled(do, params, part) for part in parts]), chunk)
             return (*concatenated([do(work, params, part) for part in parts]), chunk)
 
-        return batching.run(compute, chunk)
+        return batching.run(self.model, compute, chunk)
 
 
 class _Remembered:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from metagrad.meta.calling import Values, call_with, values_for
 from metagrad.meta.structured import Nested, Structured, restored, structured
+from metagrad.meta.vmapped import vmapped
 from metagrad.optim.rules import Params
 from metagrad.sparse.rows.stand_in import LocalRows
 
@@ -49,7 +50,7 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
     """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
     if isinstance(prediction, Structured) or isinstance(target, Structured):
         on_values = lambda p, y: loss_fn(restored(p), restored(y))  # noqa: E731
-        return torch.vmap(on_values, randomness="different")(prediction, target)
+        return vmapped(on_values)(prediction, target)
     if isinstance(loss_fn, functools.partial) and not loss_fn.args and not loss_fn.keywords:
         loss_fn = loss_fn.func
     if loss_fn is F.mse_loss and prediction.shape == target.shape:
@@ -58,7 +59,7 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
         each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
         counted = (target != _IGNORED).sum(1)
         return each.view(target.shape).sum(1) / counted
-    return torch.vmap(loss_fn, randomness="different")(prediction, target)
+    return vmapped(loss_fn)(prediction, target)
 
 
 def _call(module: nn.Module, values: Values, x: Nested) -> Nested:
@@ -81,7 +82,7 @@ def _call(module: nn.Module, values: Values, x: Nested) -> Nested:
 def _vmapped(module: nn.Module, values: Values, x: Nested) -> Nested:
     own = {key: values[key] for key in map(id, module.parameters()) if key in values}
     called = lambda own, x: structured(call_with(module, own, x), RESULT)  # noqa: E731
-    return torch.vmap(called, randomness="different")(own, x)
+    return vmapped(called)(own, x)
 
 
 def _has_rows(module: nn.Linear, values: Values) -> bool:

@@ -25,6 +25,7 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[s
             raise ValueError(
                 f"MAML(..., sparse): {name!r} does not require grad, so it is not adapted. Leave it out of sparse."
             )
+    _check_embeddings(model, tables)
     chosen = {id(table) for table in tables.values()}
     names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
     for mapping in _mappings(rule):
@@ -37,6 +38,27 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[s
                     "or leave the table out of sparse."
                 )
     return names
+
+
+def _check_embeddings(model: nn.Module, tables: Params) -> None:
+    """Refuse embeddings whose adapted tables get gradients that no rule takes, or are written into."""
+    named = {id(table) for table in tables.values()}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.weight.requires_grad:
+            continue
+        kind = f"{type(module).__name__} ({name or 'the model itself'})"
+        weight = f"{name}.weight".lstrip(".")
+        if module.max_norm is not None:
+            raise ValueError(
+                f"MAML(model, ...): {kind} has max_norm={module.max_norm}, which writes into the table in place "
+                "whenever rows are looked up; that has no derivative. Construct it without, or freeze its weight."
+            )
+        if module.sparse and id(module.weight) not in named:
+            raise ValueError(
+                f"MAML(model, ...): {kind} has sparse=True, and its gradients, which are sparse COO tensors, have no "
+                f"derivative. Pass sparse=[{weight!r}], which adapts the rows that are looked up, or construct it "
+                "without sparse."
+            )
 
 
 def _mappings(value: object) -> Iterator[Mapping[str, object]]:

@@ -1,0 +1,425 @@
+"""Stacked tasks give what one task after the other gives, or run so, with one warning."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+
+TASKS, SHOTS = 3, 4
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def examples(seed: int) -> Examples:
+    return Examples(draw(TASKS, SHOTS, 5, seed=seed), draw(TASKS, SHOTS, 2, seed=seed + 1))
+
+
+def lookups(seed: int) -> Examples:
+    ids = torch.randint(4, (TASKS, SHOTS, 3), generator=torch.Generator().manual_seed(seed))
+    return Examples(ids, draw(TASKS, SHOTS, 2, seed=seed))
+
+
+def sequences(seed: int) -> Examples:
+    return Examples(draw(TASKS, SHOTS, 3, 4, seed=seed), draw(TASKS, SHOTS, 3, 4, seed=seed + 1))
+
+
+class Calling(nn.Module):
+    """A small network whose forward is a function of the module and the input."""
+
+    def __init__(self, forward: Callable[[Calling, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.calls, self.seen = 0, []
+        self.call = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(draw(4, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.table, padding_idx=0).tanh().mean(1)
+
+
+def hidden(module: Calling, x: Tensor) -> Tensor:
+    return module.first(x).tanh()
+
+
+def reversed_gradient(module: Calling, x: Tensor) -> Tensor:
+    h = hidden(module, x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: -gradient)
+    return module.last(h)
+
+
+def reversed_by_node(module: Calling, x: Tensor) -> Tensor:
+    h = hidden(module, x)
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda grads, _: tuple(-g for g in grads))
+    return module.last(h)
+
+
+def counted_in_buffer(module: Calling, x: Tensor) -> Tensor:
+    module.count.add_(1)
+    return module.last(hidden(module, x)) * module.count.item()
+
+
+def counted_in_rebound_buffer(module: Calling, x: Tensor) -> Tensor:
+    module.count = module.count + 1
+    return module.last(hidden(module, x)) * module.count
+
+
+def counted_in_attribute(module: Calling, x: Tensor) -> Tensor:
+    module.calls += 1
+    return module.last(hidden(module, x)) * module.calls
+
+
+def counted_in_list(module: Calling, x: Tensor) -> Tensor:
+    module.seen.append(0)
+    return module.last(hidden(module, x)) * len(module.seen)
+
+
+def carried(module: Calling, x: Tensor) -> Tensor:
+    h = hidden(module, x) + getattr(module, "before", 0.0)
+    module.before = h.detach()
+    return module.last(h)
+
+
+def counted_outside() -> Calling:
+    calls = [0]
+
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        calls[0] += 1
+        return module.last(hidden(module, x)) * calls[0]
+
+    return Calling(forward)
+
+
+def recomputed(module: Calling, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return module.last(hidden(module, x)) + 0 * checkpoint(torch.tanh, x, use_reentrant=False).sum()
+
+
+def scattered(module: Calling, x: Tensor) -> Tensor:
+    h = hidden(module, x)
+    return module.last(torch.select_scatter(torch.ones_like(h), h[0], 0, 1))
+
+
+def with_module_hook(kind: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    if kind == "hook":
+        model[1].register_full_backward_hook(lambda module, into, out: (2 * into[0],))
+    else:
+        model[1].register_full_backward_pre_hook(lambda module, out: (2 * out[0],))
+    return model
+
+
+def hooked_by_forward_hook() -> nn.Module:
+    def hook(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: 3 * gradient)
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].register_forward_hook(hook)
+    return model
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Case(NamedTuple):
+    make: Callable[[], nn.Module]
+    reason: str | None = None  # of the warning; None: the tasks are stacked
+    examples: Callable[[int], Examples] = examples
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        self.count.add_(1)
+        return F.mse_loss(prediction, target) * self.count.item()
+
+
+def of(forward: Callable[[Calling, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return functools.partial(Calling, forward)
+
+
+CASES = {
+    "F.embedding(padding_idx)": Case(Padded, None, lookups),
+    "nn.Embedding(padding_idx)": Case(
+        lambda: nn.Sequential(nn.Embedding(4, 2, padding_idx=0), nn.Flatten(), nn.Linear(6, 2)), None, lookups
+    ),
+    "nn.EmbeddingBag": Case(lambda: nn.EmbeddingBag(4, 2, padding_idx=0), None, lookups),
+    "attention in eval mode": Case(Attention, None, sequences),
+    "backward hook": Case(lambda: with_module_hook("hook"), r"backward hooks of Tanh \(1\)"),
+    "backward pre-hook": Case(lambda: with_module_hook("pre-hook"), r"backward hooks of Tanh \(1\)"),
+    "hook on a tensor": Case(of(reversed_gradient), "cannot register a hook"),
+    "hook on a tensor by a forward hook": Case(hooked_by_forward_hook, "cannot register a hook"),
+    "hook on a node": Case(of(reversed_by_node), "asks for the graph of a tensor"),
+    "buffer written": Case(of(counted_in_buffer), "writes its buffer 'count'"),
+    "buffer rebound": Case(of(counted_in_rebound_buffer), "writes its buffer 'count'"),
+    "attribute": Case(of(counted_in_attribute), "changes its attribute 'calls'"),
+    "list": Case(of(counted_in_list), "changes its attribute 'seen'"),
+    "state carried on": Case(of(carried), "changes its attribute 'before'"),
+    "operation": Case(of(scattered), "loses the gradient of torch.select_scatter"),
+    "loss with a buffer": Case(
+        lambda: nn.Linear(5, 2),
+        r"CountingLoss \(the module itself\) writes its buffer",
+        loss_fn=CountingLoss(),
+    ),
+}
+SECOND_ORDER_MISSING = {"nn.EmbeddingBag"}
+NOT_REPEATABLE = {"attribute", "list", "loss with a buffer", "buffer written", "state carried on"}
+REPEATABLE = sorted(CASES.keys() - SECOND_ORDER_MISSING - NOT_REPEATABLE)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+class Outcome(NamedTuple):
+    loss: Tensor
+    grads: list[Tensor]
+    state: dict[str, Tensor]
+
+
+def outcome(case: Case, **options) -> Outcome:
+    torch.manual_seed(0)
+    model, loss_fn = case.make().double(), copy.deepcopy(case.loss_fn)
+    maml = mg.MAML(model, loss_fn, inner=mg.optim.rules.sgd(lr=0.1), steps=2, **options)
+    batch = Batch(case.examples(0), case.examples(2))
+    losses = []
+    for _ in range(2):
+        loss = maml(batch).loss
+        loss.backward()
+        losses.append(loss.detach())
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return Outcome(torch.stack(losses), grads, model.state_dict())
+
+
+def assert_as_in_a_loop(case: Case, **options) -> None:
+    expected = outcome(case, task_chunk=1, **{k: v for k, v in options.items() if k != "compile"})
+    if case.reason is None:
+        found = outcome(case, **options)
+    else:
+        with pytest.warns(UserWarning, match=case.reason) as caught:
+            found = outcome(case, **options)
+        assert sum("one by one" in str(w.message) for w in caught) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_stacked_tasks_are_those_of_a_loop(name, order):
+    if order == 2 and name in SECOND_ORDER_MISSING:
+        pytest.skip("torch has no second derivative")
+    assert_as_in_a_loop(CASES[name], order=order)
+
+
+@pytest.mark.parametrize("memory", ["step", slow("sqrt"), slow("auto")])
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_in_every_memory_mode(name, memory):
+    assert_as_in_a_loop(CASES[name], memory=memory)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:MAML\\(..., compile\\):UserWarning")
+@pytest.mark.parametrize("compile", [True, "whole"])
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_compiled(name, compile):
+    assert_as_in_a_loop(CASES[name], compile=compile)
+
+
+def test_several_tasks_together_are_those_of_a_loop():
+    case = CASES["F.embedding(padding_idx)"]
+    torch.testing.assert_close(outcome(case, task_chunk=2), outcome(case, task_chunk=1))
+
+
+def maml_of(model: nn.Module, **options) -> mg.MAML:
+    return mg.MAML(model.double(), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, **options)
+
+
+BATCH = Batch(examples(0), examples(2))
+
+
+def test_a_counter_outside_of_the_model_shows_in_the_numbers():
+    with pytest.warns(
+        UserWarning, match="its losses by torch.vmap are not those of one task after the other"
+    ):
+        maml_of(counted_outside())(BATCH)
+
+
+@pytest.mark.parametrize(("name", "number"), [("random", random.random), ("numpy.random", np.random.rand)])
+def test_numbers_of_other_generators_are_drawn_for_each_task(name, number):
+    model = Calling(lambda module, x: module.last(hidden(module, x)) * number())
+    with pytest.warns(UserWarning, match=f"draws from {name}"):
+        maml_of(model)(BATCH)
+
+
+def test_the_examination_leaves_nothing_behind():
+    model = Calling(counted_in_buffer)
+    model.seen, before = [1], torch.get_rng_state()
+    maml = maml_of(model)
+    with pytest.warns(UserWarning, match="writes its buffer"):
+        maml(BATCH)
+    assert model.count == TASKS * 3  # two inner steps and the query loss of each
+    assert model.seen == [1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_of_its_own_is_left_where_it_was():
+    generator = torch.Generator().manual_seed(3)
+    model = Calling(
+        lambda module, x: (
+            module.last(hidden(module, x)) * torch.rand((), generator=generator, dtype=torch.float64)
+        )
+    )
+    maml_of(model)(BATCH)
+    found = torch.rand((), generator=generator)
+    generator.manual_seed(3)
+    for _ in range(3):
+        torch.vmap(
+            lambda x: x + torch.rand((), generator=generator, dtype=torch.float64), randomness="different"
+        )(draw(TASKS))
+    assert found == torch.rand((), generator=generator)
+
+
+def test_each_task_has_a_dropout_mask_of_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 50), nn.Dropout(), nn.Softmax(-1), nn.Dropout(), nn.Linear(50, 2))
+    same = Examples(
+        torch.ones(TASKS, 1, 5, dtype=torch.float64), torch.ones(TASKS, 1, 2, dtype=torch.float64)
+    )
+    losses = maml_of(model)(Batch(same, same)).losses
+    assert len(set(losses[:, 0].tolist())) == TASKS
+
+
+def hook_everywhere(module: nn.Module, out: tuple) -> None:
+    pass
+
+
+CHANGES = {
+    "flag": lambda model: setattr(model, "flag", True),
+    "hook": lambda model: model.last.register_full_backward_pre_hook(hook_everywhere),
+    "global hook": lambda model: nn.modules.module.register_module_full_backward_pre_hook(hook_everywhere),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_is_examined_again(change):
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        return (reversed_gradient if module.flag else lambda m, x: m.last(hidden(m, x)))(module, x)
+
+    model = Calling(forward)
+    model.flag = False
+    maml = maml_of(model)
+    maml(BATCH)
+    handle = CHANGES[change](model)
+    try:
+        with pytest.warns(UserWarning, match="one by one"):
+            maml(BATCH)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_buffer_that_is_written_later_is_an_error():
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        if module.calls > 2:
+            module.count.add_(1)
+        return module.last(hidden(module, x))
+
+    model = Calling(forward)
+    maml = maml_of(model)
+    maml(BATCH)
+    model.calls = 3
+    with pytest.raises(RuntimeError, match="did not do when it was examined"):
+        maml(BATCH)
+
+
+def test_an_attribute_that_is_set_once_is_no_hindrance():
+    def forward(module: Calling, x: Tensor) -> Tensor:
+        if not hasattr(module, "scale"):
+            module.scale = torch.ones(x.shape[-1], dtype=torch.float64)
+        module.shape = x.shape
+        return module.last(hidden(module, x * module.scale))
+
+    maml_of(Calling(forward))(BATCH)
+
+
+def test_the_same_inside_of_a_checkpoint():
+    """The examination runs once, the recomputation twice: enclosing recordings do not count it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+    maml = maml_of(model)
+    loss = mg.checkpoint(lambda: maml(BATCH).loss)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    expected = torch.autograd.grad(maml(BATCH).loss, list(model.parameters()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_copies_and_pickles_examine_anew():
+    maml = maml_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
+    maml(BATCH)
+    assert not copy.deepcopy(maml)._remembered.batching._stackable
+    assert not pickle.loads(pickle.dumps(maml))._remembered.batching._stackable
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_sparse_embedding_says_what_to_do(kind):
+    model = nn.Sequential(kind(4, 2, sparse=True))
+    with pytest.raises(ValueError, match=r"sparse=True.*Pass sparse=\['0.weight'\]"):
+        maml_of(model)
+    maml_of(model, sparse=["0.weight"])
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_max_norm_is_refused(kind):
+    with pytest.raises(ValueError, match=r"max_norm=1\.0, which writes into the table in place"):
+        maml_of(nn.Sequential(kind(4, 2, max_norm=1.0)))
+    model = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 2))
+    model[0].weight.requires_grad_(False)
+    maml_of(model)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_a_sparse_inner_gradient_says_what_to_do(memory):
+    class Looked(Padded):
+        def forward(self, ids):
+            return F.embedding(ids, self.table, sparse=True).mean(1)
+
+    maml = maml_of(Looked(), task_chunk=1, memory=memory)
+    with pytest.raises(ValueError, match=r"gradient of 'table' is a sparse tensor.*Pass sparse=\['table'\]"):
+        maml(Batch(lookups(0), lookups(2)))
