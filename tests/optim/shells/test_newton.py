@@ -62,9 +62,9 @@ def test_a_network_learns(make):
 @every
 @pytest.mark.parametrize("net", [robustness.tanh_classifier, robustness.relu_classifier])
 def test_networks_are_learned_from_any_seed(make, net):
-    found = robustness.run(net, lambda model: make(model.parameters()))
+    found = robustness.run(net, lambda model: make(model.parameters()), seeds=range(5))
     assert (found.num_nan, found.num_above_first) == (0, 0)
-    assert found.num_below_a_tenth >= 18
+    assert found.num_below_a_tenth >= 4
 
 
 @pytest.mark.parametrize("make", [GaussNewton, NaturalGradient])
