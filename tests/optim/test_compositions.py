@@ -93,7 +93,7 @@ def test_clip_by_value_equals_torch(form):
 
 @pytest.mark.parametrize("clip", [clip_by_norm(1.0), clip_by_value(0.5), clip_by_value(scalar(0.5))])
 def test_clips_keep_gradients_row_sparse(clip):
-    values = draw({"w": (2, 3)})["w"]
+    values = 10 * draw({"w": (2, 3)})["w"]
     gradient = RowSparse(torch.tensor([1, 4]), values, (6, 3))
     table = {"w": torch.zeros(6, 3, dtype=torch.float64)}
     clipped, _ = clip.transform({"w": gradient}, clip.init(table), table)

@@ -345,7 +345,7 @@ def test_derivatives_equal_finite_differences(kl_clip):
 )
 def test_first_derivatives_equal_finite_differences(make, shape, fisher):
     fn, inputs = two_steps(make, *shape, fisher=fisher)
-    assert mg.gradcheck(fn, inputs, order=1)
+    assert mg.gradcheck(fn, inputs, order=1, eps=2e-6)  # within which there is no kink
 
 
 def test_third_derivatives_equal_finite_differences():

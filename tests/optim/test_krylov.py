@@ -92,7 +92,7 @@ def test_directions_without_curvature_are_left_by_a_step_of_gradient_descent(dty
 
 def test_a_radius_for_each_row():
     M, b = matrices(3, 5, least=-1.0), torch.ones(3, 5, dtype=F64)
-    M[0] = torch.eye(5)
+    M[0], M[1] = torch.eye(5), 2 * torch.eye(5)
     radius = torch.tensor([100.0, 0.01, 2.0], dtype=F64)
     found = conjugate_gradients(multiplied(M), b, radius=radius)
     assert names(found)[:2] == ["CONVERGED", "BOUNDARY"]

@@ -104,7 +104,7 @@ def test_gauss_newton(damping):
     rule = gauss_newton(damping=damping, rtol=1e-14, progress=None)
     params, w, dense = parameters(start), start, (1.0, 0.0, damping)
     state, ratios = rule.init(params), []
-    for _ in range(6):
+    for _ in range(3):  # at the minimum the ratio of reductions is one of roundings
         params, state = stepped(rule, least_squares, params, state)
         w, dense, ratio = damped_newton(
             w,

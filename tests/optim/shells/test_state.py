@@ -123,7 +123,7 @@ def test_random_numbers_follow_the_seed(case):
 def test_without_a_seed_it_is_torchs(case):
     with torch.random.fork_rng():
         torch.manual_seed(1234)
-        assert case.of(network()).param_groups[0]["seed"] == 1234
+        assert case.of(network()).param_groups[0]["seed"] == torch.initial_seed()
 
 
 @every
