@@ -17,6 +17,7 @@ from experiments import checkpoint, files, job, outer, resume
 from experiments.job import RunError, claimed, explained, failures_reported, launch
 from experiments.metrics import read_rows
 from experiments.signals import Interrupted, signals_deferred, signals_raised
+from tests.marks import slow
 
 log = logging.getLogger("test")
 
@@ -191,7 +192,7 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_a_run_that_then_goes_on_as_if_nothing_had_happened(
     run, fast_run, tmp_path, monkeypatch, number
 ):
@@ -230,6 +231,7 @@ def test_a_run_that_is_interrupted_before_its_first_step_says_that_there_is_noth
         signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_tasks_left_out_since_the_last_row_are_counted_after_a_resume(run, tmp_path, monkeypatch):
     settings = ["algorithm.nonfinite=skip", "log.every=4"]
     run(tmp_path / "whole", *settings)
@@ -246,6 +248,7 @@ def test_tasks_left_out_since_the_last_row_are_counted_after_a_resume(run, tmp_p
     assert last == [0, 2]
 
 
+@pytest.mark.slow
 def test_what_a_run_goes_on_from_is_set_aside(run, tmp_path):
     run(tmp_path, "checkpoint.every=2")
     run(tmp_path, f"resume={tmp_path}", "iterations=6", "evaluate.every=2")

@@ -20,6 +20,7 @@ from experiments.metrics import last_values, read_rows, series, value_of
 from experiments.train import run_job
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
+from tests.marks import slow
 
 FILES = [
     "provenance.json",
@@ -200,7 +201,7 @@ def test_the_unit_of_a_metric_may_be_left_out():
     assert value_of("test/accuracy", {"test/accuracy_before(%)": 20.0, "test/accuracy(%)": 90.0}) == 90.0
 
 
-@pytest.mark.parametrize("name", ["validation/accuracy", "test/los", "query_loss"])
+@pytest.mark.parametrize("name", [slow("validation/accuracy"), "test/los", slow("query_loss")])
 def test_a_metric_that_is_not_measured_is_refused_before_training(run, tmp_path, name):
     with pytest.raises(
         ValueError, match=rf"metric={name} is not measured; what is: validation/query_loss_before, "
