@@ -36,9 +36,9 @@ class Finding:
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
-        >>> (finding,) = metagrad.autograd.lint(torch.cdist(x[None], x[None]))
+        >>> (finding,) = metagrad.autograd.lint(torch.nn.functional.hardsigmoid(x))
         >>> str(finding).split(". ")[0]
-        'CdistBackward0, from torch.cdist, raises an error in derivatives of order 2'
+        'HardsigmoidBackward0, from F.hardsigmoid, raises an error in derivatives of order 2'
     """
 
     node: str

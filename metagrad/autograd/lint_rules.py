@@ -1,6 +1,6 @@
 """What is known of torch's backward nodes that cannot be differentiated as often as one would think.
 
-One row for each node, established on torch 2.13; ``tests/autograd/test_lint.py`` plants every row that runs on a
+One row for each node, established on torch 2.13, and looked at again on 2.14 and 2.15; ``tests/autograd/test_lint.py`` plants every row that runs on a
 CPU and shows the defect at the order given here. Orders count from the loss in whose graph the node stands, so a
 defect of ``layer_norm`` at its third derivative is one of ``NativeLayerNormBackwardBackward0``, a node of the
 gradient's graph, at the second.
@@ -9,6 +9,8 @@ gradient's graph, at the second.
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
+
+import torch
 
 from metagrad.autograd import nodes
 
@@ -24,6 +26,8 @@ class Rule(NamedTuple):
     source: str  # what the user wrote
     remedy: str
     applies: nodes.Predicate | None = None  # whether this node has the defect; None: all do
+    since: str = "0"  # the first version of torch with the defect
+    until: str = "99"  # the first without it again
 
 
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
@@ -42,7 +46,7 @@ _EARLIER = "Lint the loss whose gradient this is: the operation that cannot go o
 _COO_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COO))
 _COMPRESSED_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COMPRESSED))
 
-RULES: tuple[Rule, ...] = (
+_KNOWN: tuple[Rule, ...] = (
     # Sparse tensors. The gradient of their values is read by `_values()`, which detaches; a gradient is put back
     # on a pattern by `sparse_mask`, which has one derivative and no second.
     Rule(
@@ -159,10 +163,11 @@ RULES: tuple[Rule, ...] = (
         "Repeat the segment's number for each element, and use index_add.",
     ),
     # Distances, losses, activations, random numbers.
-    Rule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES),
-    Rule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES),
-    Rule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES),
-    Rule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES),
+    Rule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES, until="2.14"),
+    Rule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackward?", "wrong", 3, "F.pdist", _DISTANCES, since="2.14"),  # NaN
     Rule("CtcLossBackward?", "error", 2, "F.ctc_loss", _CTC),
     Rule(
         "MultiMarginLossBackward?",
@@ -309,3 +314,6 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN", _CTC),
 )
+
+RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)
+"""The defects of the torch that is installed."""

@@ -126,7 +126,7 @@ class Planted(NamedTuple):
     bad: Callable[..., Tensor]
     right: Callable[..., Tensor] | None
     inputs: tuple[Tensor, ...]
-    expected: tuple[str, str, int]
+    expected: tuple[str, str, int] | None  # None where the installed torch is right
 
 
 CASES = {
@@ -250,13 +250,13 @@ CASES = {
         torch.cdist,
         lambda a, b: (a[:, None] - b).norm(dim=-1),
         (values(3, 2), values(4, 2, seed=1)),
-        ("CdistBackward0", "error", 2),
+        ("CdistBackward0", "error", 2) if torch.__version__ < "2.14" else None,
     ),
     "pdist": Planted(
         F.pdist,
         lambda a: (a[[0, 0, 1]] - a[[1, 2, 2]]).norm(dim=-1),
         (values(3, 2),),
-        ("PdistBackward0", "error", 2),
+        ("PdistBackward0", "error", 2) if torch.__version__ < "2.14" else ("PdistBackward0", "wrong", 3),
     ),
     "ctc_loss": Planted(ctc, ctc_by_paths, (values(4, 1, 3),), ("CtcLossBackward0", "error", 2)),
     "multi_margin_loss": Planted(
@@ -417,9 +417,13 @@ def found(loss: Tensor, order: int) -> set[tuple[str, str, int]]:
 def test_a_planted_defect_is_found_at_the_order_at_which_torch_fails(name):
     case = CASES[name]
     torch._dynamo.reset()
+    loss = contracted(case.bad, leaves(case.inputs))
+    if case.expected is None:
+        assert first_bad_order(case) is None
+        assert found(loss, 3) == set()
+        return
     order = case.expected[2]
     assert first_bad_order(case) == order
-    loss = contracted(case.bad, leaves(case.inputs))
     assert case.expected in found(loss, 3)
     earlier = {f for f in found(loss, 3) if f[1] != "dense" and f[2] < order}
     assert earlier == set()
@@ -437,15 +441,15 @@ SCALED = "embedding, scaled by frequency"
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.right and name != SCALED])
 def test_the_right_function_agrees_with_finite_differences(name):
     case = CASES[name]
-    assert mg.gradcheck(case.right, leaves(case.inputs), order=case.expected[2], directions=1)
+    assert mg.gradcheck(
+        case.right, leaves(case.inputs), order=case.expected[2] if case.expected else 3, directions=1
+    )
 
 
 IN_THE_GRADIENT = {
     "embedding, sparse": ("SparseCooTensorWithDimsAndTensorsBackward0", "cut", 2),
     "to_dense": ("SparseMaskBackward0", "error", 2),
     "embedding_bag": ("EmbeddingBagBackwardBackward0", "error", 1),
-    "cdist": ("CdistBackwardBackward0", "error", 1),
-    "pdist": ("PdistBackwardBackward0", "error", 1),
     "Gamma.rsample": ("StandardGammaGradBackward0", "error", 1),
     "layer_norm": ("NativeLayerNormBackwardBackward0", "wrong", 2),
     "batch_norm": ("NativeBatchNormBackwardBackward0", "wrong", 2),
@@ -455,6 +459,11 @@ IN_THE_GRADIENT = {
     "hardsigmoid": ("torch::autograd::NotImplemented", "error", 1),
     "once_differentiable": ("torch::autograd::Error", "error", 1),
 }
+if torch.__version__ < "2.14":
+    IN_THE_GRADIENT |= {
+        "cdist": ("CdistBackwardBackward0", "error", 1),
+        "pdist": ("PdistBackwardBackward0", "error", 1),
+    }
 
 
 @pytest.mark.parametrize("name", IN_THE_GRADIENT)
@@ -501,7 +510,7 @@ def test_a_gradient_that_is_computed_densely_is_found_and_not_refused(product, n
 
 
 def test_every_rule_that_runs_on_a_cpu_is_planted():
-    planted = {case.expected for case in CASES.values()} | set(IN_THE_GRADIENT.values())
+    planted = {case.expected for case in CASES.values() if case.expected} | set(IN_THE_GRADIENT.values())
     planted |= {(f"{n}Backward0", "dense", 1) for n in ("SparseAddmm", "Mm", "Addmm")}
 
     def matches(rule):
