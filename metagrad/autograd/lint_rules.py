@@ -1,9 +1,9 @@
 """What is known of torch's backward nodes that cannot be differentiated as often as one would think.
 
-One row for each node, established on torch 2.13, and looked at again on 2.14 and 2.15; ``tests/autograd/test_lint.py`` plants every row that runs on a
-CPU and shows the defect at the order given here. Orders count from the loss in whose graph the node stands, so a
-defect of ``layer_norm`` at its third derivative is one of ``NativeLayerNormBackwardBackward0``, a node of the
-gradient's graph, at the second.
+One row for each node, established on torch 2.13 and looked at again on 2.14 and 2.15; ``tests/autograd/test_lint.py``
+plants every row that runs on a CPU and shows the defect at the order given here. Orders count from the loss in whose
+graph the node stands, so a defect of ``layer_norm`` at its third derivative is one of
+``NativeLayerNormBackwardBackward0``, a node of the gradient's graph, at the second.
 """
 
 from __future__ import annotations
