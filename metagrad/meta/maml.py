@@ -55,8 +55,10 @@ class MAML(nn.Module):
         U_i(\phi) = \phi - \alpha \nabla L_i^{\mathrm{support}}(\phi)
 
     The tasks of a batch run together: the forward is vmapped over stacked parameters, and one ordinary
-    backward takes all their gradients. Where that cannot be done (LSTM, running statistics) the tasks run one
-    by one, with one warning that says why; where it would be slower (convolutions on CPU) they do so too.
+    backward takes all their gradients. Where that cannot be done (LSTM, running statistics, backward hooks, buffers
+    and attributes that forward changes, what torch.vmap computes otherwise than a loop) the tasks run one by one,
+    with one warning that says why; where it would be slower (convolutions on CPU) they do so too. To find out, two
+    tasks of the first batch are computed both ways, and again when modules, hooks or flags of the model have changed.
 
     Args:
         model: Any module; its parameters that require grad are the meta-parameters and are adapted.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-import time
 import types
 import unittest
 from collections.abc import Callable, Iterator
@@ -233,14 +233,10 @@ def differs_silently(op, call: Callable[..., Tensor], inputs: tuple[Tensor, ...]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_operator_is_right_or_refused_under_vmap(op_db):
-    """Of each operator, what fits into a second; the whole takes some minutes."""
     wrong = []
     for op in op_db:
-        end = time.monotonic() + 1
-        for call, inputs in cases_of(op):
+        for call, inputs in itertools.islice(cases_of(op), 12):
             if differs_silently(op, call, inputs):
                 wrong.append((op.name, [tuple(x.shape) for x in inputs]))
-                break
-            if time.monotonic() > end:
                 break
     assert not wrong
