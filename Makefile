@@ -9,7 +9,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 	--maxprocesses 8 --dist worksteal --durations 10
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all mutants lint clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,10 @@ test: $(READY)  ## every test that is not marked slow: minutes on two cores
 
 test-all: $(READY)  ## every test
 	$(PYTEST)
+
+mutants: $(READY)  ## plants 60 bugs in a copy, one at a time, and prints which of them `make test` finds
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py record
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py run
 
 lint: $(READY)  ## formatting, lint and types, as CI runs them
 	$(BIN)/ruff format --check .
