@@ -19,6 +19,13 @@ class UncompilableError(Exception):
 class FreeTensorError(ValueError):
     """A step reads a tensor that requires grad without being handed it."""
 
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{name}: with compile, a tensor of shape {shape} that requires grad is read without being handed over, "
+            "so its gradient would be lost. Pass it as an argument."
+        )
+        self.shape = shape
+
 
 def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Tensor]:
     """Run a function once without compiling it, and refuse what compiling would lose.
@@ -42,10 +49,7 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
             "(with track_running_stats=False it has none)"
         )
     for tensor in recording.call.reads.differentiable:
-        raise FreeTensorError(
-            f"{name}: with compile, a tensor of shape {tuple(tensor.shape)} that requires grad is read without "
-            "being handed over, so its gradient would be lost. Pass it as an argument."
-        )
+        raise FreeTensorError(name, tuple(tensor.shape))
     return [constant.tensor for constant in constants]
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from metagrad._tree import Tree, leaf_names, tree_flatten, tree_unflatten
 from metagrad.autograd.lint import refuse_defects
+from metagrad.autograd.transforms import is_differentiated, is_transformed
 
 
 def grad(
@@ -24,7 +25,8 @@ def grad(
     Args:
         loss: A tensor with one element.
         params: A dict, list, tuple or named tuple (nested as you like) of tensors that require grad, or one.
-        create_graph: Keep the gradient on the tape, so that it can be differentiated again.
+        create_graph: Keep the gradient on the tape, so that it can be differentiated again; inside a transform such
+            as ``torch.func.grad`` it always is.
         retain_graph: Keep the loss's graph for another backward pass; by default as ``create_graph`` says.
         materialize_grads: Return zeros for parameters that the loss does not use, instead of an error.
 
@@ -51,6 +53,7 @@ def grad(
         return tree_unflatten([], spec)
     if create_graph:
         refuse_defects("grad(loss, params, create_graph=True)", loss, leaves)
+    create_graph = create_graph or is_differentiated()
     grads = torch.autograd.grad(
         loss,
         leaves,
@@ -80,6 +83,11 @@ def check_loss(call: str, loss: Tensor) -> None:
             "Reduce it first, for instance by .sum() or .mean()."
         )
     refuse_complex(call, loss)
+    if not loss.requires_grad and is_transformed():
+        raise ValueError(
+            f"{call}: the loss has no graph inside a torch.func transform, which follows functions and not graphs. "
+            "Call torch.func.grad or metagrad.hvp there, which take the loss as a function."
+        )
     if not loss.requires_grad:
         raise ValueError(
             f"{call}: the loss has no graph: nothing it was computed from requires grad, "

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from metagrad._tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import forward_mode
@@ -14,7 +15,8 @@ from metagrad.autograd.blocks import BlockwiseGradient, block_gradient, filled
 from metagrad.autograd.chain_record import record_chain
 from metagrad.autograd.chain_types import Chain
 from metagrad.autograd.grad import grad, refuse_complex
-from metagrad.autograd.missing import MissingDerivative
+from metagrad.autograd.missing import MissingDerivative, refuse_missing
+from metagrad.autograd.transforms import is_differentiated, is_transformed
 
 Mode = Literal["reverse", "forward", "block"]
 
@@ -65,7 +67,7 @@ def hvp(
         *args: What else the loss takes, constants for the derivative.
         mode: How.
         create_graph: Put the results on the tape, so that they can be differentiated with respect to ``params``,
-            ``v`` and whatever else requires grad.
+            ``v`` and whatever else requires grad; inside a ``torch.func`` transform they always can.
 
     Returns:
         The loss, the gradient and the product. Parameters that the loss does not use, or uses linearly and alone,
@@ -73,7 +75,8 @@ def hvp(
 
     Raises:
         ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has
-            more than one element or is complex, or an operation lacks the derivative that the mode needs.
+            more than one element or is complex, or an operation lacks the derivative that the mode needs, or with
+            ``create_graph`` the one after it.
         TypeError: A leaf is not a floating point tensor, or ``mode="block"`` is asked for a loss that is no chain.
 
     Example:
@@ -90,17 +93,30 @@ def hvp(
     if mode not in get_args(Mode):
         raise ValueError(f"hvp(..., mode): expected one of {', '.join(get_args(Mode))}, got {mode!r}.")
     leaves, weights = _checked(params, v)
+    if is_transformed():
+        if mode == "block":
+            raise ValueError(
+                'hvp(..., mode="block"): runs outside of torch.func transforms; take mode="reverse".'
+            )
+        create_graph = True
     if not create_graph:
         leaves, weights = [leaf.detach() for leaf in leaves], [weight.detach() for weight in weights]
     spec = tree_flatten(params)[1]
 
+    order = 3 if (is_differentiated() if is_transformed() else create_graph) else 2
+
     def fn(tensors: Sequence[Tensor]) -> Tensor:
-        return _one_element(loss_fn(tree_unflatten(list(tensors), spec), *args))
+        loss = _one_element(loss_fn(tree_unflatten(list(tensors), spec), *args))
+        if order == 3 or (is_transformed() and mode == "reverse"):
+            behind = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
+            refuse_missing("hvp(loss_fn, ...)", loss, order=order, behind=behind, kinds=("cut", "wrong"))
+        return loss
 
     if mode == "block":
         loss, gradient, product = _by_blocks(loss_fn, params, leaves, weights, args, create_graph)
     else:
-        loss, gradient, product = (_reverse if mode == "reverse" else _forward)(
+        reverse = _nested if is_transformed() else _reverse
+        loss, gradient, product = (reverse if mode == "reverse" else _forward)(
             fn, leaves, weights, create_graph
         )
     return Hvp(loss, tree_unflatten(list(gradient), spec), tree_unflatten(list(product), spec))
@@ -124,6 +140,16 @@ def _reverse(
     if create_graph:
         return loss, gradient, product
     return loss.detach(), [g.detach() for g in gradient], product
+
+
+def _nested(
+    fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor], weights: list[Tensor], create_graph: bool
+) -> Products:
+    """Take the gradient of the gradient by transforms, which nest in others where the tape does not."""
+    with forward_mode():
+        (gradient, loss), pull, *_ = torch.func.vjp(torch.func.grad_and_value(fn), leaves)
+        (product,) = pull((weights, torch.zeros_like(loss)))
+    return loss, gradient, product
 
 
 # As torch says it: of an operation, of a custom autograd.Function, and of F.mse_loss, whose gradient writes into

@@ -11,6 +11,7 @@ from torch import Tensor
 from metagrad._tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 from metagrad.autograd.missing import named_if_missing, refuse_missing
 from metagrad.autograd.together import Chunk, Together, checked_chunk
+from metagrad.autograd.transforms import is_differentiated
 from metagrad.autograd.variables import Variable, differentiated, end_nodes, find_variables, stacked
 
 _CALL = "linearize(loss, params)"
@@ -40,7 +41,8 @@ def linearize(
         params: A tree of tensors that require grad and that the loss was computed from.
         sparse: Tables to be taken by rows; for a dict of parameters, its keys.
         allow_unused: Return zeros for parameters that the loss does not depend on, instead of an error.
-        create_graph: Put the gradient on the tape, and, where they are not asked otherwise, the products.
+        create_graph: Put the gradient on the tape, and, where they are not asked otherwise, the products; inside
+            ``torch.func.grad`` they always are.
 
     Returns:
         A context manager with ``gradient`` and ``hvp(v)``.
@@ -65,6 +67,7 @@ def linearize(
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994.
     """
     variables = find_variables(_CALL, loss, params, sparse)
+    create_graph = create_graph or is_differentiated()
     return linearized(_CALL, loss, variables, tree_structure(params), allow_unused, create_graph)
 
 
@@ -140,7 +143,7 @@ class Linearization:
         self._refuse_closed()
         vectors, is_stack = self._read(v)
         size = checked_chunk("hvp(v)", chunk)
-        on_tape = self.create_graph if create_graph is None else create_graph
+        on_tape = self.create_graph if create_graph is None else create_graph or is_differentiated()
         pieces = self.pieces(vectors, chunk=size, create_graph=on_tape)
         with torch.set_grad_enabled(on_tape):
             products = _collected(pieces, vectors, on_tape)

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from metagrad._tree import tree_leaves
 from metagrad.autograd.budget import Memory, checked_memory
 from metagrad.autograd.compiled import CompileOptions
+from metagrad.autograd.transforms import is_on_the_tape, is_transformed
 from metagrad.meta.structured import Nested, Structured, arguments
+from metagrad.optim.rules import Params
 
 
 class ExamplesLike(Protocol):
@@ -53,16 +55,20 @@ def check_arguments(model: object, steps: int, order: int, task_chunk: int | Non
     """Refuse arguments of MAML that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(
-            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
-        )
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
     if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
         raise ValueError(
             f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
+        )
+
+
+def check_adapted(params: Params) -> None:
+    """Refuse a model of which nothing can be adapted."""
+    if not params:
+        raise ValueError(
+            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
         )
 
 
@@ -87,6 +93,17 @@ def check_memory(
         raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
     if options is not None and options.whole and memory != "full":
         raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
+
+
+def refuse_transforms(params: list[Tensor]) -> None:
+    """Refuse torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
+    if is_transformed() and not is_on_the_tape(params):
+        raise RuntimeError(
+            "MAML(batch): of torch.func, reverse mode (grad, vjp, jacrev) with respect to all parameters that are "
+            "adapted is taken, as in grad(lambda p: functional_call(maml, p, (batch,)).loss)(params). Instead of "
+            "vmap, call it batch by batch; instead of jvp, or for a part of the parameters, differentiate "
+            "maml(batch).loss by torch.autograd.grad."
+        )
 
 
 class Pair(NamedTuple):

@@ -16,12 +16,14 @@ from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,
     ExamplesLike,
+    check_adapted,
     check_arguments,
     check_ends,
     check_memory,
     check_steps,
     read_batch,
     read_support,
+    refuse_transforms,
 )
 from metagrad.meta.curvature import check_layers
 from metagrad.meta.finite import (
@@ -142,6 +144,7 @@ class MAML(nn.Module):
         self._remembered = _Remembered(model, loss_fn, task_chunk, self._compile)
         self.sparse = check_tables(model, sparse, inner)
         self._check()
+        check_adapted(self._remembered.adapted())
         if memory == "block":
             chain(model, loss_fn)
         self.inner = inner
@@ -275,9 +278,11 @@ class MAML(nn.Module):
             Its results with how many tasks ran together, and which tasks were left out.
         """
         self._check()
-        params: Params = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        params = self._remembered.adapted()
         skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
 
+        check_adapted(params)
+        refuse_transforms(list(params.values()))
         rule = self.inner
         if self.sparse:
             self.sparse = check_tables(self.model, self.sparse, rule)
@@ -339,8 +344,20 @@ class _Remembered:
         self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: CompileOptions | None
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
+        self.parameters = dict(model.named_parameters())
         self.batching = Batching(task_chunk)
         self.programs = None if options is None else (WholePrograms if options.whole else Programs)(options)
+
+    def adapted(self) -> Params:
+        """Return the parameters of the model that are adapted, with the values that they have now.
+
+        In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
+        """
+        current = dict(self.model.named_parameters())
+        if all(isinstance(p, nn.Parameter) for p in current.values()):
+            self.parameters = current
+        own = {name: self.parameters.get(name, p) for name, p in current.items()}
+        return {name: p for name, p in current.items() if p.requires_grad or own[name].requires_grad}
 
     def belongs_to(self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None) -> bool:
         """Say whether it is of these."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from metagrad._tree import Structure, dissect, tree_flatten, tree_map
-from metagrad.autograd.compile_check import UncompilableError, check_compilable
+from metagrad.autograd.compile_check import FreeTensorError, UncompilableError, check_compilable
 from metagrad.autograd.compiled import CompileOptions, operand
 from metagrad.autograd.kernels import Kernels
 from metagrad.meta.stacked import is_plain
@@ -19,6 +19,8 @@ from metagrad.optim.rules import Params, Rule
 
 if TYPE_CHECKING:
     from metagrad.meta.inner import Loss
+
+T = TypeVar("T")
 
 
 class Query(NamedTuple):
@@ -80,6 +82,20 @@ class Programs(Kernels):
         tensors, structure = dissect((params, x, y))
         query = Query(loss, structure)
         return self.query(lambda: self.check(query, tensors), query, tensors)  # type: ignore[return-value]
+
+    def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
+        """Return what ``compiled()`` returns, or ``eager()`` if that cannot be, or would lose a gradient."""
+
+        def without_free_tensors() -> T:
+            try:
+                return compiled()
+            except FreeTensorError as error:
+                raise UncompilableError(
+                    f"loss_fn or the model reads a tensor of shape {error.shape} that requires grad and is no "
+                    "parameter of the model (detach it if it is not to be learned)"
+                ) from error
+
+        return super().attempt(without_free_tensors, eager)
 
     def check(self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
         """Run what is to be compiled as it is; refuse what compiling would lose."""
