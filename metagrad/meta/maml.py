@@ -62,11 +62,16 @@ class MAML(nn.Module):
     with one warning that says why; where it would be slower (convolutions on CPU) they do so too. To find out, two
     tasks of the first batch are computed both ways, and again when modules, hooks or flags of the model have changed.
 
+    The arguments are attributes, which may be assigned: what a call does is what they say then.
+
     Args:
-        model: Any module; its parameters that require grad are the meta-parameters and are adapted.
-        loss_fn: ``loss_fn(prediction, target)`` for the examples of one task, a scalar.
+        model: Any module; its parameters that require grad are the meta-parameters and are adapted. Called as
+            ``model(x)``; as ``model(**x)`` where ``x`` is a dict, as ``model(*x)`` where it is a tuple or a list. It
+            may return a dict (of any subclass), a tuple, a list or a dataclass, with tensors in it.
+        loss_fn: ``loss_fn(prediction, target)`` for the examples of one task, a scalar; ``prediction`` is what the
+            model returned. The parameters of one that is a module are meta-learned, but not adapted.
         inner: The rule of the inner steps. Its hyper-parameters that are :class:`torch.nn.Parameter` become
-            parameters of this module, and are meta-learned.
+            parameters of this module (``inner_lr``), and are meta-learned; the rule reads them there at each call.
         steps: The number of inner steps, 0 or more.
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML).
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
@@ -89,8 +94,9 @@ class MAML(nn.Module):
         compile: Whether to compile one inner step, its vector-Jacobian product and the query loss, which serve any
             number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
             meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
-            cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``)
-            runs as it is, with one warning that says why.
+            cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``,
+            inputs or outputs that are not single tensors, a loss that reads a learned tensor) runs
+            as it is, with one warning that says why.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
@@ -169,12 +175,17 @@ class MAML(nn.Module):
         Differentiable where grad mode is on; under ``torch.no_grad()`` the tasks are adapted to all the same.
 
         Args:
-            batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``.
+            batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``: attributes, the
+                keys of dicts, or pairs, as in ``((xs, ys), (xq, yq))``. Of an ``x`` or ``y`` that is a dict, a tuple
+                or a nesting of such, every tensor is ``[tasks, ...]``; what is no tensor is the same for all tasks.
             steps: Another number of inner steps than the one given at construction.
 
         Raises:
             ValueError: The batch is empty, its task axes differ, a label is not a class of the model, or
                 ``steps`` is negative.
+            TypeError: The batch has another form, or what the model returns holds an object that is none of those.
+            RuntimeError: It is called inside a ``torch.func`` transform other than reverse mode (``grad``, ``vjp``,
+                ``jacrev``) with respect to all parameters that are adapted.
             FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
                 message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
@@ -194,7 +205,7 @@ class MAML(nn.Module):
         """Adapt to every task's support examples.
 
         Args:
-            support: ``x`` and ``y``, each ``[tasks, shots, ...]``.
+            support: ``x`` and ``y``, each ``[tasks, shots, ...]``, in the forms that :meth:`forward` takes.
             steps: Another number of inner steps than the one given at construction.
 
         Returns:
@@ -278,6 +289,8 @@ class MAML(nn.Module):
             Its results with how many tasks ran together, and which tasks were left out.
         """
         self._check()
+        if self.memory == "block" and not all(part is None or isinstance(part, Tensor) for part in tasks[:4]):
+            raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
         params = self._remembered.adapted()
         skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
 

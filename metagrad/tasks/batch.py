@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from metagrad._tree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 
 class Examples(NamedTuple):
     """Hold the inputs and targets of a batch of tasks.
 
     Args:
-        x: Inputs, [tasks, examples, ...].
-        y: Targets, [tasks, examples, ...]: labels or real values.
+        x: Inputs, [tasks, examples, ...]; or a dict or tuple of the arguments of a model, tensors [tasks, ...].
+        y: Targets, [tasks, examples, ...]: labels or real values; or a nesting of tensors [tasks, ...].
 
     Examples:
         >>> import torch
@@ -24,8 +27,8 @@ class Examples(NamedTuple):
         (torch.float64, torch.int64)
     """
 
-    x: Tensor
-    y: Tensor
+    x: Any
+    y: Any
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Examples:
         """Return the examples on a device and in a floating-point type.
@@ -37,7 +40,13 @@ class Examples(NamedTuple):
         Returns:
             New examples; a tensor that needs no change is not copied.
         """
-        return Examples(*(t.to(device=device, dtype=dtype if t.is_floating_point() else None) for t in self))
+
+        def moved(part: object) -> object:
+            if not isinstance(part, Tensor):
+                return part
+            return part.to(device=device, dtype=dtype if part.is_floating_point() else None)
+
+        return Examples(*tree_map(moved, tuple(self)))
 
 
 class Batch(NamedTuple):
@@ -63,7 +72,7 @@ class Batch(NamedTuple):
     @property
     def num_tasks(self) -> int:
         """The length of the leading axis of every tensor."""
-        return self.support.x.shape[0]
+        return next(leaf for leaf in tree_leaves(self.support.x) if isinstance(leaf, Tensor)).shape[0]
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
         """Return the batch on a device and in a floating-point type; see `Examples.to`."""
