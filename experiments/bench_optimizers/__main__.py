@@ -11,7 +11,7 @@ it wants them.
 First, estimates of diagonals are compared with dense matrices in float64, and equal rules with each other.
 
 `python -m experiments.bench_optimizers robustness` asks instead which optimizers learn small networks at their
-defaults, from many seeds.
+defaults, from many seeds; `python -m experiments.bench_optimizers zoo` trains eight problems by every optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench_optimizers import robustness
+from experiments.bench_optimizers import robustness, zoo
 from experiments.bench_optimizers.checks import check
 from experiments.bench_optimizers.measuring import measure
 from experiments.bench_optimizers.methods import METHODS, WORKLOADS
@@ -36,14 +36,20 @@ def parsed() -> argparse.Namespace:
         description="What a step of an optimizer costs, in gradients.",
     )
     add = parser.add_argument
-    add("study", nargs="?", default="cost", choices=["cost", "robustness"], help="what is measured (cost)")
+    add(
+        "study",
+        nargs="?",
+        default="cost",
+        choices=["cost", "robustness", "zoo"],
+        help="what is measured (cost)",
+    )
     add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
-    add("--optimizers", nargs="+", help=f"any of {', '.join(METHODS)} (all); for robustness, of its own")
+    add("--optimizers", nargs="+", help=f"any of {', '.join(METHODS)} (all); other studies have their own")
     add("--rounds", type=int, default=3, help="periods of each optimizer (3)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
     add("--out", type=Path, default=Path("outputs/bench_optimizers"), help="where optimizers.* go")
     arguments = parser.parse_args()
-    methods = METHODS if arguments.study == "cost" else robustness.OPTIMIZERS
+    methods = {"cost": METHODS, "robustness": robustness.OPTIMIZERS, "zoo": zoo.OPTIMIZERS}[arguments.study]
     arguments.optimizers = arguments.optimizers or list(methods)
     for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, methods)):
         unknown = [name for name in chosen if name not in known]
@@ -60,8 +66,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
     torch.set_num_threads(arguments.threads)
-    if arguments.study == "robustness":
-        robustness.main(arguments.optimizers, arguments.out)
+    studies = {"robustness": robustness.main, "zoo": zoo.main}
+    if arguments.study in studies:
+        studies[arguments.study](arguments.optimizers, arguments.out)
         return
     checked, everything = check(arguments.optimizers), {}
     print("\n".join(checked), end="\n\n", flush=True)

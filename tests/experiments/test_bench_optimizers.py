@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.bench_optimizers import __main__ as program_of
-from experiments.bench_optimizers import checks, measuring, methods, report, robustness
+from experiments.bench_optimizers import checks, measuring, methods, report, robustness, zoo
 from metagrad.optim import NewtonCG
 
 
@@ -241,3 +242,17 @@ def test_what_is_unknown_is_named(program, capsys):
         with pytest.raises(SystemExit):
             program(*arguments)
         assert text in capsys.readouterr().err
+
+
+def test_the_zoo_marks_what_does_not_end_below_adam(program, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(zoo, "PROBLEMS", {"beale": zoo.beale})
+    program("zoo", "--optimizers", zoo.REFERENCE, "Lion", "Shampoo")
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [name for name, _ in rows] == [zoo.REFERENCE, "Lion", "Shampoo"]
+    assert [loss.endswith("*") for _, loss in rows] == [False, True, False]
+    assert len((tmp_path / "zoo.md").read_text().splitlines()) == 5
+
+
+def test_a_step_of_the_zoo_that_refuses_counts_as_nan():
+    problem = zoo.Problem(zoo.Point(1.0), lambda model: (model() - 1).sqrt().sum())
+    assert math.isnan(zoo.trained(problem, zoo.OPTIMIZERS["Lion"], steps=1))
