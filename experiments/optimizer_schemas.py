@@ -151,9 +151,10 @@ class TrustRegionNewton(Newton):
 class LBFGS(NeedsClosure):
     """metagrad.optim.LBFGS."""
 
-    history: int = MISSING
-    line_search: str | None = MISSING
-    max_evaluations: int = MISSING
+    max_iter: int = MISSING
+    history_size: int = MISSING
+    line_search_fn: str | None = MISSING
+    max_eval: int = MISSING
 
 
 CATALOGUE: dict[str, type[Optimizer]] = {

@@ -164,7 +164,7 @@ def test_a_gradient_is_a_forward_and_a_backward_product(linear):
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lbfgs"])
 def test_a_step_of_the_first_order_costs_a_gradient(config, linear, name):
     now, examples = linear
-    others = ["optimizer.line_search=null"] if name == "lbfgs" else []
+    others = ["optimizer.line_search_fn=null"] if name == "lbfgs" else []
     step = stepper(config(f"optimizer={name}", *others).optimizer, now)
     assert counted(step, examples) == flops_of_gradient(now, examples)
 

@@ -51,7 +51,7 @@ def test_newton_cg_minimises_a_convex_quadratic_in_one_step(n):
         (natural_gradient(damping=0.0), 8),
         (trust_region_newton(), 8),
         (cubic_newton(cubic=0.1), 12),
-        (lbfgs(line_search="strong_wolfe"), 40),
+        (lbfgs(line_search_fn="strong_wolfe"), 40),
     ],
     ids=lambda rule: getattr(rule, "call", ""),
 )
@@ -68,7 +68,7 @@ def test_logistic_regression_to_a_gradient_of_1e_8(rule, most):
         (newton_cg(damping=1e-2, warm_start=0.95), 30),
         (trust_region_newton(), 40),
         (cubic_newton(), 40),
-        (lbfgs(line_search="strong_wolfe"), 60),
+        (lbfgs(line_search_fn="strong_wolfe"), 60),
     ],
     ids=lambda rule: getattr(rule, "call", ""),
 )
@@ -108,7 +108,8 @@ def test_gauss_newton_finds_what_scipy_finds():
 
 
 @pytest.mark.parametrize(
-    "make", [newton_cg, trust_region_newton, cubic_newton, lambda **k: lbfgs(line_search="strong_wolfe", **k)]
+    "make",
+    [newton_cg, trust_region_newton, cubic_newton, lambda **k: lbfgs(line_search_fn="strong_wolfe", **k)],
 )
 def test_climbing_is_descending_the_negative(make):
     start = parameters(classic_start(2))
@@ -140,7 +141,7 @@ def test_a_loss_that_is_infinite_beyond_a_wall_is_not_walked_into(make):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "rule",
-    [newton_cg(), trust_region_newton(), cubic_newton(), lbfgs(line_search="strong_wolfe")],
+    [newton_cg(), trust_region_newton(), cubic_newton(), lbfgs(line_search_fn="strong_wolfe")],
     ids=lambda rule: rule.call,
 )
 def test_dtypes_are_kept_and_steps_at_the_minimum_stay_there(rule, dtype):

@@ -93,8 +93,8 @@ CASES = {
     "cubic_newton": (cubic_newton, {"lr": 0.8, "cubic": 2.0}, {}, quartic_of),
     "cubic_newton indefinite": (cubic_newton, {"cubic": 1.0}, {}, indefinite),
     "cubic_newton truncated": (cubic_newton, {"cubic": 1.0}, {"max_steps": 2}, quartic_of),
-    "lbfgs": (lbfgs, {"lr": 0.9}, {"history": 2}, quartic_of),
-    "lbfgs wolfe": (lbfgs, {"lr": 0.9}, {"line_search": "strong_wolfe"}, quartic_of),
+    "lbfgs": (lbfgs, {"lr": 0.9}, {"history_size": 2}, quartic_of),
+    "lbfgs wolfe": (lbfgs, {"lr": 0.9}, {"line_search_fn": "strong_wolfe"}, quartic_of),
 }
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 

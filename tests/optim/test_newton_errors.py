@@ -43,9 +43,13 @@ WITH_CURVATURE = RULES[:-1]
         (trust_region_newton, {"radius": 0.0}, "radius must be above 0, got 0.0"),
         (trust_region_newton, {"max_radius": 0.0}, "max_radius must be above 0, got 0.0"),
         (trust_region_newton, {"accept": 0.25}, "accept must be from 0 to below 1/4, got 0.25"),
-        (lbfgs, {"history": 0}, r"lbfgs\(...\): history must be a whole number of at least 1, got 0"),
-        (lbfgs, {"max_evaluations": 1.5}, "max_evaluations must be a whole number"),
-        (lbfgs, {"line_search": "armijo"}, 'line_search must be "strong_wolfe" or None'),
+        (
+            lbfgs,
+            {"history_size": 0},
+            r"lbfgs\(...\): history_size must be a whole number of at least 1, got 0",
+        ),
+        (lbfgs, {"max_eval": 1.5}, "max_eval must be a whole number"),
+        (lbfgs, {"line_search_fn": "armijo"}, 'line_search_fn must be "strong_wolfe" or None'),
     ],
 )
 def test_hyperparameters_out_of_their_range(make, options, match):
@@ -99,10 +103,10 @@ def test_a_curvature_without_a_fisher_matrix():
 
 
 def test_a_line_search_without_a_loss():
-    rule, params = lbfgs(line_search="strong_wolfe"), {"w": torch.ones(2)}
+    rule, params = lbfgs(line_search_fn="strong_wolfe"), {"w": torch.ones(2)}
     with pytest.raises(ValueError, match="the line search needs the loss at other parameters"):
         rule.update({"w": torch.ones(2)}, rule.init(params), params)
-    with pytest.raises(TypeError, match=r"no evaluate\(params\).*or set line_search=None"):
+    with pytest.raises(TypeError, match=r"no evaluate\(params\).*or set line_search_fn=None"):
         rule.update({"w": torch.ones(2)}, rule.init(params), params, KnownDiagonal({}))
     assert rule.needs_curvature(0)
     assert not lbfgs().needs_curvature(0)

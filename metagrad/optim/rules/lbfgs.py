@@ -6,23 +6,40 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from metagrad.optim.rules.flat import RowSpace, divide, dot
+from metagrad.optim.rules.flat import divide, dot
+from metagrad.optim.rules.row_stack import RowStack
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
-from metagrad.optim.rules.strong_wolfe import strong_wolfe
+from metagrad.optim.rules.strong_wolfe import Searched, strong_wolfe
 
 
 class LBFGSState(NamedTuple):
-    """What :class:`LBFGS` carries from step to step."""
+    """What :class:`LBFGS` carries from step to step; pairs are those of all parameters, in rows.
+
+    Pairs that there are not yet are zeros without memory.
+    """
 
     step: int  # steps taken
-    place: Params  # where the last step began
-    gradient: Params  # the gradient there
-    moves: Params  # the last differences of places, [tasks, history, ...]; zero where there are none
-    changes: Params  # those of gradients
+    place: Tensor  # where the last step began, [tasks, n]
+    gradient: Tensor  # the gradient there, [tasks, n]
+    moves: tuple[Tensor, ...]  # the last differences s of places, oldest first, [tasks, n] each
+    changes: tuple[Tensor, ...]  # those of gradients, y
+    num_pairs: int  # how many of them there are
+    products: Tensor  # s_i^T y_j for i <= j, [tasks, history_size, history_size]
     report: Report  # what the last step did
+
+
+class Iteration(NamedTuple):
+    """A step, and where the gradient at its end is found."""
+
+    params: Params
+    state: LBFGSState
+    evaluation: list[
+        int
+    ]  # the number of the line search's evaluation at ``params``, for each task; 0: there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +48,10 @@ class LBFGS(SecondOrder):
 
     lr: Hyperparameter = 1.0
     weight_decay: Hyperparameter = 0.0
-    history: int = 10
-    line_search: Literal["strong_wolfe"] | None = None
-    max_evaluations: int = 25
+    history_size: int = 10
+    line_search_fn: Literal["strong_wolfe"] | None = None
+    max_eval: int = 25
+    tolerance_change: float = 0.0
     maximize: bool = False
     batch_ndim: int = 0
 
@@ -41,26 +59,31 @@ class LBFGS(SecondOrder):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("history", "max_evaluations"):
+        for name in ("history_size", "max_eval"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{self.call}: {name} must be a whole number of at least 1, got {value!r}.")
-        if self.line_search not in (None, "strong_wolfe"):
+        if not self.tolerance_change >= 0:
             raise ValueError(
-                f'{self.call}: line_search must be "strong_wolfe" or None, got {self.line_search!r}.'
+                f"{self.call}: tolerance_change must be at least 0, got {self.tolerance_change!r}."
+            )
+        if self.line_search_fn not in (None, "strong_wolfe"):
+            raise ValueError(
+                f'{self.call}: line_search_fn must be "strong_wolfe" or None, got {self.line_search_fn!r}.'
             )
 
     def needs_curvature(self, step: int) -> bool:
         """Say whether the loss is needed at other parameters; curvature itself never is."""
-        return self.line_search is not None
+        return self.line_search_fn is not None
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
-        number = self.begun(params)
-        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
-        b = self.batch_ndim
-        pairs = {key: p.new_zeros((*p.shape[:b], self.history, *p.shape[b:])) for key, p in params.items()}
-        return LBFGSState(0, zeros, zeros, pairs, dict(pairs), no_report(number))
+        number, size = self.begun(params), self.history_size
+        tasks = max(1, number.numel())
+        zero = number.new_zeros(()).expand(tasks, sum(p.numel() for p in params.values()) // tasks)
+        pairs = (zero,) * size
+        products = number.new_zeros(tasks, size, size)
+        return LBFGSState(0, zero, zero, pairs, pairs, 0, products, no_report(number))
 
     def update(
         self, grads: Params, state: LBFGSState, params: Params, curvature: object | None = None
@@ -68,78 +91,100 @@ class LBFGS(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective` for a line search."""
         if not params:
             return {}, state._replace(step=state.step + 1)
+        return self.iterate(grads, state, params, curvature)[:2]
+
+    def iterate(
+        self,
+        grads: Params,
+        state: LBFGSState,
+        params: Params,
+        curvature: object | None = None,
+        stacks: tuple[RowStack, RowStack] | None = None,
+    ) -> Iteration:
+        """Take one step as :meth:`update` does, and say which evaluation of the line search it ends at.
+
+        ``stacks`` are kept from step to step by whoever differentiates nothing, and spare copies of all pairs.
+        """
         problem = self.problem(grads, params, curvature, None, state.step)
-        space, g = problem.space, problem.g
-        w = space.rows(params)
-        moves, changes = self._pairs(space, state.moves), self._pairs(space, state.changes)
-        if state.step > 0:
-            moves, changes = _remembered(
-                moves, changes, w - space.rows(state.place), g - space.rows(state.gradient)
-            )
-        d, lr = problem.relative(two_loop(g, moves, changes))
-        length, evaluations = torch.ones_like(g[:, 0]), 0
-        if self.line_search is not None:
+        w, g = problem.space.rows(params), problem.g
+        if state.place.shape != w.shape:  # of other parameters: an optimizer's parameters come and go
+            state = self.init(params)._replace(step=state.step)
+        elif state.step > 0:
+            state = _remembered(state, w - state.place, g - state.gradient)
+        state, d = _directed(g, state, stacks)
+        d = problem.scaled(d)
+        found = Searched(torch.ones_like(g[:, 0]), [0] * len(g), 0)
+        if self.line_search_fn is not None:
             self._check_line_search(curvature)
-            length, evaluations = self._searched(problem, d)
-        return problem.moved((lr * length)[:, None] * d), LBFGSState(
-            state.step + 1,
-            space.tensors(w),  # a copy: parameters may be written in place
-            space.tensors(g),
-            self._tensors(space, moves),
-            self._tensors(space, changes),
-            problem.report(None, None, length, steps=evaluations),
-        )
+            found = self._searched(problem, d)
+        # Where there is no length, the direction may be none, or not finite.
+        move = torch.where((found.length > 0)[:, None], found.length[:, None] * d, 0.0)
+        report = problem.report(None, None, found.length, steps=found.evaluations)
+        state = state._replace(step=state.step + 1, place=w, gradient=g, report=report)
+        return Iteration(problem.moved(move), state, found.evaluation)
 
     def _check_line_search(self, curvature: object | None) -> None:
         if curvature is None:
             raise ValueError(
                 f"{self.call}.update: the line search needs the loss at other parameters, and curvature is None. "
-                "Pass TapeObjective(loss, params), or set line_search=None."
+                "Pass TapeObjective(loss, params), or set line_search_fn=None."
             )
-        check_can_evaluate(self.call, curvature, "set line_search=None")
+        check_can_evaluate(self.call, curvature, "set line_search_fn=None")
 
-    def _searched(self, problem: Problem, d: Tensor) -> tuple[Tensor, int]:
-        direction = d.detach()
+    def _searched(self, problem: Problem, d: Tensor) -> Searched:
+        g, value = problem.g, problem.value
+        if not (torch.is_grad_enabled() and g.requires_grad):
+            g, d, value = g.detach(), d.detach(), value.detach()
+        slope, size = dot(g, d), d.detach().abs().amax(1)
 
         def along(length: Tensor) -> tuple[Tensor, Tensor]:
-            value, g = problem.gradient(length[:, None] * direction)
-            return value, dot(g, direction)
+            value, g = problem.gradient(length[:, None] * d)
+            return value, dot(g, d)
 
         return strong_wolfe(
             along,
-            problem.before,
-            dot(problem.g.detach(), direction),
+            value,
+            torch.where(slope > -self.tolerance_change, 0.0, slope),
             slack=problem.slack,
-            max_evaluations=self.max_evaluations,
+            shortest=divide(torch.full_like(size, self.tolerance_change), size, where=size > 0),
+            max_eval=self.max_eval,
         )
 
-    def _pairs(self, space: RowSpace, tensors: Params) -> Tensor:
-        """Write a history as ``[tasks, history, n]``."""
-        return torch.cat(
-            [
-                pair.reshape(-1, self.history, p.numel() // max(1, space.each(0.0).numel()))
-                for pair, p in zip(tensors.values(), space.params.values(), strict=True)
-            ],
-            2,
-        )
 
-    def _tensors(self, space: RowSpace, pairs: Tensor) -> Params:
-        b, num_tasks = self.batch_ndim, len(pairs)
-        parts = pairs.split([p.numel() // num_tasks for p in space.params.values()], 2)
-        return {
-            key: part.reshape(*p.shape[:b], self.history, *p.shape[b:])
-            for (key, p), part in zip(space.params.items(), parts, strict=True)
-        }
-
-
-def _remembered(moves: Tensor, changes: Tensor, move: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+def _remembered(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
     """Put a pair in the place of the oldest, where it has the curvature that keeps the matrix positive definite."""
     curved = dot(move, change) > torch.finfo(move.dtype).eps * dot(change, change)
-    is_new = curved[:, None, None]
-    return (
-        torch.where(is_new, torch.cat([moves[:, 1:], move[:, None]], 1), moves),
-        torch.where(is_new, torch.cat([changes[:, 1:], change[:, None]], 1), changes),
-    )
+    if not bool(curved.any()):
+        return state
+    moves, changes = (*state.moves[1:], move), (*state.changes[1:], change)
+    products = F.pad(state.products[:, 1:, 1:], (0, 1, 0, 1))
+    if not bool(curved.all()):
+        row = curved[:, None]
+        moves = tuple(torch.where(row, new, old) for new, old in zip(moves, state.moves, strict=True))
+        changes = tuple(torch.where(row, new, old) for new, old in zip(changes, state.changes, strict=True))
+        products = torch.where(row[:, None], products, state.products)
+    num_pairs = min(state.num_pairs + 1, len(moves))
+    return state._replace(moves=moves, changes=changes, num_pairs=num_pairs, products=products)
+
+
+def _directed(
+    g: Tensor, state: LBFGSState, stacks: tuple[RowStack, RowStack] | None
+) -> tuple[LBFGSState, Tensor]:
+    """Complete the products of the pairs by those of the last, and return the direction by all of them."""
+    k = state.num_pairs
+    if not k:
+        return state, -_first_scale(g) * g
+    moves, changes = state.moves[-k:], state.changes[-k:]
+    if stacks is None:
+        S, Y = torch.stack(moves, 1), torch.stack(changes, 1)
+    else:
+        S, Y = stacks[0](moves), stacks[1](changes)
+        moves, changes = (*state.moves[:-k], *stacks[0].rows), (*state.changes[:-k], *stacks[1].rows)
+        state = state._replace(moves=moves, changes=changes)
+    column = F.pad(S @ Y[:, -1, :, None], (0, 0, len(state.moves) - k, 0))
+    products = torch.cat([state.products[:, :, :-1], column], 2)
+    d = -_inverse_times(g, S, Y, products[:, -k:, -k:])
+    return state._replace(products=products), d
 
 
 def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
@@ -147,6 +192,8 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
 
     .. math:: H_{k+1} = (I - \rho s y^\top) H_k (I - \rho y s^\top) + \rho s s^\top, \qquad \rho = 1 / s^\top y,
               \qquad H_0 = \frac{s^\top y}{y^\top y} I
+
+    What the loop of two passes over the pairs computes is computed by two triangular systems.
 
     Args:
         g: Gradients ``[tasks, n]``.
@@ -163,31 +210,46 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
         >>> from metagrad.optim.rules.lbfgs import two_loop
         >>> two_loop(torch.tensor([[8.0]]), torch.tensor([[[1.0]]]), torch.tensor([[[4.0]]]))
         tensor([[-2.]])
+
+    References:
+        Nocedal, Wright, "Numerical optimization", 2006, algorithm 7.4; Byrd, Nocedal, Schnabel, "Representations of
+        quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994.
     """
-    products = (moves * changes).sum(-1)
-    known = products > 0
-    inverse = divide(torch.ones_like(products), products, where=known)
-    q, weights = g, []
-    for index in reversed(range(moves.shape[1])):
-        weight = inverse[:, index] * dot(moves[:, index], q)
-        q = q - weight[:, None] * changes[:, index]
-        weights.append(weight)
-    size = g.abs().sum(1)
-    short = torch.where(size > 1, 1 / torch.where(size > 1, size, 1.0), 1.0)
-    scale = divide(products[:, -1], dot(changes[:, -1], changes[:, -1]), where=known[:, -1])
-    q = torch.where(known[:, -1], scale, short)[:, None] * q
-    for index, weight in zip(range(moves.shape[1]), reversed(weights), strict=True):
-        q = q + (weight - inverse[:, index] * dot(changes[:, index], q))[:, None] * moves[:, index]
-    return -q
+    return -_inverse_times(g, moves, changes, (moves @ changes.mT).triu())
+
+
+def _inverse_times(g: Tensor, S: Tensor, Y: Tensor, R: Tensor) -> Tensor:
+    """Multiply the inverse Hessian of pairs ``[tasks, k, n]`` with g; R is the upper triangle of S Y^T.
+
+    The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of R^T c = D a - Y H_0 q.
+    """
+    curvature = torch.diagonal(R, dim1=1, dim2=2)
+    known = curvature > 0
+    # Of pairs that are zero there are zeros in R, and in all that they would give.
+    R = R + torch.diag_embed((~known).to(R.dtype))
+    a = torch.linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
+    q = g - (a.mT @ Y).squeeze(1)
+    last = Y[:, -1]
+    scale = divide(curvature[:, -1], dot(last, last), where=known[:, -1])[:, None]
+    q = torch.where(known[:, -1:], scale, _first_scale(g)) * q
+    c = torch.linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
+    return q + (c.mT @ S).squeeze(1)
+
+
+def _first_scale(g: Tensor) -> Tensor:
+    """Make the first step no longer than 1 in the sum of its absolute values, ``[tasks, 1]``."""
+    size = g.abs().sum(1, keepdim=True)
+    return torch.where(size > 1, 1 / torch.where(size > 1, size, 1.0), 1.0)
 
 
 def lbfgs(
     lr: Hyperparameter = 1.0,
     *,
     weight_decay: Hyperparameter = 0.0,
-    history: int = 10,
-    line_search: Literal["strong_wolfe"] | None = None,
-    max_evaluations: int = 25,
+    history_size: int = 10,
+    line_search_fn: Literal["strong_wolfe"] | None = None,
+    max_eval: int = 25,
+    tolerance_change: float = 0.0,
     maximize: bool = False,
 ) -> LBFGS:
     r"""Make the rule of L-BFGS.
@@ -198,18 +260,21 @@ def lbfgs(
     passes. A pair without positive curvature :math:`s^\top y` is left out. A step is one iteration, and without a
     line search that of ``torch.optim.LBFGS(max_iter=1)``.
 
-    Derivatives are those of the loop; the lengths that a line search finds are powers and sums of powers of 1/2,
-    which do not change with small changes, and constants.
+    Derivatives are those of the steps, and with a line search those of the lengths, which are functions of the losses
+    and gradients that it has looked at (``curvature`` must then be on the tape, as the gradients are).
 
     Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as
-            may ``weight_decay``. Of a dict, the direction is that of all parameters together.
+        lr: The factor :math:`\eta` of every direction, in the forms of :data:`Hyperparameter`; may require grad, as
+            may ``weight_decay``. Of a dict, the direction is that of all parameters together. A line search begins
+            with this length, and may end at another.
         weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and
             line search; forms as for ``lr``.
-        history: How many pairs are kept.
-        line_search: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe conditions,
-            at the cost of a gradient each; None takes 1.
-        max_evaluations: The most gradients of a line search.
+        history_size: How many pairs are kept.
+        line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
+            conditions by cubic interpolation, at the cost of a gradient each; None takes 1.
+        max_eval: The most gradients of a line search.
+        tolerance_change: A line search is not begun where the slope along the direction is smaller, and ends where
+            its interval is: in it, no parameter differs by so much.
         maximize: Climb.
 
     Returns:
@@ -239,8 +304,9 @@ def lbfgs(
     return LBFGS(
         lr=lr,
         weight_decay=weight_decay,
-        history=history,
-        line_search=line_search,
-        max_evaluations=max_evaluations,
+        history_size=history_size,
+        line_search_fn=line_search_fn,
+        max_eval=max_eval,
+        tolerance_change=tolerance_change,
         maximize=maximize,
     )

@@ -32,7 +32,7 @@ class Objective(Curvature, Protocol):
         ...
 
     def gradient(self, params: Params) -> tuple[Tensor, Params]:
-        """Return the loss and its gradient at other parameters, constants."""
+        """Return the loss and its gradient at other parameters; on the tape if the parameters and this are."""
         ...
 
 
@@ -113,11 +113,16 @@ class TapeObjective(TapeCurvature):
             return _with_parts(self._loss(params))[0]
 
     def gradient(self, params: Params) -> tuple[Tensor, Params]:
-        """Return the loss and its gradient at other parameters, constants."""
-        variables = {key: p.detach().requires_grad_() for key, p in params.items()}
+        """Return the loss and its gradient at other parameters; on the tape with ``create_graph``."""
+        on_tape = self._create_graph and torch.is_grad_enabled()
+        variables = {
+            key: p if on_tape and p.requires_grad else p.detach().requires_grad_()
+            for key, p in params.items()
+        }
         with torch.enable_grad():
             value = _with_parts(self._loss(variables))[0]
-        return value.detach(), _gradients(value, variables, create_graph=False)
+            grads = _gradients(value, variables, create_graph=on_tape)
+        return (value, grads) if on_tape else (value.detach(), grads)
 
 
 def fisher_products(curvature: TapeCurvature, v: Params) -> Params:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from metagrad.optim.rules.flat import Rows, RowSpace, check_uniform, divide, dot
+from metagrad.optim.rules.flat import Rows, RowSpace, check_uniform, dot
 from metagrad.optim.rules.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
 from metagrad.optim.rules.krylov import RESULTS, Krylov
 from metagrad.optim.rules.objective import Objective
@@ -173,10 +173,14 @@ class Problem:
         return replace(self, g=g, products=lambda rows: torch.where(moves, products(rows), 0.0))
 
     @property
+    def value(self) -> Tensor:
+        """The loss where the step begins, ``[tasks]``, on the tape if the objective is."""
+        return self.sign * self.objective.value.reshape(-1) + self.penalty(self.space.rows(self.space.params))
+
+    @property
     def before(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, a constant."""
-        value = self.sign * self.objective.value.detach().reshape(-1)
-        return value if self.decay is None else value + self.penalty(self.space.rows(self.space.params))
+        return self.value.detach()
 
     @property
     def slack(self) -> Tensor:
@@ -184,22 +188,23 @@ class Problem:
         return 10 * torch.finfo(self.g.dtype).eps * self.before.abs()
 
     def penalty(self, w: Tensor) -> Tensor | float:
-        """Return the penalty at parameters ``[tasks, n]``, a constant."""
-        return 0.0 if self.decay is None else dot(w, self.decay * w).detach() / 2
+        """Return the penalty at parameters ``[tasks, n]``."""
+        return 0.0 if self.decay is None else dot(w, self.decay * w) / 2
 
     def after(self, d: Tensor) -> Tensor:
         """Return the loss at the end of a step, ``[tasks]``, a constant."""
         w = (self.space.rows(self.space.params) + d).detach()
         value = self.objective.evaluate(self.space.tensors(w))
-        return self.sign * value.reshape(-1) + self.penalty(w)
+        return (self.sign * value.reshape(-1) + self.penalty(w)).detach()
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss, ``[tasks]``, and its gradient, ``[tasks, n]``, at the end of a step; constants."""
-        w = (self.space.rows(self.space.params) + d).detach()
+        """Return the loss ``[tasks]`` and its gradient ``[tasks, n]`` at the end of a step; on the tape if d is."""
+        w = self.space.rows(self.space.params) + d
+        w = w if d.requires_grad else w.detach()
         value, grads = self.objective.gradient(self.space.tensors(w))
-        g = self.sign * self.space.rows(grads)
-        g = g if self.decay is None else g + (self.decay * w).detach()
-        return self.sign * value.reshape(-1) + self.penalty(w), g
+        value, g = self.sign * value.reshape(-1) + self.penalty(w), self.sign * self.space.rows(grads)
+        g = g if self.decay is None else g + self.decay * w
+        return (value, g) if d.requires_grad else (value.detach(), g.detach())
 
     def scaled(self, d: Tensor) -> Tensor:
         """Return a direction that descends times the step sizes, or times the least of them if that climbs."""
@@ -208,13 +213,6 @@ class Problem:
         least = torch.where(self.lr > 0, self.lr, torch.inf).amin(1, keepdim=True)
         climbs = dot(self.g, self.lr * d).detach() > 0
         return torch.where(climbs[:, None], least, self.lr) * d
-
-    def relative(self, d: Tensor) -> tuple[Tensor, Tensor]:
-        """Return :meth:`scaled` as a direction times the largest step size, which is ``[tasks]``."""
-        if self.lr.shape[1] == 1:
-            return d, self.lr[:, 0]
-        most = self.lr.amax(1)
-        return divide(self.scaled(d), most[:, None], where=most[:, None] > 0), most
 
     def step(self, d: Tensor, curved: Tensor) -> Step:
         """Return the step in a direction; ``curved`` is d^T B d, and known of the step by one product if need be."""

@@ -154,7 +154,7 @@ class CurvatureOptimizer(RuleOptimizer):
         inputs: Tensor | Sequence[Tensor] | None,
     ) -> None:
         leaves = leaves_behind(loss) if inputs is None else _as_list(inputs)
-        if "_is_linted" not in self.__dict__:
+        if self.differentiates_twice and "_is_linted" not in self.__dict__:
             refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
             self._is_linted = True
         found = torch.autograd.grad(

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import Tensor
 
-from metagrad.optim.rules.lbfgs import lbfgs
+import metagrad.optim.rules as rules
+from metagrad.optim.rules.probes import torchs_own
+from metagrad.optim.rules.row_stack import RowStack
+from metagrad.optim.rules.rule import Params
+from metagrad.optim.shells.closure_objective import ClosureObjective
 from metagrad.optim.shells.newton_optimizer import NewtonOptimizer
-from metagrad.optim.shells.optimizer import ParameterGroups
+from metagrad.optim.shells.optimizer import Group, ParameterGroups
 
 
 class LBFGS(NewtonOptimizer):
-    r"""Optimize by L-BFGS, one iteration a step.
+    r"""Optimize by L-BFGS, up to ``max_iter`` iterations a step, as ``torch.optim.LBFGS`` does.
 
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
 
-    see :func:`~metagrad.optim.rules.lbfgs.lbfgs`, whose steps these are. ``torch.optim.LBFGS`` takes up to 20
-    iterations in a step, and one group; a step here is one, with gradients that may be clipped
-    or accumulated where there is no line search, and groups may differ in step size and weight decay.
+    see :func:`~metagrad.optim.rules.lbfgs.lbfgs`, whose steps the iterations are. ``step(closure)`` calls the closure
+    for loss and gradient where it begins, and then for both at other parameters, and iterates until the largest
+    element of the gradient is at most ``tolerance_grad``, neither the loss nor any parameter changes by more than
+    ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are made. It returns the loss at its
+    beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
+    iteration, with gradients that may be clipped or accumulated.
+
+    Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
+    Groups may differ in step size and weight decay.
 
     Args:
         params: Parameters, with names or without, or groups of them, which make one vector.
-        lr: The factor :math:`\eta` of every step.
+        lr: The factor :math:`\eta` of every direction.
         weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
-        history: How many pairs are kept.
-        line_search: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
-        max_evaluations: The most gradients of a line search.
+        max_iter: The most iterations of a step.
+        max_eval: The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is
+            enough for a line search.
+        tolerance_grad: A step ends where no element of the gradient is larger.
+        tolerance_change: A step ends where neither loss nor parameters change by more.
+        history_size: How many pairs are kept, in twice as many vectors of the size of the parameters. They are made
+            as iterations are.
+        line_search_fn: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
         maximize: Climb.
+        nonfinite: Where the loss or the gradient is NaN or infinite where a step begins, parameters and state stay as
+            they were, and there is an error (``"raise"``) or no step (``"skip"``).
 
     Raises:
         ValueError: As for :class:`NewtonCG`.
@@ -42,7 +61,7 @@ class LBFGS(NewtonOptimizer):
         ...     loss = 100 * (w[1] - w[0] ** 2) ** 2 + (1 - w[0]) ** 2
         ...     loss.backward()
         ...     return loss
-        >>> for _ in range(50):
+        >>> for _ in range(3):
         ...     loss = opt.step(closure)
         >>> torch.allclose(w, torch.ones_like(w))
         True
@@ -51,9 +70,11 @@ class LBFGS(NewtonOptimizer):
         Liu, Nocedal, Mathematical Programming 45, 1989.
     """
 
-    make_rule = staticmethod(lbfgs)
+    make_rule = staticmethod(rules.lbfgs)
     differentiates_twice = False
     whole = "quasi_newton"
+    _counts: Mapping[str, int] = {}
+    shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
 
     def __init__(
         self,
@@ -61,19 +82,115 @@ class LBFGS(NewtonOptimizer):
         lr: float | Tensor = 1.0,
         *,
         weight_decay: float | Tensor = 0.0,
-        history: int = 10,
-        line_search: Literal["strong_wolfe"] | None = "strong_wolfe",
-        max_evaluations: int = 25,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
         maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
         super().__init__(
             params,
             {
                 "lr": lr,
                 "weight_decay": weight_decay,
-                "history": history,
-                "line_search": line_search,
-                "max_evaluations": max_evaluations,
+                "max_iter": max_iter,
+                "max_eval": max_eval,
+                "tolerance_grad": tolerance_grad,
+                "tolerance_change": tolerance_change,
+                "history_size": history_size,
+                "line_search_fn": line_search_fn,
                 "maximize": maximize,
+                "nonfinite": nonfinite,
             },
         )
+
+    def _forget(self) -> None:
+        super()._forget()
+        # Buffers that are kept from step to step, and made anew where an optimizer is copied or loaded.
+        self._stacks: tuple[RowStack, RowStack] = self.__dict__.get("_stacks", (RowStack(), RowStack()))
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        name, group = type(self).__name__, self.param_groups[index]
+        for option in ("max_iter", "max_eval"):
+            value = group[option]
+            if (option, value) != ("max_eval", None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"{name}(params): {option} must be a whole number of at least 1, got {value!r}."
+                )
+        if not group["tolerance_grad"] >= 0:
+            raise ValueError(
+                f"{name}(params): tolerance_grad must be at least 0, got {group['tolerance_grad']!r}."
+            )
+
+    @property
+    def stats(self) -> dict[str, float | int | str]:
+        """What the last step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
+        found = super().stats
+        return {**found, **self._counts} if found else {}
+
+    def _is_curvature_due(self) -> bool:
+        return self.__dict__.get("_closure") is not None or super()._is_curvature_due()
+
+    def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
+        if self._closure is None or self._passes is None:
+            return super()._curvature(group, params, grads)
+        return _Evaluations(self._objective(params, torchs_own))
+
+    def _updated(
+        self, rule: rules.LBFGS, grads: Params, state: rules.LBFGSState, values: Params, curvature: Any
+    ) -> tuple[Params, rules.LBFGSState]:
+        """Iterate until nothing changes, or there have been enough iterations or evaluations."""
+        if not isinstance(curvature, _Evaluations):
+            return rule.update(grads, state, values, curvature)
+        group, iterations = self.param_groups[0], 0
+        most = group["max_eval"] or max(group["max_iter"] * 5 // 4, 25)
+        while iterations < group["max_iter"] and curvature.count < most:
+            if _largest(grads) <= group["tolerance_grad"]:
+                break
+            searching = dataclasses.replace(rule, max_eval=most - curvature.count)
+            before = curvature.value
+            moved, state, evaluation = searching.iterate(grads, state, values, curvature, self._stacks)
+            iterations += 1
+            change, values = _largest({key: moved[key] - p for key, p in values.items()}), moved
+            if change == 0 or iterations == group["max_iter"]:
+                break
+            grads = curvature.at(values, evaluation[0])
+            if change <= group["tolerance_change"]:
+                break
+            if abs(float(curvature.value - before)) < group["tolerance_change"]:
+                break
+        self._counts = {"iterations": iterations, "evaluations": curvature.count}
+        return values, state
+
+
+class _Evaluations:
+    """A closure's loss at the place where an iteration begins, and what is known of it elsewhere."""
+
+    def __init__(self, objective: ClosureObjective) -> None:
+        self._objective = objective
+        self._found: list[tuple[Tensor, Params]] = []
+        self.value = objective.value
+        self.evaluate = objective.evaluate
+        self.count = 1
+
+    def gradient(self, params: Params) -> tuple[Tensor, Params]:
+        """Call the closure for loss and gradient at other parameters."""
+        self.count += 1
+        self._found.append(self._objective.gradient(params))
+        return self._found[-1]
+
+    def at(self, params: Params, evaluation: int) -> Params:
+        """Go to where an iteration ends, and return the gradient there: of its so many-th evaluation, if of any."""
+        if not evaluation:
+            self.gradient(params)
+        self.value, grads = self._found[evaluation - 1]
+        self._found = []
+        return grads
+
+
+def _largest(tensors: Params) -> float:
+    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)

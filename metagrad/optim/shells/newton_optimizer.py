@@ -13,7 +13,7 @@ from metagrad.curvature import Result
 from metagrad.curvature.operators.recognition import Evaluated
 from metagrad.optim.rules.curvature import needs_curvature
 from metagrad.optim.rules.flat import check_uniform
-from metagrad.optim.rules.probes import as_rows
+from metagrad.optim.rules.probes import Generators, as_rows
 from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.second_order import endings
 from metagrad.optim.rules.tape_curvature import WeightedLoss
@@ -69,7 +69,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     Weight decay :math:`\gamma` is of the objective, which is the loss with :math:`\gamma |w|^2 / 2`: it enters
     gradient, matrix and ratio. What ``step`` returns is the loss alone.
 
-    With a ``GradScaler`` there is no closure, hence nothing to adapt by: ``adapt=False`` (or ``line_search=None``)
+    With a ``GradScaler`` there is no closure, hence nothing to adapt by: ``adapt=False`` (or ``line_search_fn=None``)
     and ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are unscaled. If
     ``scaler.unscale_(opt)`` is called before, to clip gradients: ``opt.backward(loss, scaler=scaler)``.
     """
@@ -281,17 +281,8 @@ class NewtonOptimizer(CurvatureOptimizer):
             )
         generators, fraction = generators_of(group["seed"], group["step"]), self._fraction(group)
         if self._closure is not None:
-            return ClosureObjective(
-                params,
-                self._passes,
-                self._curved,
-                self._closure,
-                self._all_params(),
-                self._random,
-                self._buffers,
-                generators,
-            )
-        option = next((o for o in ("adapt", "line_search") if group.get(o)), None)
+            return self._objective(params, generators)
+        option = next((o for o in ("adapt", "line_search_fn") if group.get(o)), None)
         if option is not None:
             raise RuntimeError(
                 f"{name}.step: {option}={group[option]!r} looks at the loss at other parameters, for which it is to "
@@ -304,6 +295,21 @@ class NewtonOptimizer(CurvatureOptimizer):
             )
         return GraphCurvature(
             params, self._passes, inverse_scale=self._inverse_scale(), generators=generators
+        )
+
+    def _objective(self, params: Params, generators: Generators) -> ClosureObjective:
+        """Return the loss of the closure, here and at other parameters."""
+        assert self._passes is not None
+        assert self._closure is not None
+        return ClosureObjective(
+            params,
+            self._passes,
+            self._curved,
+            self._closure,
+            self._all_params(),
+            self._random,
+            self._buffers,
+            generators,
         )
 
     def _inverse_scale(self) -> float:
@@ -341,9 +347,15 @@ class NewtonOptimizer(CurvatureOptimizer):
         values = {key: working(p) for key, p in params.items()}
         state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
-        moved, state = rule.update(grads, state, values, curvature)
+        moved, state = self._updated(rule, grads, state, values, curvature)
         used = {"the curvature": curvature.total} if isinstance(curvature, GraphCurvature) else {}
         return Change(params, moved, apart(state._replace(report=None), params), used=used), (state, whole)
+
+    def _updated(
+        self, rule: Any, grads: Params, state: Any, values: Params, curvature: Any
+    ) -> tuple[Params, Any]:
+        """Return what the rule makes of parameters and state."""
+        return rule.update(grads, state, values, curvature)
 
     def _gradients(self, params: Params) -> Params:
         grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]

@@ -148,7 +148,15 @@ CASES = [
     Case(NaturalGradient, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
     Case(CubicNewton, NEWTON, {}, {}, {}, options={"max_steps": 10}, by_hand={"adapt": False}),
     Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}),
-    Case(LBFGS, traits("backward", "one vector"), {}, {}, {}, by_hand={"line_search": None, "lr": 0.3}),
+    Case(
+        LBFGS,
+        traits("backward", "one vector"),
+        {},
+        {},
+        {},
+        options={"max_iter": 1, "max_eval": 25, "tolerance_change": 0.0, "history_size": 5},
+        by_hand={"line_search_fn": None, "lr": 0.3},
+    ),
 ]
 
 
