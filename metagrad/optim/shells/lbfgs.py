@@ -53,6 +53,7 @@ class LBFGS(NewtonOptimizer):
         TypeError: As for :class:`NewtonCG`.
 
     Example:
+        >>> import torch
         >>> from metagrad.optim.shells.lbfgs import LBFGS
         >>> w = torch.tensor([-1.2, 1.0], dtype=torch.float64, requires_grad=True)
         >>> opt = LBFGS([w])
