@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from metagrad.autograd.ambient import RandomState
@@ -42,15 +41,15 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
         raise UncompilableError(
             "random numbers are drawn, as dropout does, and a recomputation would draw others"
         )
-    constants = recording.call.reads.constants
-    if any(constant.before is not None for constant in constants):
+    reads = recording.call.reads
+    if reads.writes.before:
         raise UncompilableError(
             "running statistics are written, as BatchNorm does, where only values may flow "
             "(with track_running_stats=False it has none)"
         )
-    for tensor in recording.call.reads.differentiable:
+    for tensor in reads.differentiable:
         raise FreeTensorError(name, tuple(tensor.shape))
-    return [constant.tensor for constant in constants]
+    return [constant.tensor for constant in reads.constants]
 
 
 def _recorded(fn: Callable[..., Any], args: tuple, name: str) -> Recording:
@@ -60,13 +59,9 @@ def _recorded(fn: Callable[..., Any], args: tuple, name: str) -> Recording:
         recording = record(fn, args, {}, name=name)
     finally:
         random.restore()
-    with torch.no_grad():
-        for constant in recording.call.reads.constants:
-            if constant.before is not None:
-                constant.tensor.copy_(constant.before)
+    recording.call.reads.undo_writes()
     return recording
 
 
 def _draws(recording: Recording) -> bool:
-    random = recording.call.random
-    return random.cpu is not None or bool(random.cuda) or bool(recording.call.reads.generators)
+    return bool(recording.call.random.states) or bool(recording.call.reads.generators)

@@ -23,11 +23,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from metagrad._tree import tensors_in
 from metagrad.autograd.graph import graph_nodes
-
-# Functions that write into arguments though their names do not end in an underscore.
-_WRITERS = {torch.nn.functional.batch_norm, torch.nn.functional.instance_norm}
-_IN_PLACE = {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"}
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _IN_PLACE} | {"__setitem__"}
+from metagrad.autograd.journal import Entry, Journal, take_apart
+from metagrad.autograd.writes import Writes, written_by
 
 # What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
 _ATTRIBUTES = {
@@ -36,108 +33,135 @@ _ATTRIBUTES = {
 }
 
 
+REPEAT = (
+    "It must do the same again: depend on its arguments, on the tensors that it reads, on the random numbers of "
+    "torch, NumPy and Python, and on the attributes of its modules alone."
+)
+
+
 class Constant(NamedTuple):
     """A free tensor that does not require grad.
 
     Attributes:
         tensor: The tensor.
-        version: Its version when it was read.
-        before: A copy of what it held then, if the function that read it may have written into it, as batch
-            normalisation writes its running statistics.
+        version: Its version when it was read; None where torch keeps none.
     """
 
     tensor: Tensor
-    version: int
-    before: Tensor | None
+    version: int | None
 
-    def replayed(self, name: str) -> Tensor:
-        """Return what the call read; to write into it again leaves the tensor itself alone."""
-        if self.before is not None:
-            return self.before.clone()
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"{name}: a tensor of shape {tuple(self.tensor.shape)} that the function reads was modified in "
-                "place between the forward pass and its recomputation. Modify a copy, or pass it as an argument."
-            )
-        return self.tensor
+    def is_as_read(self) -> bool:
+        """Say whether nobody has written into the tensor since, as far as torch counts it."""
+        return self.version is None or self.tensor._version == self.version
 
 
-def _may_write(function: Callable, kwargs: dict[str, Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
-
-
-class Place(NamedTuple):
-    """A torch function in the sequence of calls, and the free tensors at some positions of its arguments.
-
-    A slot is (requires grad, index among the free tensors of that kind).
-    """
-
-    function: Callable
-    slots: dict[int, tuple[bool, int]]
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written into; inference tensors do not count it."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class Reads:
-    """The free tensors of a call, and where in its sequence of torch functions each was read."""
+    """What a call asked of torch, and the free tensors among it.
+
+    Attributes:
+        journal: The torch functions that it called, in their order.
+        slots: By the number of a torch function and the position among its tensors: which free tensor stands
+            there, as (requires grad, index among the free tensors of that kind).
+        differentiable: The free tensors that require grad.
+        constants: The others.
+        writes: What the call writes into that it did not make.
+        generators: The random generators that it was seen to draw from.
+    """
 
     def __init__(self) -> None:
+        self.journal = Journal()
+        self.slots: dict[int, dict[int, tuple[bool, int]]] = {}
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
-        self.places: dict[int, Place] = {}
+        self.writes = Writes()
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
-        self._slots: dict[tuple[int, bool], tuple[bool, int]] = {}
+        self._known: dict[tuple[int, bool], tuple[bool, int]] = {}
         self._read: list[Tensor] = []
 
-    def add(self, tensor: Tensor, function: Callable, number: int, position: int, writes: bool) -> Tensor:
-        """Note that call ``number`` reads a free tensor; return what it is to read in its place."""
+    def add(self, tensor: Tensor, number: int, position: int) -> Tensor:
+        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place."""
         # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
         with unobserved():
             key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
-        if key not in self._slots:
-            self._slots[key] = self._new_slot(_as_modes_see(tensor), key[1], writes)
+        if key not in self._known:
+            self._known[key] = self._new_slot(_as_modes_see(tensor), key[1])
             self._read.append(tensor)
-        slot = self._slots[key]
-        self.places.setdefault(number, Place(function, {})).slots[position] = slot
+        slot = self._known[key]
+        self.slots.setdefault(number, {})[position] = slot
         differentiable, index = slot
         return self.differentiable[index] if differentiable else self.constants[index].tensor
 
-    def _new_slot(self, tensor: Tensor, differentiable: bool, writes: bool) -> tuple[bool, int]:
+    def _new_slot(self, tensor: Tensor, differentiable: bool) -> tuple[bool, int]:
         if differentiable:
             self.differentiable.append(tensor)
             return True, len(self.differentiable) - 1
         with unobserved():
-            before = tensor.clone() if writes else None
-            self.constants.append(Constant(tensor, tensor._version, before))
+            self.constants.append(Constant(tensor, version_of(tensor)))
+            self.writes.know(tensor)
         return False, len(self.constants) - 1
 
-    def close(self, name: str) -> None:
+    def close(self, name: str, handed: Sequence[Tensor], versions: Sequence[int | None]) -> None:
         """Check that what the call wrote into is known as it was before."""
-        self._slots, self._read = {}, []
-        for index, constant in enumerate(self.constants):
-            if constant.before is not None:
-                # Not by version: batch normalisation writes its running statistics without a new one.
-                if torch.equal(constant.before, constant.tensor):
-                    self.constants[index] = constant._replace(before=None)
-            elif constant.tensor._version != constant.version:
+        self._known, self._read = {}, []
+        for tensor, version in zip(handed, versions, strict=True):
+            if version_of(tensor) != version or self.writes.reach(tensor):
                 raise ValueError(
-                    f"{name}: the function reads a tensor of shape {tuple(constant.tensor.shape)} that it did "
-                    "not make and then writes into it in place, so running it again would see another value. "
-                    "Return the new value instead."
+                    f"{name}: the function writes in place into one of its arguments, so running it again would "
+                    "see another value. Write into a copy."
                 )
+        for tensor in self.differentiable:
+            if self.writes.reach(tensor):
+                raise ValueError(
+                    f"{name}: the function reads a tensor of shape {tuple(tensor.shape)} that requires grad and "
+                    "writes into it in place, so running it again would see another value. Write into a copy."
+                )
+        self.writes.keep_changes((constant.tensor, constant.is_as_read()) for constant in self.constants)
+        copies = self.writes.copies()
+        for constant in self.constants:
+            if not constant.is_as_read() and copies.of(constant.tensor) is None:
+                raise ValueError(
+                    f"{name}: the function reads a tensor of shape {tuple(constant.tensor.shape)} that it did not "
+                    "make and that is then written into in place by something else than a torch function, so "
+                    "running it again would see another value. Return the new value instead."
+                )
+
+    def undo_writes(self) -> None:
+        """Let what the call wrote into hold again what it held before."""
+        copies = self.writes.copies()
+        with torch.no_grad():
+            for constant in self.constants:
+                copy = copies.of(constant.tensor)
+                if copy is not None:
+                    constant.tensor.copy_(copy)
 
     @contextlib.contextmanager
     def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
         """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
         with unobserved():
-            constants = [constant.replayed(name) for constant in self.constants]
-        with self._generators_restored():
-            if not self.places:
-                yield
-                return
-            with _Substitution(name, self.places, list(free), constants) as substitution:
-                yield
-            substitution.close()
+            constants = self._constants_again(name)
+        with self._generators_restored(), _Substitution(name, self, list(free), constants) as substitution:
+            yield
+        substitution.close()
+
+    def _constants_again(self, name: str) -> list[Tensor]:
+        """Return what the call read; to write into it again leaves the tensors themselves alone."""
+        copies = self.writes.copies()
+        constants = []
+        for constant in self.constants:
+            copy = copies.of(constant.tensor)
+            if copy is None and not constant.is_as_read():
+                raise RuntimeError(
+                    f"{name}: a tensor of shape {tuple(constant.tensor.shape)} that the function reads was modified "
+                    "in place between the forward pass and its recomputation. Modify a copy, or pass it as an "
+                    "argument."
+                )
+            constants.append(constant.tensor if copy is None else copy)
+        return constants
 
     @contextlib.contextmanager
     def _generators_restored(self) -> Iterator[None]:
@@ -161,7 +185,7 @@ def unobserved() -> contextlib.AbstractContextManager:
 def unrecorded() -> Iterator[None]:
     """Hide calls from enclosing recordings and replays, which count them, but from no other mode."""
     hidden = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-    others = [mode for mode in reversed(hidden) if not isinstance(mode, _Numbering)]
+    others = [mode for mode in reversed(hidden) if not isinstance(mode, _Observer)]
     for mode in others:
         _push_mode(mode)
     try:
@@ -194,8 +218,8 @@ def tell_recorders(made: Sequence[Tensor]) -> None:
         recorder.note(made)
 
 
-class _Numbering(TorchFunctionMode):
-    """Numbers the torch functions that a function calls, the same each time it runs.
+class _Observer(TorchFunctionMode):
+    """Is told of the torch functions that a function calls, the same ones each time it runs.
 
     Modes that were at work before, which look at every operation or count it, may call functions of their own: within
     a custom ``autograd.Function``, where torch saves its outputs, function modes are told of these.
@@ -203,42 +227,60 @@ class _Numbering(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.call_number = 0
         self._modes_before = torch._C._len_torch_dispatch_stack()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # A mode is off the stack while it looks at an operation.
         if func in _ATTRIBUTES or torch._C._len_torch_dispatch_stack() < self._modes_before:
             return func(*args, **(kwargs or {}))
-        number, self.call_number = self.call_number, self.call_number + 1
-        return self._called(number, func, args, kwargs or {})
+        tensors: list[Tensor] = []
+        constants: list[Any] = [torch.is_grad_enabled(), func]
+        for value in args:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                constants.append(Tensor)
+            else:
+                take_apart(value, tensors, constants)
+        if kwargs:
+            take_apart(kwargs, tensors, constants)
+        return self._called(tuple(constants), tensors, func, args, kwargs or {})
 
-    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         raise NotImplementedError
 
 
-class Recorder(_Numbering):
+class Recorder(_Observer):
     """Finds the free tensors of a function while it runs."""
 
     def __init__(self, reads: Reads, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.reads = reads
         self.arguments = {id(tensor): tensor for tensor in arguments}
+        self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.without_grad: set[int] = set()
-        self.outside: set[Node] = set()
+        self.outside: set[Node] = set(self.entrances)
 
-    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         generator = kwargs.get("generator")
         if generator is not None:
             self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
-        free = self._free(tensors_in((args, kwargs) if kwargs else args))
+        free = self._free(tensors)
         if free:
-            writes = _may_write(function, kwargs)
-            stand_ins = {i: self.reads.add(t, function, number, i, writes) for i, t in free.items()}
-            args, kwargs = _replace_tensors((args, kwargs), stand_ins)
+            number = len(self.reads.journal)
+            others = {i: self.reads.add(tensor, number, i) for i, tensor in free.items()}
+            args, kwargs = _replace_tensors((args, kwargs), others)
+        targets = written_by(function, args, kwargs)
+        if targets:
+            with unobserved():
+                self.reads.writes.protect(function, targets)
         result = function(*args, **kwargs)
-        made = tensors_in(result)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
+        self.reads.journal.append(entry, any(tensor.requires_grad for tensor in made))
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
 
@@ -299,19 +341,26 @@ class Recorder(_Numbering):
 
         Its graph may also end at leaves that the function made: those of a recording inside this one.
         """
+        if tensor.grad_fn in self.entrances:
+            return True
         nodes = list(graph_nodes([tensor], self.outside))
-        found = any(self._is_known(getattr(node, "variable", None)) for node in nodes)
+        found = any(self._is_known(getattr(node, "variable", None)) for node in nodes) or any(
+            successor in self.entrances for node in nodes for successor, _ in node.next_functions
+        )
         if found:
             self.outside.difference_update(nodes)
         return found
 
-    def refuse_unseen(self, name: str, outputs: Sequence[Tensor]) -> None:
-        """Raise if an output depends on a tensor that was never seen: its gradient would be lost."""
-        seen = {node for tensor in self.reads.differentiable if (node := tensor.grad_fn) is not None}
-        leaves = {id(tensor) for tensor in self.reads.differentiable} | set(self.arguments)
-        for node in graph_nodes(outputs, seen):
+    def inputs(self) -> set[Node]:
+        """Return the nodes of what the function read, where its own graph ends."""
+        return self.entrances | {node for t in self.reads.differentiable if (node := t.grad_fn) is not None}
+
+    def refuse_unseen(self, name: str, nodes: Iterable[Node]) -> None:
+        """Raise if a graph ends at a tensor that was never seen: its gradient would be lost."""
+        leaves = {id(tensor) for tensor in self.reads.differentiable}
+        for node in nodes:
             variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and id(variable) not in leaves:
+            if isinstance(variable, Tensor) and id(variable) not in leaves and not self._is_known(variable):
                 raise ValueError(
                     f"{name}: the function depends on a tensor of shape {tuple(variable.shape)} that requires "
                     "grad and that only a custom autograd.Function or a torch.func transform reads. Pass it "
@@ -319,43 +368,48 @@ class Recorder(_Numbering):
                 )
 
 
-class _Substitution(_Numbering):
-    """Replays a function with other tensors in the places where it reads its free ones."""
+class _Substitution(_Observer):
+    """Holds a second run of a function to the first, with other tensors where it reads its free ones."""
 
-    def __init__(
-        self, name: str, places: dict[int, Place], free: list[Tensor], constants: list[Tensor]
-    ) -> None:
+    def __init__(self, name: str, reads: Reads, free: list[Tensor], constants: list[Tensor]) -> None:
         super().__init__()
         self.name = name
-        self.places = places
+        self.reads = reads
         self.free = free
         self.constants = constants
+        self.with_graph = torch.is_grad_enabled()
+        self.number = 0
 
-    def _called(self, number: int, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        place = self.places.get(number)
-        if place is not None:
-            if place.function != function:
-                raise self._astray(f"{place.function} became {function}")
-            stand_ins = {
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.with_graph:
+            entry = (None, *entry[1:])
+        number = self.reads.journal.find(self.number, entry)
+        if number is None:
+            raise self._astray(self.reads.journal.difference(self.number, entry))
+        self.number = number + 1
+        slots = self.reads.slots.get(number)
+        if slots is not None:
+            others = {
                 position: (self.free if differentiable else self.constants)[index]
-                for position, (differentiable, index) in place.slots.items()
+                for position, (differentiable, index) in slots.items()
             }
-            args, kwargs = _replace_tensors((args, kwargs), stand_ins)
+            args, kwargs = _replace_tensors((args, kwargs), others)
         return function(*args, **kwargs)
 
     def close(self) -> None:
-        """Check that every place was reached."""
-        if self.call_number <= max(self.places):
-            raise self._astray(f"it ended after {self.call_number} torch functions")
+        """Check that the run did not end early."""
+        if not self.reads.journal.is_complete(self.number):
+            raise self._astray(f"it ended after {self.number} torch functions")
 
     def _astray(self, how: str) -> RuntimeError:
         return RuntimeError(
-            f"{self.name}: the function took another path when it was recomputed ({how}). It must depend on "
-            "its arguments, its free tensors and torch's random numbers alone."
+            f"{self.name}: the function took another path when it was recomputed: {how}. {REPEAT}"
         )
 
 
-def _replace_tensors(value: Any, stand_ins: dict[int, Tensor]) -> Any:
+def _replace_tensors(value: Any, others: dict[int, Tensor]) -> Any:
     """Replace the tensors at some positions, counted as :func:`tensors_in` yields them."""
     position = -1
 
@@ -363,7 +417,7 @@ def _replace_tensors(value: Any, stand_ins: dict[int, Tensor]) -> Any:
         nonlocal position
         if isinstance(value, Tensor):
             position += 1
-            return stand_ins.get(position, value)
+            return others.get(position, value)
         if isinstance(value, list):
             return [visit(item) for item in value]
         if isinstance(value, tuple):

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from metagrad._tree import Structure, Tree, fresh_leaf
-from metagrad.autograd.reads import tell_recorders
+from metagrad.autograd.fingerprint import Fingerprint
+from metagrad.autograd.reads import tell_recorders, unobserved
 from metagrad.autograd.replay import record
 
 T = TypeVar("T")
@@ -34,13 +36,20 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     """Call ``fn(*args, **kwargs)``, keeping its inputs and recomputing everything else when differentiated.
 
     Exact at every order, and recomputes at every order: the gradient's own graph (``create_graph=True``) is
-    not stored either. The recomputation sees what the call saw: the same random numbers (dropout masks), the
-    same autocast state, and the same free tensors, such as the weights that
-    :func:`torch.func.functional_call` put into a module for the duration of an outer call. Running statistics
-    of batch normalisation are updated once.
+    not stored either. The recomputation sees what the call saw: the random numbers of torch, NumPy and Python;
+    autocast, and the flags of torch that choose dtypes and kernels; the same free tensors, such as the weights that
+    :func:`torch.func.functional_call` put into a module for the duration of an outer call; and of the modules that
+    ``fn`` can reach their flags, numbers and buffers, which it leaves as it finds them. Buffers that are written in
+    place, through ``.data`` or by batch normalisation, or bound anew, are updated once.
+
+    A recomputation that does not repeat the call is an error: it is compared by the torch functions that were called,
+    with all arguments that are not tensors, and by the values of the results.
+
+    A tensor that leaves ``fn`` by another way than its return value (an attribute, a list) keeps its own graph, so
+    that its gradient is right as well; that graph is stored.
 
     Args:
-        fn: A function of trees of tensors, or a module; deterministic but for torch's random numbers.
+        fn: A function of trees of tensors, or a module, that does the same when it is called again.
         *args: Trees of tensors and constants.
         **kwargs: Likewise.
 
@@ -48,13 +57,21 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         What ``fn`` returns: a tree of tensors and constants.
 
     Raises:
-        ValueError: ``fn`` writes in place into its arguments or into a tensor that it did not make, or reads a
+        ValueError: ``fn`` writes in place into its arguments or into a tensor that requires grad, or reads a
             tensor that requires grad only inside a custom ``autograd.Function`` or a ``torch.func`` transform.
-        RuntimeError: On differentiation, if something ``fn`` reads was modified in place since.
+        RuntimeError: On differentiation, if something ``fn`` reads was modified in place since, or if ``fn`` does
+            something else than it did.
 
     Note:
-        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) ``fn`` is called as it is and its graph is
-        stored, with a warning: recompute outside, around the transform.
+        Not detected is what shows neither in the arguments of torch functions nor in results: a number that nothing
+        but a hook or the backward of a custom ``autograd.Function`` looks up when it runs; and an entry that changes,
+        other than by a torch function, in a result of more than 16384, of which a few entries are compared. Numbers
+        are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`, and
+        elsewhere to rounding. What ``fn`` does besides to objects that are no modules (it appends to a list, it
+        counts) it does again whenever it is recomputed.
+
+        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called as it is and
+        its graph is stored, with a warning: recompute outside, around the transform.
 
     Example:
         >>> x = torch.tensor(2.0, requires_grad=True)
@@ -69,15 +86,36 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    if torch._C._are_functorch_transforms_active():
+    if (why := cannot_recompute()) is not None:
         warnings.warn(
-            "checkpoint(fn, ...): called inside a torch.func transform, where nothing can be recomputed; its "
-            "graph is stored. Put the checkpoint around the transform.",
+            f"checkpoint(fn, ...): called {why}, where nothing can be recomputed; its graph is stored. Put the "
+            "checkpoint around the transform.",
             stacklevel=2,
         )
         return fn(*args, **kwargs)
-    recording = record(fn, args, kwargs, name="checkpoint(fn, ...)")
+    return recording_call(fn, args, kwargs, name="checkpoint(fn, ...)")
+
+
+def recording_call(
+    fn: Callable[..., T],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    modules: list[nn.Module] | None = None,
+) -> T:
+    """Call a function, keeping its inputs alone; takes what :func:`metagrad.autograd.replay.record` does."""
+    recording = record(fn, args, kwargs, name=name, modules=modules)
     return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
+
+
+def cannot_recompute() -> str | None:
+    """Say what is at work that a recomputed call cannot be part of; None if nothing is."""
+    if torch._C._are_functorch_transforms_active():
+        return "inside a torch.func transform"
+    if forward_ad._current_level >= 0:
+        return "inside forward-mode differentiation"
+    return None
 
 
 def attach(
@@ -101,7 +139,7 @@ def apply_visibly(
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Run a call so that only its operands are kept for its derivatives."""
-    return _Recomputed.apply(call, None, *operands)
+    return _Recomputed.apply(_Repeatable(call), None, *operands)
 
 
 class Vjp:
@@ -143,6 +181,30 @@ class Vjp:
             create_graph=create_graph,
             allow_unused=True,
         )
+
+
+class _Repeatable:
+    """A call whose results are held to those of its first run: backward passes have hooks, which may differ as well.
+
+    To rounding: with a graph of its own, some derivatives are computed by other operations.
+    """
+
+    def __init__(self, call: TensorFunction) -> None:
+        self.call = call
+        self.first: Fingerprint | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Compute, and compare."""
+        results = self.call(tensors)
+        with unobserved():
+            if self.first is None:
+                self.first = Fingerprint(results)
+            elif (difference := self.first.difference(results, exact=False)) is not None:
+                raise RuntimeError(
+                    f"A gradient did not repeat when it was recomputed, to be differentiated again: {difference}. "
+                    "Hooks on gradients and backward methods must do the same each time."
+                )
+        return results
 
 
 def vjp(

@@ -1,22 +1,30 @@
 """Recording one call of a function so that it can be run again on other values of what it read.
 
-Recomputation is right only if the second run sees what the first one saw. A :class:`Call` therefore captures, at
+Recomputation is right only if the second run does what the first one did. A :class:`Call` therefore captures, at
 call time, everything that can differ later: the arguments, the tensors that the function read without being handed
-them (:mod:`metagrad.autograd.reads`), and the random numbers and the autocast state
-(:mod:`metagrad.autograd.ambient`).
+them (:mod:`metagrad.autograd.reads`), random numbers, autocast and flags (:mod:`metagrad.autograd.ambient`), and the
+modules (:mod:`metagrad.autograd.modules`). And it holds the second run to the first, by the torch functions that
+were called (:mod:`metagrad.autograd.journal`) and by their results (:mod:`metagrad.autograd.fingerprint`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from metagrad._tree import Structure, Tree, dissect, fresh_leaf
-from metagrad.autograd.ambient import AutocastState, RandomState
-from metagrad.autograd.reads import Reads, Recorder, unobserved
+from metagrad.autograd.ambient import AutocastState, Flags, RandomState
+from metagrad.autograd.fingerprint import Fingerprint, is_deterministic
+from metagrad.autograd.graph import graph_nodes
+from metagrad.autograd.journal import plain_values
+from metagrad.autograd.modules import ModuleState, modules_of
+from metagrad.autograd.reads import REPEAT, Reads, Recorder, unobserved, version_of
 
 
 class Recording(NamedTuple):
@@ -39,22 +47,55 @@ class Recording(NamedTuple):
 class Call:
     """A recorded call, as a function of a flat list of tensors that can be run any number of times."""
 
-    def __init__(self, fn: Callable[..., Tree], name: str, arguments: Structure, num_arguments: int) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Tree],
+        name: str,
+        arguments: Structure,
+        num_arguments: int,
+        modules: list[nn.Module],
+    ) -> None:
         self.fn = fn
         self.name = name
         self.arguments = arguments
         self.num_arguments = num_arguments
         self.reads = Reads()
+        self.results = Fingerprint([])
+        self.constants: list[tuple] = []
         with unobserved():
+            self.modules = ModuleState(modules)
             self.random = RandomState()
             self.autocast = AutocastState()
+            self.flags = Flags()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the function again, on other values of the recorded tensors."""
+        """Run the function again, on the recorded tensors or copies of them."""
         handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
         args, kwargs = self.arguments.fill(handed)
-        with self.random.restored(), self.autocast.restored(), self.reads.substituted(self.name, free):
-            return _run(self.fn, args, kwargs)[0]
+        with self._surroundings(), self.reads.substituted(self.name, free):
+            outputs, _ = _run(self.fn, args, kwargs)
+        with unobserved():
+            self._verify(tensors, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Set up what was there when the call was made."""
+        with contextlib.ExitStack() as stack:
+            for state in (self.flags, self.autocast, self.random, self.modules):
+                stack.enter_context(state.restored())
+            yield
+
+    def _verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        difference = self.results.difference(outputs, exact=is_deterministic())
+        if difference is None and self.constants:
+            inputs = {node for tensor in tensors if (node := tensor.grad_fn) is not None}
+            if self.constants != _constants_in(graph_nodes(outputs, inputs)):
+                difference = "a custom autograd.Function kept other numbers for its backward"
+        if difference is not None:
+            raise RuntimeError(
+                f"{self.name}: the function did not repeat when it was recomputed: {difference}. {REPEAT}"
+            )
 
 
 def _run(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], Structure]:
@@ -63,37 +104,52 @@ def _run(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> tuple[
     return [output.view_as(output) for output in outputs], structure
 
 
-def record(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any], *, name: str) -> Recording:
+def record(
+    fn: Callable[..., Tree],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    modules: list[nn.Module] | None = None,
+) -> Recording:
     """Call ``fn(*args, **kwargs)`` and record what it takes to call it again.
 
-    The call is made on detached arguments; its graph is dropped when it returns.
+    The graph of what is returned is dropped. A tensor that leaves by another way, such as a penalty that is appended
+    to a list, keeps its own, which leads to the arguments.
 
     Args:
-        fn: Returns a tree of tensors; deterministic but for torch's random numbers.
+        fn: Returns a tree of tensors, and does the same when it is run again.
         args: Trees of tensors and constants.
         kwargs: Likewise.
         name: How errors name the call.
+        modules: The modules that ``fn`` calls, if they are known.
 
     Raises:
-        ValueError: ``fn`` writes in place into a tensor it did not make, or depends on a tensor that
-            requires grad and that no torch function was seen to read.
+        ValueError: ``fn`` writes in place into an argument or a tensor that requires grad, or depends on a tensor
+            that requires grad and that no torch function was seen to read.
     """
     tensors, arguments = dissect((args, kwargs))
-    call = Call(fn, name, arguments, len(tensors))
-    handed = [fresh_leaf(tensor) for tensor in tensors]
-    versions = [tensor._version for tensor in handed]
-    fresh_args, fresh_kwargs = arguments.fill(handed)
-    with torch.enable_grad(), Recorder(call.reads, handed) as recorder:
-        outputs, structure = _run(fn, fresh_args, fresh_kwargs)
-    if any(tensor._version != version for tensor, version in zip(handed, versions, strict=True)):
-        raise ValueError(
-            f"{name}: the function writes in place into one of its arguments, so running it again would see "
-            "another value. Write into a copy."
-        )
+    tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+    call = Call(fn, name, arguments, len(tensors), modules_of(fn) if modules is None else modules)
+    with torch.enable_grad():
+        handed = [t.view_as(t) if t.requires_grad else t.detach() for t in tensors]
+        versions = [version_of(tensor) for tensor in handed]
+        fresh_args, fresh_kwargs = arguments.fill(handed)
+        with Recorder(call.reads, handed) as recorder:
+            outputs, structure = _run(fn, fresh_args, fresh_kwargs)
     with unobserved():
         call.random.close()
-        call.reads.close(name)
-        recorder.refuse_unseen(name, outputs)
+        call.reads.close(name, handed, versions)
+        nodes = list(graph_nodes(outputs, recorder.inputs()))
+        recorder.refuse_unseen(name, nodes)
+        call.constants = _constants_in(nodes)
+        call.results = Fingerprint(outputs)
     return Recording(
         call, tensors + call.reads.differentiable, [fresh_leaf(output) for output in outputs], structure
     )
+
+
+def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
+    """Return the plain values that custom functions keep for their backward: of ``apply`` no mode is told."""
+    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return [(type(node), values) for node in custom if (values := plain_values(vars(node)))]

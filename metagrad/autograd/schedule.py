@@ -15,8 +15,9 @@ from torch import Tensor
 
 from metagrad._tree import Tree, tree_map
 from metagrad.autograd.budget import BudgetError, Measured, Mode, device_of, free_bytes
+from metagrad.autograd.modules import modules_of
+from metagrad.autograd.recompute import recording_call
 from metagrad.autograd.steps import StateCheck, checked_pair, stack
-from metagrad.autograd.sweep import unroll_recomputed
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
@@ -51,9 +52,17 @@ def plain(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tre
     return state, stack(collected)
 
 
-def recomputed(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+def recomputed(
+    step: Step, state: Tree, args: tuple, times: range, *, name: str = "at t={}"
+) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
-    return unroll_recomputed(step, state, args, times)
+    modules = modules_of(step)
+
+    def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+        called = f"unroll(step, ...) {name.format(t)}"
+        return recording_call(step, (state, t, *args), {}, name=called, modules=modules)
+
+    return plain(recomputed_step, state, args, times)
 
 
 def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
@@ -69,7 +78,8 @@ def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree,
         return recomputed(step, state, args, range(first, first + width))
 
     def segments(_: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-        state, aux = recomputed(segment, state, args, range(len(times) // width))
+        number = range(len(times) // width)
+        state, aux = recomputed(segment, state, args, number, name=f"in segment {{}} of {width} steps")
         return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
 
     return in_turn([(recomputed, times[:remainder]), (segments, times[remainder:])], step, state, args)

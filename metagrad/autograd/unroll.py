@@ -14,6 +14,7 @@ from metagrad.autograd.budget import Memory, Mode, checked_memory
 from metagrad.autograd.compiled import Compile, CompileOptions, checked_compile
 from metagrad.autograd.compiled_unroll import unroll_compiled
 from metagrad.autograd.kernels import Kernels
+from metagrad.autograd.recompute import cannot_recompute
 from metagrad.autograd.schedule import Step, in_turn, plain, unroll_by
 from metagrad.autograd.steps import checked_pair
 
@@ -42,7 +43,8 @@ def unroll(
     "auto"    what fits into the free memory    likewise
     ========= ================================= ======================================================
 
-    All return the same values and the same gradients, of any order. A budget is a number of bytes or a string such
+    All return the same values and the same gradients, of any order: a step that does not do the same again when it is
+    recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
     as ``"512MiB"``. The first step is measured (the storages that its graph, its state and its aux hold); the
     graphs and states that are kept stay below the budget, and the reverse sweep needs, beside them, what the
     derivative of one step needs.
@@ -110,10 +112,10 @@ def unroll(
         return _compiled(options, step, state, args, steps, mode, truncate, create_graph)
     if not create_graph:
         return _without_graphs(step, state, args, range(steps))
-    if mode != "full" and torch._C._are_functorch_transforms_active():
+    if mode != "full" and (why := cannot_recompute()) is not None:
         warnings.warn(
-            f"unroll(..., memory={memory!r}): called inside a torch.func transform, where nothing can be "
-            "recomputed; every step's graph is stored. Put the loop around the transform.",
+            f"unroll(..., memory={memory!r}): called {why}, where nothing can be recomputed; every step's graph is "
+            "stored. Put the loop around the transform.",
             stacklevel=2,
         )
         mode = "full"

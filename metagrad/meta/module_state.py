@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -83,9 +81,7 @@ class GeneratorStates:
     """The random generators of torch, Python and NumPy, and those handed to torch by name."""
 
     def __init__(self) -> None:
-        self.torch = RandomState()
-        self.python = random.getstate()
-        self.numpy = np.random.get_state()
+        self.all = RandomState()
         self.handed: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     @contextlib.contextmanager
@@ -96,25 +92,17 @@ class GeneratorStates:
 
     def torch_has_drawn(self) -> bool:
         """Say whether torch has drawn a random number."""
-        now = RandomState()
-        on_device = any(not torch.equal(state, self.torch.cuda[i]) for i, state in now.cuda.items())
-        return on_device or bool(self.handed) or not torch.equal(_cpu(now), _cpu(self.torch))
+        return bool(self.handed) or "torch" in self.all.moved()
 
     def drawn_elsewhere(self) -> str | None:
         """Say in a sentence if Python or NumPy has drawn a random number."""
-        for name, drawn in (
-            ("random", random.getstate() != self.python),
-            ("numpy.random", not _equal_states(np.random.get_state(), self.numpy)),
-        ):
-            if drawn:
-                return f"the model draws from {name}, which stacked tasks would do once for all of them"
+        for name in sorted(self.all.moved() - {"torch"}):
+            return f"the model draws from {name}, which stacked tasks would do once for all of them"
         return None
 
     def restore(self) -> None:
         """Set all of them back."""
-        self.torch.restore()
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        self.all.restore()
         for generator, state in self.handed.values():
             generator.set_state(state)
 
@@ -130,15 +118,6 @@ class _Handed(TorchFunctionMode):
         if isinstance(generator, torch.Generator) and id(generator) not in self.handed:
             self.handed[id(generator)] = generator, generator.get_state()
         return func(*args, **kwargs)
-
-
-def _cpu(state: RandomState) -> Tensor:
-    assert state.cpu is not None
-    return state.cpu
-
-
-def _equal_states(a: Any, b: Any) -> bool:
-    return a[0] == b[0] and bool(np.array_equal(a[1], b[1])) and a[2:] == b[2:]
 
 
 def _named_modules(roots: Iterable[object]) -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,448 @@
+"""A recomputation does what the call did, or is an error; it leaves no trace, and loses no gradient."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import metagrad as mg
+
+MEMORIES = ["step", "sqrt"]
+DEPRECATED = "ignore:.torch.jit.script. is deprecated:DeprecationWarning"  # torch's own, in forward mode
+
+
+class Model(nn.Module):
+    """A layer, and what a model may keep beside its parameters."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.dropout = nn.Dropout(0.4)
+        self.register_buffer("mean", torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+        self.calls, self.baseline = 0, 1.0
+        self.penalties: list[Tensor] = []
+        self.seen: Tensor | None = None
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class PythonNumbers(Model):
+    def forward(self, x):
+        return super().forward(x) * (1 + random.random() + random.gauss(0, 1))
+
+
+class NumpyNumbers(Model):
+    def forward(self, x):
+        return super().forward(x) * (1 + np.random.rand() + np.random.randn())
+
+
+class NumpyArray(Model):
+    def forward(self, x):
+        return super().forward(x) * torch.from_numpy(np.random.randn(4))
+
+
+class Dropout(Model):
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
+class Counter(Model):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Baseline(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        self.baseline = 0.9 * self.baseline + 0.1 * y.sum().item()
+        return y * self.baseline
+
+
+class Rebound(Model):
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x) * self.mean
+
+
+class ThroughData(Model):
+    def forward(self, x):
+        self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        self.count.data += 1
+        return super().forward(x) * self.mean.clone() + self.count.clone()
+
+
+class ThroughAView(Model):
+    def forward(self, x):
+        first = super().forward(x) * self.mean.clone()
+        self.mean.detach()[1:].mul_(0.9)
+        return first
+
+
+class BatchNorm(Model):
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class SpectralNorm(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Penalties(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        self.penalties.append(y.pow(4).mean())
+        return y
+
+
+class Attribute(Model):
+    def forward(self, x):
+        y = super().forward(x)
+        self.seen = y.pow(4).mean()
+        return y
+
+
+MODELS = [
+    PythonNumbers,
+    NumpyNumbers,
+    NumpyArray,
+    Dropout,
+    Counter,
+    Baseline,
+    Rebound,
+    ThroughData,
+    ThroughAView,
+    BatchNorm,
+    SpectralNorm,
+    Penalties,
+    Attribute,
+]
+
+
+def unrolled(model: nn.Module, x: Tensor, memory: str) -> Tensor:
+    return mg.unroll(lambda s, t: (0.5 * s + model(s), None), x, steps=4, memory=memory)[0]
+
+
+FORMS = {
+    **{memory: lambda model, x, memory=memory: unrolled(model, x, memory) for memory in [*MEMORIES, "8KiB"]},
+    "in a checkpoint": lambda model, x: mg.checkpoint(lambda x: mg.checkpoint(model, x), x),
+    "in a segment": lambda model, x: unrolled(lambda s: mg.checkpoint(model, s), x, "sqrt"),  # type: ignore[arg-type]
+}
+
+
+def outcome(model_type: type[Model], run) -> list:
+    """Return first and second derivatives, and what a model and the generators are afterwards."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(3)
+    model = model_type().double()
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    loss = run(model, x).pow(2).sum() + sum(model.penalties)
+    loss = loss if model.seen is None else loss + model.seen
+    inputs = [x, *model.linear.parameters()]
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    second = torch.autograd.grad(torch.cat([g.pow(2).flatten() for g in first]).sum(), inputs)
+    numbers = [model.calls, model.baseline, len(model.penalties), random.random(), np.random.randn()]
+    drawn = torch.rand(1, dtype=torch.float64)
+    buffers = [buffer.double() for buffer in model.buffers()]
+    return [*first, *second, *buffers, drawn, torch.tensor(numbers, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model_type", MODELS, ids=lambda m: m.__name__)
+def test_derivatives_and_everything_left_behind_equal_those_of_the_plain_call(model_type, form):
+    plain = (
+        (lambda model, x: model(x)) if "checkpoint" in form else (lambda model, x: unrolled(model, x, "full"))
+    )
+    for got, expected in zip(outcome(model_type, FORMS[form]), outcome(model_type, plain), strict=True):
+        scale = float(expected.detach().abs().max())
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9 * (scale + 1))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_flags_and_numbers_that_change_before_the_backward_pass_change_nothing(memory):
+    def gradient(memory, meddle):
+        torch.manual_seed(0)
+        model = Dropout().double()
+        x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+        last = unrolled(model, x, memory)
+        meddle(model)
+        return torch.autograd.grad(last.sum(), x)[0]
+
+    expected = gradient("full", lambda model: None)
+    for meddle in (nn.Module.eval, lambda model: setattr(model.dropout, "p", 0.9)):
+        torch.testing.assert_close(gradient(memory, meddle), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_settings_of_torch_that_change_before_the_backward_pass_change_nothing():
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    seen = []
+
+    def scaled(x):
+        seen.append(
+            (torch.get_default_dtype(), torch.backends.cuda.math_sdp_enabled(), torch.get_default_device())
+        )
+        return x * torch.full((3,), 1 / 3)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with nn.attention.sdpa_kernel(nn.attention.SDPBackend.FLASH_ATTENTION):
+            y = mg.checkpoint(scaled, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert seen == [(torch.float64, False, torch.device("cpu"))] * 2
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
+class Scaled(torch.autograd.Function):
+    """An identity that scales gradients."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.factor * gradient, None
+
+
+class Hidden(torch.autograd.Function):
+    """A product with what no torch function is told of."""
+
+    @staticmethod
+    def forward(ctx, x, array):
+        ctx.array = array
+        return x * float(array[0])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float(ctx.array[0]), None
+
+
+def fickle_functions():
+    """Functions that do something else each time, by what no recording can know."""
+    count, array = iter(range(1, 100)), np.ones(3)
+    shared = torch.from_numpy(array)
+
+    def writes_by_numpy(x):
+        array[:] += 1
+        return x * shared.sum()
+
+    def hooked(x):
+        n = next(count)
+        y = x * 1
+        y.register_hook(lambda g: g * n)
+        return y
+
+    def switched(x):
+        with torch.set_grad_enabled(next(count) % 2 == 1):
+            y = x.sin()
+        return x + y
+
+    return {
+        "number": (lambda x: x * next(count), r"torch function 0 was mul\(..., 1\) and became mul\(..., 2\)"),
+        "array": (lambda x: x * torch.tensor(np.arange(3) + next(count)), "torch function 0 was tensor"),
+        "branch": (
+            lambda x: x.sin() if next(count) == 1 else x.cos(),
+            r"was sin\(...\) and became cos\(...\)",
+        ),
+        "shorter": (lambda x: x.sin().cos() if next(count) == 1 else x.sin(), "went|became|ended"),
+        "longer": (lambda x: x.sin() if next(count) == 1 else x.sin().cos(), "became cos"),
+        "grad mode": (switched, "became sin|became _set_grad_enabled"),
+        "hook": (hooked, "was register_hook"),
+        "backward": (lambda x: Scaled.apply(x, next(count)), "custom autograd.Function kept other numbers"),
+        "custom function": (
+            lambda x: Hidden.apply(x, array.__iadd__(1)),
+            r"took another path|result of shape \(3,\) has other values",
+        ),
+        "memory shared with NumPy": (writes_by_numpy, r"result of shape \(3,\) has other values"),
+    }
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("form", ["checkpoint", "sqrt"])
+@pytest.mark.parametrize("case", fickle_functions())
+def test_what_does_not_repeat_is_an_error_that_says_what_differs(case, form, order):
+    function, message = fickle_functions()[case]
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    if form == "checkpoint":
+        y, name = mg.checkpoint(function, x), r"checkpoint\(fn, ...\)"
+    else:
+        y, name = (
+            mg.unroll(lambda s, t: (function(s), None), x, steps=4, memory=form)[0],
+            r"unroll\(step, ...\)",
+        )
+    with pytest.raises(RuntimeError, match=rf"(?s){name}.*({message if form == 'checkpoint' else ''})"):
+        torch.autograd.grad(y.sum(), x, create_graph=order == 2)
+
+
+def test_the_step_that_does_not_repeat_is_named():
+    count = iter(range(100))
+    x = torch.ones(3, requires_grad=True)
+    y, _ = mg.unroll(lambda s, t: (s * (t if t < 2 else next(count)), None), x, steps=3, memory="step")
+    with pytest.raises(RuntimeError, match=r"at t=2: .*was mul.*became mul"):
+        y.sum().backward()
+
+
+def test_a_gradient_that_does_not_repeat_at_second_order_is_an_error():
+    factor = [1.0]
+
+    def hooked(x):
+        y = x * x
+        y.register_hook(lambda g: g * factor[0])
+        return y
+
+    x = torch.ones(3, requires_grad=True)
+    (g,) = torch.autograd.grad(mg.checkpoint(hooked, x).sum(), x, create_graph=True)
+    factor[0] = 2.0
+    with pytest.raises(RuntimeError, match="A gradient did not repeat when it was recomputed"):
+        torch.autograd.grad(g.sum(), x)
+
+
+def test_not_detected_is_what_only_a_hook_looks_up_and_one_of_very_many_entries():
+    """As the docstring of checkpoint says."""
+    factor, many = [1.0], np.ones(2**15)
+    shared = torch.from_numpy(many)
+    x = torch.ones(2**15, dtype=torch.float64, requires_grad=True)
+
+    def hooked(x):
+        y = x * shared
+        y.register_hook(lambda g: g * factor[0])
+        return y
+
+    y = mg.checkpoint(hooked, x)
+    factor[0], many[5] = 2.0, 3.0
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert g[:6].tolist() == [2, 2, 2, 2, 2, 6]
+
+
+def test_what_is_computed_once_and_kept_may_be_missing_from_the_recomputation():
+    cache: dict[int, Tensor] = {}
+
+    def masked(x):
+        if len(x) not in cache:
+            cache[len(x)] = torch.ones(len(x), len(x)).tril().mul(2)
+        return (x.sin() * cache[len(x)]).cos()
+
+    x = torch.randn(4, requires_grad=True)
+    (g,) = torch.autograd.grad(mg.checkpoint(masked, x).sum(), x)
+    (expected,) = torch.autograd.grad(masked(x).sum(), x)
+    assert torch.equal(g, expected)
+
+
+def test_states_that_a_step_collects_keep_their_gradient():
+    """s_t = s^(2^t), so the sum of all that are collected has a closed form."""
+    x = torch.tensor(1.1, dtype=torch.float64, requires_grad=True)
+    for memory in MEMORIES:
+        path: list[Tensor] = []
+
+        def step(s, t, path=path):
+            path.append(s)
+            new = s**2
+            path.append(new)
+            return new, None
+
+        mg.unroll(step, x, steps=3, memory=memory)
+        total = torch.stack(path).sum()
+        (g,) = torch.autograd.grad(total, x, create_graph=True)
+        (h,) = torch.autograd.grad(g, x)
+        powers = [1, 2, 2, 4, 4, 8]
+        value = x.item()
+        assert g.item() == pytest.approx(sum(p * value ** (p - 1) for p in powers), rel=1e-12)
+        assert h.item() == pytest.approx(
+            sum(p * (p - 1) * value ** (p - 2) for p in powers if p > 1), rel=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    "write", [lambda w: w.data.mul_(2), lambda w: w.detach().mul_(2)], ids=["data", "detach"]
+)
+def test_writing_into_a_tensor_that_requires_grad_is_refused(write):
+    w, x = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+
+    def fn(x):
+        y = x * w
+        write(w)
+        return y
+
+    with pytest.raises(ValueError, match=r"shape \(3,\) that requires grad and writes into it in place"):
+        mg.checkpoint(fn, x)
+    with pytest.raises(ValueError, match="writes in place into one of its arguments"):
+        mg.checkpoint(lambda x: (x * 1, write(x))[0], x)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_inference_tensors(free):
+    x = torch.randn(3, requires_grad=True)
+    with torch.inference_mode():
+        c = torch.randn(3)
+    y = mg.checkpoint(lambda x: x + c, x) if free else mg.checkpoint(torch.mul, x, c)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g, torch.ones(3) if free else c)
+
+
+def doubled(form, x):
+    if form == "checkpoint":
+        return mg.checkpoint(lambda x: x.sin() * x, x).sum()
+    return mg.unroll(lambda s, t: (s.sin() * s, None), x, steps=1, memory=form)[0].sum()
+
+
+TRANSFORMS = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),))[1],
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "vmap": lambda f, x: torch.vmap(f)(x),
+}
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize("form", ["checkpoint", "sqrt"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_over_recomputation_are_right_and_say_that_graphs_are_stored(transform, form):
+    x = torch.randn(3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="inside a torch.func transform, where nothing can be recomputed"):
+        got = TRANSFORMS[transform](lambda x: doubled(form, x), x)
+    expected = TRANSFORMS[transform](lambda x: (x.sin() * x).sum(), x)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize("form", ["checkpoint", *MEMORIES])
+def test_dual_numbers_pass_and_say_that_graphs_are_stored(form):
+    x, v = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, v)
+        with pytest.warns(UserWarning, match="inside forward-mode differentiation"):
+            y = doubled(form, dual)
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(tangent, (v * (x.cos() * x + x.sin())).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "step", "sqrt"])
+def test_cotangents_in_batches(form):
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def f(x):
+        if form == "checkpoint":
+            return mg.checkpoint(lambda x: x.sin() * x, x)
+        return mg.unroll(lambda s, t: (s.sin() * s, None), x, steps=1, memory=form)[0]
+
+    got = torch.autograd.functional.jacobian(f, x, vectorize=True)
+    torch.testing.assert_close(got, torch.diag(x.cos() * x + x.sin()).detach(), rtol=1e-12, atol=1e-14)
