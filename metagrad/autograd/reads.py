@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from metagrad._tree import tensors_in
 from metagrad.autograd.graph import graph_nodes
@@ -179,6 +179,26 @@ class Reads:
 def unobserved() -> contextlib.AbstractContextManager:
     """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
     return torch._C.DisableTorchFunction()
+
+
+class FunctionModes:
+    """The modes of torch functions that are at work around a call, but for recordings and replays."""
+
+    def __init__(self) -> None:
+        self.modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, _Observer)]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
+        active = set(map(id, _get_current_function_mode_stack()))
+        missing = [mode for mode in self.modes if id(mode) not in active]
+        for mode in missing:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in missing:
+                _pop_mode()
 
 
 @contextlib.contextmanager

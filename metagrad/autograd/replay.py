@@ -24,7 +24,7 @@ from metagrad.autograd.fingerprint import Fingerprint, is_deterministic
 from metagrad.autograd.graph import graph_nodes
 from metagrad.autograd.journal import plain_values
 from metagrad.autograd.modules import ModuleState, modules_of
-from metagrad.autograd.reads import REPEAT, Reads, Recorder, unobserved, version_of
+from metagrad.autograd.reads import REPEAT, FunctionModes, Reads, Recorder, unobserved, version_of
 
 
 class Recording(NamedTuple):
@@ -67,6 +67,7 @@ class Call:
             self.random = RandomState()
             self.autocast = AutocastState()
             self.flags = Flags()
+        self.modes = FunctionModes()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on the recorded tensors or copies of them."""
@@ -82,7 +83,7 @@ class Call:
     def _surroundings(self) -> Iterator[None]:
         """Set up what was there when the call was made."""
         with contextlib.ExitStack() as stack:
-            for state in (self.flags, self.autocast, self.random, self.modules):
+            for state in (self.flags, self.autocast, self.random, self.modules, self.modes):
                 stack.enter_context(state.restored())
             yield
 
