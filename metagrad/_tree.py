@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from metagrad._torch import pytree
 
 Tree: TypeAlias = Any
 """A tensor, or a dict, list, tuple or named tuple of trees."""

@@ -21,7 +21,17 @@ NOT_IN_THE_CORE = {
     "pytest",
 }  # torch itself imports tqdm
 IMPORTED_WHERE_USED = {"scipy"}  # by the conversions from and to its matrices
-FLOORS = {"_tree": -1, "memory": 0, "sparse": 0, "autograd": 1, "curvature": 2, "optim": 3, "meta": 4}
+FLOORS = {
+    "_torch": -2,
+    "_torch_compiler": -2,
+    "_tree": -1,
+    "memory": 0,
+    "sparse": 0,
+    "autograd": 1,
+    "curvature": 2,
+    "optim": 3,
+    "meta": 4,
+}
 APART = {"tasks", "models"}
 
 

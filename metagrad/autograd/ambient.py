@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from metagrad import _torch
+
 
 def _equal_in_python(first: tuple, second: tuple) -> bool:
     """Compare two states of ``random``: 624 words, all of which change together, and a position."""
@@ -125,7 +127,7 @@ class _Flag(NamedTuple):
     set: Callable[[Any], None]
 
 
-_cuda, _C = torch.backends.cuda, torch._C
+_cuda = torch.backends.cuda
 _FLAGS = [
     _Flag(torch.get_default_dtype, torch.set_default_dtype),
     _Flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -134,10 +136,7 @@ _FLAGS = [
     _Flag(_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     _Flag(_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     _Flag(_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    _Flag(_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    _Flag(_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
-    _Flag(_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    _Flag(_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    *(_Flag(*pair) for pair in _torch.backend_flags),
 ]
 
 

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 Graph = Callable[..., Sequence[Tensor]]
@@ -63,21 +62,25 @@ class Backend:
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
+        # Not at the top, which would import the compiler along with metagrad.
+        from metagrad import _torch_compiler
+
+        self.changes_objects = _torch_compiler.changes_objects
         self.compile: Callable[..., Any]
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
-            make = functools.partial(torch._TorchCompileInductorWrapper, mode, dynamic=dynamic)
+            make = functools.partial(_torch_compiler.InductorBackend, mode, dynamic=dynamic)
             self.compile = make(options)
             self.compile_for_cpu = make({**_options_for_cpu(), **(options or {})})
         else:
-            self.compile = torch._TorchCompileWrapper(backend, mode, dict(options or {}), dynamic)
+            self.compile = _torch_compiler.OtherBackend(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile
 
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph."""
         devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
         graph = (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
-        if _changes_objects():
+        if self.changes_objects():
             return graph
 
         def noting(*inputs: object) -> Sequence[Tensor]:
@@ -95,29 +98,9 @@ def _options_for_cpu() -> dict[str, Any]:
     Left to itself it would run all convolutions of a graph without a tape of its own with the channels last, which
     takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one channel, the first is slow.
     """
-    # Not at the top, which would import the compiler along with metagrad.
     from metagrad.autograd.products import TransposeProducts
 
     return {"post_grad_custom_post_pass": TransposeProducts(), "layout_optimization": False}
-
-
-def _changes_objects() -> bool:
-    """Say whether the function that is being compiled may also change objects of Python's, which its graph does not.
-
-    Only torch.compile's own books say so; where they are kept in another way than in torch 2.13, it may.
-    """
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-
-        effects = InstructionTranslator.current_tx().output.side_effects
-        kinds = [variable.mutation_type for variable in effects._get_modified_vars()]
-        hooks = effects.tensor_hooks
-    except (AttributeError, ImportError):
-        return True
-    return bool(hooks) or any(
-        isinstance(kind, (AttributeMutationExisting, ValueMutationExisting)) for kind in kinds
-    )
 
 
 class Repeated:

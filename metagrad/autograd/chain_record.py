@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from metagrad import _torch
 from metagrad._tree import Tree, dissect, is_differentiable, tree_leaves
 from metagrad.autograd.chain_types import Chain, Params
 from metagrad.autograd.grad import refuse_complex
@@ -34,7 +34,7 @@ class RecordedChain(NamedTuple):
 
 def record_chain(chain: Chain, params: Params, x: Tree, y: Tree) -> RecordedChain:
     """Run a chain block by block, and record what it takes to run each again."""
-    if torch._C._are_functorch_transforms_active():
+    if _torch.functorch_is_active():
         raise RuntimeError(
             "block_gradient(chain, ...): called inside a torch.func transform, where nothing can be recomputed. Call "
             "it outside, around the transform."

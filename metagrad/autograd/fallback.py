@@ -8,12 +8,11 @@ from typing import TypeVar
 
 import torch
 
+from metagrad import _torch
 from metagrad.autograd.budget import BudgetError
 from metagrad.autograd.compile_check import FreeTensorError, UncompilableError
 
 T = TypeVar("T")
-
-_HOOKS = torch._C._autograd  # type: ignore[reportAttributeAccessIssue]
 
 
 class Fallback:
@@ -31,7 +30,7 @@ class Fallback:
         """Return what ``compiled()`` returns, or ``eager()`` if that cannot be."""
         if self.gave_up:
             return eager()
-        hooks_were_allowed = _HOOKS._saved_tensors_hooks_is_enabled()
+        hooks_were_allowed = _torch.saved_tensors_hooks_enabled()
         try:
             _refuse_unavailable()
             return compiled()
@@ -40,7 +39,7 @@ class Fallback:
         except Exception as error:
             if hooks_were_allowed:
                 # Tracing that fails inside torch.func.grad leaves them disabled (torch 2.13).
-                _HOOKS._saved_tensors_hooks_enable()
+                _torch.enable_saved_tensors_hooks()
             # An error of the function's own comes out of it again, and leaves from there.
             result = eager()
             self.gave_up = not isinstance(error, _UnavailableError)
@@ -71,11 +70,11 @@ class _UnavailableError(UncompilableError):
 
 def _refuse_unavailable() -> None:
     """Raise if what is around the call keeps compiled code from being run."""
-    if torch._C._are_functorch_transforms_active():
+    if _torch.functorch_is_active():
         raise _UnavailableError("it is called inside a torch.func transform")
-    if torch._C._len_torch_function_stack():
+    if _torch.num_function_modes():
         raise _UnavailableError("it is called inside a TorchFunctionMode, such as an enclosing checkpoint's")
-    if torch._C._len_torch_dispatch_stack():
+    if _torch.num_dispatch_modes():
         raise _UnavailableError(
             "it is called inside a TorchDispatchMode, such as a MemoryTracker's on the CPU"
         )

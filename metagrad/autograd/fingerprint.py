@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+
+from metagrad._torch import is_functorch_wrapped
 
 _NUM_SAMPLES = 32
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
@@ -68,12 +69,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
-    if (
-        tensor is None
-        or is_functorch_wrapped_tensor(tensor)
-        or tensor.layout != torch.strided
-        or tensor.is_meta
-    ):
+    if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return None
     return _Kind(tuple(tensor.shape), tensor.dtype)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 
@@ -22,7 +23,7 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
     values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
     if not values:
         return True
-    norms: Sequence[Tensor] = torch._foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
+    norms: Sequence[Tensor] = _torch.foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(values[0].device, torch.float32) for norm in norms]
     # The norm of large entries may overflow where none of them is infinite.

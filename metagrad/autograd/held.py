@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch._functorch.config
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad._tree import is_differentiable
 from metagrad.autograd.compiled import operand
 from metagrad.autograd.recompute import TensorFunction, vjp
@@ -68,7 +68,7 @@ def _held_graphs() -> Iterator[None]:
     """
     with (
         torch.enable_grad(),
-        torch._functorch.config.patch(donated_buffer=False, aggressive_recomputation=True),
+        _torch.functorch_config.patch(donated_buffer=False, aggressive_recomputation=True),
     ):
         yield
 
@@ -88,7 +88,7 @@ def _pulled(
         [output for output, _ in pairs],
         inputs,
         [cotangent for _, cotangent in pairs],
-        retain_graph=torch._C._autograd._get_current_graph_task_keep_graph(),  # type: ignore[reportAttributeAccessIssue]
+        retain_graph=_torch.keeps_graph(),
         allow_unused=True,
     )
 

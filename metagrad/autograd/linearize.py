@@ -8,6 +8,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad._tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 from metagrad.autograd.missing import named_if_missing, refuse_missing
 from metagrad.autograd.together import Chunk, Together, checked_chunk
@@ -252,7 +253,7 @@ class Linearization:
 
     def _refuse_nonfinite(self, vectors: list[Tensor], products: list[Tensor]) -> None:
         # Inside a transform numbers cannot be looked at.
-        if torch._C._are_functorch_transforms_active() or all_finite(products):
+        if _torch.functorch_is_active() or all_finite(products):
             return
         for what, tensors in (("v", vectors), ("the product", products)):
             for variable, tensor in zip(self.variables, tensors, strict=True):

@@ -12,11 +12,13 @@ faster (torch 2.13 with MKL, measured):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from metagrad._torch_compiler import CustomGraphPass, hash_of_files
 
 _aten = torch.ops.aten
 _bmm = _aten.bmm.default
@@ -46,7 +48,7 @@ class TransposeProducts(CustomGraphPass):
 
     def uuid(self) -> object:
         """Tell inductor's cache what the pass does."""
-        return get_hash_for_files((__file__,))
+        return hash_of_files((__file__,))
 
 
 def _can_move(node: Any, reader: fx.Node) -> bool:
@@ -90,7 +92,7 @@ def _is_narrow(product: fx.Node, transposed: bool = False) -> bool:
     return known and 1 < columns < _VECTOR <= rows
 
 
-def _call(graph: fx.Graph, function: torch._ops.OpOverload, *args: Any) -> fx.Node:
+def _call(graph: fx.Graph, function: Callable[..., Any], *args: Any) -> fx.Node:
     node = graph.call_function(function, args)
     node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
     return node

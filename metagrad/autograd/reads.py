@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
+from metagrad import _torch
+from metagrad._torch import is_functorch_wrapped
 from metagrad._tree import tensors_in
 from metagrad.autograd.graph import graph_nodes
 from metagrad.autograd.journal import Entry, Journal, take_apart
@@ -178,48 +179,48 @@ class Reads:
 
 def unobserved() -> contextlib.AbstractContextManager:
     """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
-    return torch._C.DisableTorchFunction()
+    return _torch.without_torch_function()
 
 
 class FunctionModes:
     """The modes of torch functions that are at work around a call, but for recordings and replays."""
 
     def __init__(self) -> None:
-        self.modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, _Observer)]
+        self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, _Observer)]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
-        active = set(map(id, _get_current_function_mode_stack()))
+        active = set(map(id, _torch.function_modes()))
         missing = [mode for mode in self.modes if id(mode) not in active]
         for mode in missing:
-            _push_mode(mode)
+            _torch.push_function_mode(mode)
         try:
             yield
         finally:
             for _ in missing:
-                _pop_mode()
+                _torch.pop_function_mode()
 
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
     """Hide calls from enclosing recordings and replays, which count them, but from no other mode."""
-    hidden = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())]
     others = [mode for mode in reversed(hidden) if not isinstance(mode, _Observer)]
     for mode in others:
-        _push_mode(mode)
+        _torch.push_function_mode(mode)
     try:
         yield
     finally:
         for _ in others:
-            _pop_mode()
+            _torch.pop_function_mode()
         for mode in reversed(hidden):
-            _push_mode(mode)
+            _torch.push_function_mode(mode)
 
 
 def _as_modes_see(tensor: Tensor) -> Tensor:
     """Let an enclosing recording or replay see the tensor, and replace it, before this one keeps it."""
-    return tensor.view_as(tensor) if torch._C._len_torch_function_stack() else tensor
+    return tensor.view_as(tensor) if _torch.num_function_modes() else tensor
 
 
 class _Active(threading.local):
@@ -247,11 +248,11 @@ class _Observer(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._modes_before = torch._C._len_torch_dispatch_stack()
+        self._modes_before = _torch.num_dispatch_modes()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # A mode is off the stack while it looks at an operation.
-        if func in _ATTRIBUTES or torch._C._len_torch_dispatch_stack() < self._modes_before:
+        if func in _ATTRIBUTES or _torch.num_dispatch_modes() < self._modes_before:
             return func(*args, **(kwargs or {}))
         tensors: list[Tensor] = []
         constants: list[Any] = [torch.is_grad_enabled(), func]
@@ -351,7 +352,7 @@ class Recorder(_Observer):
     def _is_own(self, tensor: Tensor) -> bool:
         if self._is_known(tensor):
             return True
-        if is_functorch_wrapped_tensor(tensor):
+        if is_functorch_wrapped(tensor):
             # Made by a torch.func transform inside the function; it cannot outlive the transform.
             return True
         return self._depends_on_arguments(tensor)

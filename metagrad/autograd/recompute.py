@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from metagrad import _torch
 from metagrad._tree import Structure, Tree, fresh_leaf
 from metagrad.autograd.fingerprint import Fingerprint
 from metagrad.autograd.reads import tell_recorders, unobserved
@@ -111,9 +111,9 @@ def recording_call(
 
 def cannot_recompute() -> str | None:
     """Say what is at work that a recomputed call cannot be part of; None if nothing is."""
-    if torch._C._are_functorch_transforms_active():
+    if _torch.functorch_is_active():
         return "inside a torch.func transform"
-    if forward_ad._current_level >= 0:
+    if _torch.forward_level() >= 0:
         return "inside forward-mode differentiation"
     return None
 

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, maybe_current_level, maybe_get_level
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+from metagrad import _torch
 
 
 def is_transformed() -> bool:
     """Say whether a torch.func transform is active."""
-    return torch._C._are_functorch_transforms_active()
+    return _torch.functorch_is_active()
 
 
 def is_differentiated() -> bool:
     """Say whether a transform is active that differentiates, to which a constant would be a zero in silence."""
-    return is_transformed() and any(kind != TransformType.Vmap for kind in _kinds())
+    return is_transformed() and any(kind != _torch.TransformType.Vmap for kind in _kinds())
 
 
 def is_on_the_tape(tensors: list[Tensor]) -> bool:
     """Say whether reverse mode is all that is active, and its innermost level differentiates all of the tensors."""
-    return all(kind == TransformType.Grad for kind in _kinds()) and all(
-        tensor.requires_grad and maybe_get_level(tensor) == maybe_current_level() for tensor in tensors
+    return all(kind == _torch.TransformType.Grad for kind in _kinds()) and all(
+        tensor.requires_grad and _torch.functorch_level_of(tensor) == _torch.functorch_level()
+        for tensor in tensors
     )
 
 
-def _kinds() -> list[TransformType]:
-    return [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+def _kinds() -> list[_torch.TransformType]:
+    return [interpreter.key() for interpreter in _torch.get_interpreter_stack() or ()]

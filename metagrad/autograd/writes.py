@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
+from metagrad._torch import is_functorch_wrapped
 from metagrad._tree import tensors_in
 
 _STATISTICS = {F.batch_norm, F.instance_norm}
@@ -151,7 +151,7 @@ class Copies:
 
 def storage_of(tensor: Tensor) -> int | None:
     """Identify the storage of a tensor; None where it has none of its own."""
-    if is_functorch_wrapped_tensor(tensor) or tensor.layout != torch.strided:
+    if is_functorch_wrapped(tensor) or tensor.layout != torch.strided:
         return None
     return tensor.untyped_storage()._cdata
 

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import graph as autograd_graph
 
+from metagrad import _torch
 from metagrad.memory.storages import storages_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_autograd = torch._C._autograd  # type: ignore[attr-defined]
 
 
 class _Saved:
@@ -60,12 +59,12 @@ class SavedGraph:
         Raises:
             RuntimeError: where torch refuses hooks, or where other hooks are on, which these would hide.
         """
-        if not _autograd._saved_tensors_hooks_is_enabled():
+        if not _torch.saved_tensors_hooks_enabled():
             raise RuntimeError(
                 "MemoryTracker: expected to be opened where saved-tensor hooks are allowed, but was opened "
                 "inside torch.func.grad or vjp, which refuse them; open it around the transform."
             )
-        if _autograd._top_saved_tensors_default_hooks(False) is not None:
+        if _torch.innermost_saved_tensors_hooks(False) is not None:
             raise RuntimeError(
                 "MemoryTracker: expected no saved-tensor hooks to be on, but found some "
                 "(torch.utils.checkpoint or save_on_cpu), which the tracker's would replace; "
@@ -101,7 +100,7 @@ class SavedGraph:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         # A custom autograd.Function saves with function modes at work, which are not to see what is done here.
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             return self._packed(tensor)
 
     def _packed(self, tensor: torch.Tensor) -> _Saved:
@@ -121,7 +120,7 @@ class SavedGraph:
         return _Saved(tensor, self, serial)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             return self._unpacked(saved)
 
     def _unpacked(self, saved: _Saved) -> torch.Tensor:
@@ -149,7 +148,7 @@ class SavedGraph:
     @contextlib.contextmanager
     def _step_aside(self, error_message: str) -> Iterator[None]:
         """Stand in for torch's `disable_saved_tensors_hooks`: take our hooks off first if they are on top."""
-        top = _autograd._top_saved_tensors_default_hooks(False)
+        top = _torch.innermost_saved_tensors_hooks(False)
         ours = top is not None and top[0] is self._hooks.pack_hook
         if ours:
             self._hooks.__exit__()

@@ -6,9 +6,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from metagrad import _torch
+from metagrad._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
 from metagrad._tree import tensors_in
 
 if TYPE_CHECKING:
@@ -38,18 +38,18 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout in _COMPONENTS:
         for component in _COMPONENTS[tensor.layout]:
             yield from storages_of(getattr(tensor, component)())
-    elif tensor.layout is not torch._mkldnn and not tensor._is_zerotensor():  # type: ignore[attr-defined]
+    elif tensor.layout is not _torch.mkldnn and not tensor._is_zerotensor():  # type: ignore[attr-defined]
         yield tensor.untyped_storage()
 
 
 def _has_own_dispatch(cls: type) -> bool:
-    return getattr(cls, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+    return getattr(cls, "__torch_dispatch__", None) is not _torch.disabled_torch_dispatch
 
 
 def _wrapped(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if isinstance(tensor, FakeTensor):
         return
-    if is_traceable_wrapper_subclass(tensor):
+    if is_wrapper_subclass(tensor):
         yield from tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
     else:
         yield from tensors_in(vars(tensor))
@@ -185,7 +185,7 @@ class StorageMode(TorchDispatchMode):
         if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented
         # A custom autograd.Function saves its outputs with function modes at work, to which this is no call.
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             outputs = _call(func, args, kwargs or {})
             self.ledger.observe(func, (args, kwargs), outputs)
         return outputs
@@ -199,7 +199,7 @@ def _call(func: Callable, args: tuple, kwargs: dict) -> object:
     """
     if not any(isinstance(arg, torch.Tensor) and arg._is_zerotensor() for arg in args):
         return func(*args, **kwargs)
-    included = torch._C._dispatch_tls_local_include_set()
-    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ZeroTensor)
-    with torch._C._ForceDispatchKeyGuard(included, excluded):
+    included = _torch.included_dispatch_keys()
+    excluded = _torch.excluded_dispatch_keys().remove(_torch.DispatchKey.ZeroTensor)
+    with _torch.force_dispatch_keys(included, excluded):
         return func(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metagrad import _torch
 from metagrad._tree import tree_leaves, tree_map
 from metagrad.autograd.ambient import RandomState
 from metagrad.autograd.budget import BudgetError
@@ -25,7 +26,7 @@ T = TypeVar("T")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _EVERYWHERE: Any = torch.nn.modules.module
 _MOST_STRUCTURES = 64
-_RUNNING_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_RUNNING_STATISTICS = (_torch.BatchNorm, _torch.InstanceNorm)
 
 
 class Tasks(NamedTuple):
@@ -124,7 +125,7 @@ class Batching:
         if self.task_chunk is None and prefers_loop(model, next(iter(params.values())).device.type):
             return False
         reason = loop_reason(model)
-        if reason is None and not torch._C._are_functorch_transforms_active():
+        if reason is None and not _torch.functorch_is_active():
             reason = difference(objective, params, *about)
         if reason is not None:
             self._warn(reason)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from metagrad import _torch
 from metagrad._slots import Slots
 from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.autograd.ambient import AutocastState
@@ -62,7 +63,7 @@ class Guard:
     def __call__(self, params: Params, rule: Rule, tasks: Tasks) -> Results:
         """Compute, so that a gradient of the results is looked at before it reaches parameters or rule."""
         call = _Call.of(params, rule, self.modules)
-        if not call.leaves or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if not call.leaves or not torch.is_grad_enabled() or _torch.functorch_is_active():
             return self.compute(params, rule, tasks)
         cotangents: dict[int, Tensor] = {}
         autocast = AutocastState()

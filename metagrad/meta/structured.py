@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from metagrad._torch import pytree
 from metagrad._tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _CONSTANTS = (

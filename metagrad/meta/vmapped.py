@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.overrides import TorchFunctionMode
 
+from metagrad import _torch
 from metagrad.meta.vmap_rules import RULES, Call, VmapRule
 
 T = TypeVar("T")
@@ -44,8 +44,8 @@ class _Corrections(TorchFunctionMode):
 
 def _requires_grad(func: Callable[..., bool], args: tuple, kwargs: dict[str, Any]) -> bool:
     tensor = args[0]
-    while is_batchedtensor(tensor):
-        tensor = get_unwrapped(tensor)
+    while _torch.is_batched(tensor):
+        tensor = _torch.get_unwrapped(tensor)
     return func(tensor)
 
 

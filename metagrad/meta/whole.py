@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad._tree import Structure, dissect
 from metagrad.autograd.compiled import CompileOptions
 from metagrad.meta.programs import Programs, checked_tensors
@@ -64,4 +64,4 @@ def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
     """Weigh a gradient to which every task has contributed; all tasks must weigh alike, as in the mean."""
     first, *others = weights.tolist()
     alike = all(weight == first for weight in others)
-    return torch._foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
+    return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]

@@ -164,10 +164,6 @@ def instance_norm(
 class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
     """Replace the fused norms of unmodified models, within a ``with`` block, by those written out.
 
-    Note:
-        What is recomputed after the block (``memory="step"``, ``checkpoint``) is computed by torch's norms again, so
-        the derivatives are to be taken within it.
-
     Example:
         The third derivative of a layer norm, against finite differences of the second:
 

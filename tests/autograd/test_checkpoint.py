@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +117,25 @@ def test_right_under_functional_call_with_dropout_and_running_statistics():
         recomputed, kept = meta_gradient(True), meta_gradient(False)
     for got, expected in zip(recomputed, kept, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-8)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_function_modes_of_the_call_are_those_of_its_recomputation(within):
+    """torch takes a mode away while it runs autograd.grad; after its block the mode is gone. Order 3 shows it."""
+    x, norm = randn(2, 3), torch.nn.LayerNorm(3, dtype=torch.float64)
+
+    def third_derivative(fn):
+        block = mg.models.composite_norms()
+        with block:
+            total = fn(x).sin().sum()
+        for _ in range(3):
+            with block if within else contextlib.nullcontext():
+                (g,) = torch.autograd.grad(total, x, create_graph=True)
+            total = g.pow(2).sum()
+        return g
+
+    got = third_derivative(lambda x: mg.checkpoint(norm, x))
+    torch.testing.assert_close(got, third_derivative(norm), rtol=1e-10, atol=1e-10)
 
 
 def test_the_same_dropout_mask_at_every_order_and_the_generator_moves_once():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from metagrad import _torch
 from metagrad._tree import Tree
 
 
@@ -54,11 +55,7 @@ def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
         (name or "the model", m) for name, m in (model.named_modules() if model else ()) if m.training
     ]
     dropout = [f"{name} ({type(m).__name__})" for name, m in training if _has_dropout(m)]
-    norms = [
-        f"{name} ({type(m).__name__})"
-        for name, m in training
-        if isinstance(m, nn.modules.batchnorm._BatchNorm)
-    ]
+    norms = [f"{name} ({type(m).__name__})" for name, m in training if isinstance(m, _torch.BatchNorm)]
     reasons = []
     if dropout:
         reasons.append(f"In training mode {', '.join(dropout)} draws a mask each time: call .eval() on it.")
@@ -76,4 +73,4 @@ def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
 
 def _has_dropout(module: nn.Module) -> bool:
     rate = getattr(module, "dropout", None)  # of attention and recurrent layers
-    return isinstance(module, nn.modules.dropout._DropoutNd) or (isinstance(rate, float) and rate > 0)
+    return isinstance(module, _torch.Dropout) or (isinstance(rate, float) and rate > 0)

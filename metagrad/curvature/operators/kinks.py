@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from metagrad import _torch
+from metagrad._torch import TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 
@@ -131,7 +132,7 @@ class Pieces(TorchDispatchMode):
         return int(torch.stack(counts).sum()) if counts else 0
 
 
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_DISPATCH = _torch.disabled_torch_dispatch
 
 
 def _is_number(tensor: Tensor) -> bool:

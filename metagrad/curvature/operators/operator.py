@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad.curvature.estimators.diagonal import Method as DiagonalMethod
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.estimate import Estimate
@@ -271,7 +272,7 @@ class Operator:
 
     def _refuse_nonfinite(self, vectors: Tensor, products: Tensor) -> None:
         # Inside a transform numbers cannot be looked at.
-        if torch._C._are_functorch_transforms_active() or bool(products.isfinite().all()):
+        if _torch.functorch_is_active() or bool(products.isfinite().all()):
             return
         if not bool(vectors.isfinite().all()):
             raise ValueError(f"H @ v: v has nan or inf in the entry of {self._first_nonfinite(vectors)}.")

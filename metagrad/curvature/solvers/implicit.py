@@ -19,16 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    TransformType,
-    get_interpreter_stack,
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-)
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
+from metagrad import _torch
 from metagrad.curvature.solvers.iteration import Rows
 
 _NOT_NESTED = (
@@ -72,30 +65,30 @@ def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
 
 def check_transforms() -> None:
     """Refuse forward mode inside, or outside of, another derivative of ``torch.func``."""
-    levels = [interpreter.key() for interpreter in get_interpreter_stack() or ()]
-    derivatives = [key for key in levels if key in (TransformType.Jvp, TransformType.Grad)]
-    if TransformType.Jvp in derivatives and len(derivatives) > 1:
+    levels = [interpreter.key() for interpreter in _torch.get_interpreter_stack() or ()]
+    derivatives = [key for key in levels if key in (_torch.TransformType.Jvp, _torch.TransformType.Grad)]
+    if _torch.TransformType.Jvp in derivatives and len(derivatives) > 1:
         raise ValueError(_NOT_NESTED)
 
 
 def is_batched(x: Tensor) -> bool:
     """Say whether ``torch.func.vmap`` has added a dimension to a tensor."""
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
+    while _torch.is_functorch_wrapped(x):
+        if _torch.is_batched(x):
             return True
-        x = get_unwrapped(x)
+        x = _torch.get_unwrapped(x)
     return False
 
 
 def _varies(x: Tensor) -> bool:
     """Say whether a tensor may have a derivative; inside a transform its outer levels are not to be seen."""
-    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    is_transformed = _torch.functorch_is_active() or _torch.forward_level() >= 0
     return x.requires_grad or is_transformed
 
 
 def _adjoint(inverse: Inverse, g: Tensor) -> Tensor:
     """Return the solution for ``g``, a constant."""
-    if is_legacy_batchedtensor(g):
+    if _torch.is_legacy_batched(g):
         raise ValueError(
             "solve(...): its derivative does not work under is_grads_batched=True, which uses torch's old vmap. Take "
             "torch.func.vmap over torch.func.vjp, or torch.func.jacrev."

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from metagrad import _torch
 from metagrad.optim.kfac.calls import without_base
 from metagrad.optim.kfac.factors import Factors, factors_of, sums_of
 from metagrad.optim.kfac.layers import Layer, layers_among, output_rows, weight_rows, with_ones
@@ -54,7 +55,7 @@ class LayerCalls:
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
             inputs = args[0] if args else kwargs["input"]
             note = functools.partial(self._note, key)
-            if torch._C._are_functorch_transforms_active():
+            if _torch.functorch_is_active():
                 return _Unstacked.apply(note, inputs, output)  # type: ignore[return-value]
             return note(inputs, output, is_stacked=False)
 
@@ -66,7 +67,7 @@ class LayerCalls:
                 f"{CALL}: the layer of {key!r} was called twice in one evaluation of the loss, and the factors of "
                 "shared layers are not known. Use a layer of its own for each call, or another rule."
             )
-        if not output.requires_grad or torch._C._are_functorch_transforms_active():
+        if not output.requires_grad or _torch.functorch_is_active():
             raise ValueError(
                 f"{CALL}: the layer of {key!r} was called where the tape does not see it: without grad mode, in a "
                 "checkpoint, or in a transform of torch.func within the model. Call it plainly, or use another rule."

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from metagrad._torch import pytree
 from metagrad.optim.rules.hyperparameters import count, values_at
 from metagrad.optim.rules.per_parameter import PerParameter
 from metagrad.optim.rules.rule import Params

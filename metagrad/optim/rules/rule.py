@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from metagrad._torch import pytree
 
 Params: TypeAlias = dict[str, Tensor]
 """Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""

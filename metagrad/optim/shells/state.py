@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from metagrad._torch import pytree
 from metagrad.optim.rules.rule import Rule
 
 ParameterState: TypeAlias = dict[str, Any]

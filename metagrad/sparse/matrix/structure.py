@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
+from metagrad import _torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ def structural(compute: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(compute)
     def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             return compute(*args, **kwargs)
 
     return unseen

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from metagrad._torch import pytree
 from metagrad.sparse.checks import check_floating
 from metagrad.sparse.matrix.convert import Conversions
 from metagrad.sparse.matrix.operators import Operators

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad.sparse.accumulation import index_rows, index_sum, widened
 from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.matrix.segments import Segments
@@ -193,7 +194,7 @@ def _checked(call: str, index: Index, x: Tensor, num_segments: int) -> Index:
         )
     if isinstance(index, Segments):
         return index
-    if ids.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+    if ids.device.type == "cpu" and not _torch.functorch_is_active():
         check_index(call, "index", ids, num_segments)
     return ids.long()
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor
-from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
+from torch.autograd.forward_ad import unpack_dual
+
+from metagrad import _torch
 
 Result = TypeVar("Result")
 
@@ -23,7 +25,7 @@ def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(jvp)
     def nested(ctx: object, *tangents: Tensor | None) -> Result:
-        with _set_fwd_grad_enabled(True):
+        with _torch.forward_mode(True):
             return jvp(ctx, *(primal(t) if isinstance(t, Tensor) else t for t in tangents))
 
     return nested

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-import torch
+from metagrad import _torch
 
 T = TypeVar("T")
 
@@ -22,8 +22,8 @@ class Scope(Generic[T]):
 
     def get(self) -> T | None:
         """Return the value, or None in a thread that set none."""
-        return torch._C._get_obj_in_tls(self._key) if torch._C._is_key_in_tls(self._key) else None
+        return _torch.get_in_thread_state(self._key) if _torch.is_in_thread_state(self._key) else None
 
     def set(self, value: T | None) -> None:
         """Replace the value."""
-        torch._C._stash_obj_in_tls(self._key, value)
+        _torch.put_in_thread_state(self._key, value)

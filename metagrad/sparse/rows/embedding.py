@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from metagrad import _torch
 from metagrad.sparse.rows.bags import over, reduce_bags
 from metagrad.sparse.rows.kernels import gather_rows
 from metagrad.sparse.rows.row_sparse import HOLE
@@ -161,7 +162,7 @@ def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
     if offsets.ndim != 1:
         raise ValueError(f"{call}: offsets must be 1-d, one for each bag, got shape {tuple(offsets.shape)}.")
     # Values cannot be looked at under vmap, and should not be on an accelerator.
-    if torch._C._are_functorch_transforms_active() or offsets.device.type != "cpu":
+    if _torch.functorch_is_active() or offsets.device.type != "cpu":
         return
     if not len(offsets):
         wrong = size > 0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad.sparse.accumulation import index_sum
 from metagrad.sparse.operations.tangents import nestable
 from metagrad.sparse.rows.row_sparse import HOLE, Kept, Rows, RowSparse, check_range, wrap
@@ -49,7 +50,7 @@ def scatter_rows(
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(table, ids, row_ndim, unique, holes):
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             flat = ids.reshape(-1)
             check_range("embedding(ids, table): ids", flat, table.shape[:row_ndim], holes)
             if isinstance(table, Rows):
@@ -87,7 +88,7 @@ class _Gather(torch.autograd.Function):
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(source, ids, shape, unique, holes):
-        with torch._C.DisableTorchFunction():
+        with _torch.without_torch_function():
             width = source.shape[ids.ndim :]
             rows, values = ids.reshape(-1), written_out(source.detach()).reshape(ids.numel(), *width)
             if not unique:

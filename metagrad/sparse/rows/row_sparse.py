@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from metagrad import _torch
 from metagrad.sparse.policies.stats import count_densified
 
 R = TypeVar("R", bound="Rows")
@@ -164,7 +165,7 @@ class RowSparse(Rows):
 
     def to_coo(self) -> Tensor:
         """Return a hybrid COO tensor, for optimizers of ``torch.optim``; *detached*, as torch would cut it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.without_torch_function_of_subclasses():
             indices = torch.stack(torch.unravel_index(self.rows, self.shape[: self.row_ndim]))
             return torch.sparse_coo_tensor(
                 indices, self._kept.values, self.shape, is_coalesced=True, check_invariants=False
@@ -179,7 +180,7 @@ class RowSparse(Rows):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         from metagrad.sparse.rows.dispatch import COMPOSED
 
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.without_torch_function_of_subclasses():
             return (COMPOSED.get(func) or func)(*args, **kwargs or {})
 
     @classmethod

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
+from metagrad._torch import pytree
 from metagrad.sparse.rows.bags import check_bags, reduce_bags
 from metagrad.sparse.rows.embedding import embedding, embedding_bag
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metagrad import _torch
 from metagrad.sparse.operations.tangents import nestable
 from metagrad.sparse.rows.kernels import gather_rows, scatter_rows, take
 from metagrad.sparse.rows.row_sparse import Kept, Rows, check_range, wrap
@@ -81,7 +82,7 @@ class RowTable(Rows):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RowTable({len(self.rows)} rows of their own, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[reportAssignmentType]
+    __torch_function__ = _torch.disabled_torch_function  # type: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
 from metagrad._slots import replaced
+from metagrad._torch import pytree
 from metagrad._tree import Tree
 from metagrad.sparse.rows.stand_in import StandIn
 

@@ -1,0 +1,117 @@
+"""The private names of torch that the library depends on: all in one place, and all there.
+
+Nothing here imports metagrad, so that these tests say what an installed torch lacks where ``import metagrad`` fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = [ROOT / "metagrad" / name for name in ("_torch.py", "_torch_compiler.py")]
+SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` as it is written; what is no name is left out."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def names_of_torch(source: str) -> set[str]:
+    """Return what a module imports of torch, and which attributes of it, by their dotted names."""
+    tree, found, known = ast.parse(source), set(), {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    found.add(alias.name)
+                    known[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                found.add(f"{node.module}.{alias.name}")
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            # As in ``_C: Any = torch._C``.
+            known[dotted(node.target)] = dotted(node.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = dotted(node).partition(".")
+            if root in known:
+                found.add(f"{known[root]}.{rest}")
+    return found
+
+
+def exists(name: str) -> bool:
+    """Say whether torch has a dotted name, importing the modules on the way."""
+    value, path = torch, "torch"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(path)
+            except ImportError:
+                return False
+        value = getattr(value, part)
+    return True
+
+
+def private_attributes(source: str) -> tuple[set[str], set[str]]:
+    """Return the private attributes that a module reads of any object, and the private names that it defines."""
+    read, made = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            is_own = isinstance(node.ctx, ast.Store) and dotted(node.value) in ("self", "cls", "made", "new")
+            (made if is_own else read).add(node.attr)
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            made.add(node.target.id)
+        elif isinstance(node, ast.Assign):
+            made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            made |= {
+                item.value
+                for item in ast.walk(node)
+                if isinstance(item, ast.Constant) and isinstance(item.value, str)
+            }
+    return read, made
+
+
+def test_private_names_of_torch_are_used_in_one_place_alone():
+    # Those of operators, tensors and modules are in the list of attributes.
+    elsewhere = ("torch.ops.aten.", "torch.Tensor.", "torch.nn.modules.module.")
+    used = {(path.name, name) for path in SOURCES for name in names_of_torch(path.read_text())}
+    assert not {(path, name) for path, name in used if is_private(name) and not name.startswith(elsewhere)}
+
+
+def test_torch_has_every_private_name_that_is_used():
+    used = {name for path in PLACES for name in names_of_torch(path.read_text())}
+    assert any(is_private(name) for name in used)
+    assert not sorted(name for name in used if not exists(name))
+
+
+def test_private_attributes_of_torch_objects_are_listed_and_there():
+    listed = importlib.import_module("metagrad._torch").ATTRIBUTES
+    names = {name for attributes in listed.values() for name in attributes}
+    read, made = zip(*(private_attributes(path.read_text()) for path in SOURCES), strict=True)
+    of_others = {name for name in set().union(*read) - set().union(*made) if not name.startswith("_saved_")}
+    of_python = {"_asdict", "_fields", "_getframe", "_replace"}
+    assert not of_others - of_python - names, "not listed in metagrad._torch.ATTRIBUTES"
+    assert not names - set().union(*read), "listed, and not used any more"
+    assert not [
+        (owner, name) for owner, found in listed.items() for name in found if not hasattr(owner, name)
+    ]
+
+
+def test_a_name_that_torch_lacks_is_found():
+    source = "import torch\nfrom torch._C import _gone\n_C: Any = torch._C\nx = _C._also_gone"
+    assert {"torch._C._gone", "torch._C._also_gone"} == {n for n in names_of_torch(source) if not exists(n)}
