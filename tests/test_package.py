@@ -32,7 +32,7 @@ FLOORS = {
     "optim": 3,
     "meta": 4,
 }
-APART = {"tasks", "models"}
+APART = {"tasks": 0, "models": 0}  # which nothing else imports
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -85,8 +85,7 @@ def test_modules_import_from_floors_below_their_own(path):
         if top != "metagrad" or room in ("__init__", other) or other not in {*FLOORS, *APART}:
             continue
         assert other not in APART, f"{path} imports {name}"
-        assert room in FLOORS, f"{path} imports {name}"
-        assert FLOORS[other] < FLOORS[room], f"{path} imports {name}, which is no floor below"
+        assert FLOORS[other] < {**FLOORS, **APART}[room], f"{path} imports {name}, which is no floor below"
 
 
 def test_the_wheel_carries_the_library_alone(wheel):
