@@ -125,3 +125,15 @@ def test_no_parameters_no_step(make):
     params, state = rule.update({}, rule.init({}), {})
     assert params == {}
     assert state.step == 1
+
+
+def test_the_objective_of_a_complex_loss_is_refused_here_and_elsewhere():
+    params = {"w": torch.ones(2, requires_grad=True)}
+    with pytest.raises(
+        ValueError, match=r"TapeObjective\(\.\.\.\): the loss must be real, got torch.complex64"
+    ):
+        TapeObjective(lambda p: p["w"].sum() * 1j, params)
+    one = TapeObjective(lambda p: p["w"].sum() * (1 if p["w"] is params["w"] else 1j), params)
+    for look in (one.evaluate, one.gradient):
+        with pytest.raises(ValueError, match="the loss must be real"):
+            look({"w": torch.zeros(2)})

@@ -46,7 +46,7 @@ class LayerObjective(TapeObjective):
         generators: Where random numbers come from.
 
     Raises:
-        ValueError: A layer is grouped, or shares a parameter, or is called twice.
+        ValueError: A layer is grouped, or shares a parameter, or is called twice; or the loss is complex.
 
     Example:
         Of a linear model with half of the mean squared error, one step of K-FAC solves the regression, if the Fisher

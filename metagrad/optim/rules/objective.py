@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.autograd.grad import refuse_complex
 from metagrad.optim.rules.curvature import Curvature
 from metagrad.optim.rules.probes import Generators, torchs_own
 from metagrad.optim.rules.rule import Params
@@ -47,6 +48,9 @@ class TapeObjective(TapeCurvature):
         create_graph: Put gradient and products on the tape.
         generators: Where random numbers come from.
 
+    Raises:
+        ValueError: The loss is complex.
+
     Attributes:
         value: The loss at ``params``.
         grads: Its gradient; of stacked parameters, that of each task's own loss.
@@ -68,7 +72,7 @@ class TapeObjective(TapeCurvature):
         generators: Generators = torchs_own,
     ) -> None:
         with torch.enable_grad():
-            value, losses = _with_parts(loss(params))
+            value, losses = self._with_parts(loss(params))
             grads = _gradients(value, params, create_graph=True)
         self._begin(loss, params, value, grads, losses, create_graph, generators)
 
@@ -110,7 +114,7 @@ class TapeObjective(TapeCurvature):
     def evaluate(self, params: Params) -> Tensor:
         """Return the loss at other parameters, a constant."""
         with torch.no_grad():
-            return _with_parts(self._loss(params))[0]
+            return self._with_parts(self._loss(params))[0]
 
     def gradient(self, params: Params) -> tuple[Tensor, Params]:
         """Return the loss and its gradient at other parameters; on the tape with ``create_graph``."""
@@ -120,9 +124,16 @@ class TapeObjective(TapeCurvature):
             for key, p in params.items()
         }
         with torch.enable_grad():
-            value = _with_parts(self._loss(variables))[0]
+            value = self._with_parts(self._loss(variables))[0]
             grads = _gradients(value, variables, create_graph=on_tape)
         return (value, grads) if on_tape else (value.detach(), grads)
+
+    def _with_parts(
+        self, result: Tensor | tuple[Tensor, Sequence[WeightedLoss]]
+    ) -> tuple[Tensor, Sequence[WeightedLoss]]:
+        value, parts = (result, ()) if isinstance(result, Tensor) else result
+        refuse_complex(f"{type(self).__name__}(...)", value)
+        return value, parts
 
 
 def fisher_products(curvature: TapeCurvature, v: Params) -> Params:
@@ -134,12 +145,6 @@ def fisher_products(curvature: TapeCurvature, v: Params) -> Params:
         part = curvature._pulled_back([loss.output], [pushed])
         total = {key: total[key] + part[key] for key in total}
     return total
-
-
-def _with_parts(
-    result: Tensor | tuple[Tensor, Sequence[WeightedLoss]],
-) -> tuple[Tensor, Sequence[WeightedLoss]]:
-    return (result, ()) if isinstance(result, Tensor) else result
 
 
 def _gradients(value: Tensor, params: Params, *, create_graph: bool) -> Params:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.finite import is_finite
+from metagrad.autograd.grad import refuse_complex
 from metagrad.autograd.lint import refuse_defects
 from metagrad.curvature.operators.recognition import Evaluated
 from metagrad.optim.rules.curvature import needs_curvature
@@ -52,7 +53,9 @@ class CurvatureOptimizer(RuleOptimizer):
     notes_losses = False
     """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
     differentiates_twice = True
-    """Whether gradients are taken with their graph where there are products with the curvature."""
+    """Whether derivatives of derivatives are taken, so that graphs in which they are wrong are refused."""
+    differentiates_gradients = True
+    """Whether those are of gradients, which are then taken with their graph; else they are of outputs."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
     _noted: Sequence[Evaluated] = ()  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
@@ -96,7 +99,11 @@ class CurvatureOptimizer(RuleOptimizer):
             retain_graph: Keep the graph for another backward pass.
             inputs: Whose ``.grad`` to write; by default, those of all that the loss depends on.
             scaler: Scales the loss, which is given without its scale.
+
+        Raises:
+            ValueError: The loss is complex.
         """
+        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
         if scaler is not None:
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
             loss = scaler.scale(loss)  # type: ignore[assignment]
@@ -114,6 +121,7 @@ class CurvatureOptimizer(RuleOptimizer):
             return
 
         def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+            refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
         mode = Recording(backward, note_losses=self.notes_losses)
@@ -183,7 +191,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _keeps_graph(self) -> bool:
         """Say whether the gradient of this step is taken with its graph."""
-        return self.differentiates_twice
+        return self.differentiates_twice and self.differentiates_gradients
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
@@ -191,7 +199,7 @@ class CurvatureOptimizer(RuleOptimizer):
         """Take what the rule needs of a graph, in addition to what was taken since the last step.
 
         Args:
-            grads: The gradient of each leaf, with its graph if ``differentiates_twice``.
+            grads: The gradient of each leaf, with its graph if ``_keeps_graph()``.
             losses: The losses of known form that the whole contains, if ``notes_losses``.
             retain_graph: Keep the graph for another backward pass.
         """

@@ -154,9 +154,12 @@ class LBFGS(NewtonOptimizer):
                 break
             searching = dataclasses.replace(rule, max_eval=most - curvature.count)
             before = curvature.value
+            report = state.report
             moved, state, evaluation = searching.iterate(grads, state, values, curvature, self._stacks)
             iterations += 1
             change, values = _largest({key: moved[key] - p for key, p in values.items()}), moved
+            if change == 0 and iterations > 1:  # what is reported is the last iteration that moved
+                state = state._replace(report=report)
             if change == 0 or iterations == group["max_iter"]:
                 break
             grads = curvature.at(values, evaluation[0])

@@ -192,7 +192,7 @@ class GaussNewton(NewtonOptimizer):
     make_rule = staticmethod(gauss_newton)
     adapted = "damping"
     notes_losses = True
-    differentiates_twice = False
+    differentiates_gradients = False
 
     def __init__(
         self,
@@ -297,7 +297,7 @@ class NaturalGradient(NewtonOptimizer):
 
     make_rule = staticmethod(natural_gradient)
     notes_losses = True
-    differentiates_twice = False
+    differentiates_gradients = False
     whole = "natural_gradient"
     adapted = "damping"
 

@@ -200,7 +200,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         return self._rule(group).multiplies(group["step"])
 
     def _keeps_graph(self) -> bool:
-        return self.differentiates_twice and self._is_multiplying()
+        return super()._keeps_graph() and self._is_multiplying()
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
         self._random = RandomState(sorted({p.device for p in self._all_params()}, key=str))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.finite import is_finite
+from metagrad.autograd.grad import refuse_complex
 from metagrad.optim.rules.curvature import Curvature
 from metagrad.optim.rules.hyperparameters import is_used
 from metagrad.optim.rules.probes import as_rows
@@ -99,12 +100,15 @@ class RuleOptimizer(torch.optim.Optimizer):
             What the closure returned, without its graph.
 
         Raises:
+            ValueError: The loss is complex.
             FloatingPointError: The loss, a gradient, the curvature or what is made of them is NaN or infinite.
                 Parameters and state are left as they were. With ``nonfinite="skip"`` the step is left out instead,
                 and counted in :attr:`stats`.
         """
         try:
             loss = None if closure is None else self._evaluated(closure)
+            if isinstance(loss, Tensor):
+                refuse_complex(f"{type(self).__name__}.step(closure)", loss)
             self._losses = [*self._losses, *_numbers(loss)]
             self._move()
         finally:

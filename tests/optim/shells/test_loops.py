@@ -101,6 +101,39 @@ def test_a_loss_of_unknown_form_is_refused(case, loss_of):
 
 
 @every
+@pytest.mark.parametrize("is_differentiated", [True, False])
+def test_a_closure_of_a_complex_loss_is_refused(case, is_differentiated):
+    model = network()
+    opt = optimizer(case, model)
+
+    def closure():
+        opt.zero_grad()
+        real = classification(model)()
+        loss = torch.complex(real, real.detach())
+        if is_differentiated:
+            loss.backward(torch.ones_like(loss))
+        else:
+            real.backward()
+        return loss
+
+    words = rf"{case.name}\.(step\(closure\)|backward\(loss\)): the loss must be real, got torch.complex64"
+    with pytest.raises(ValueError, match=words):
+        opt.step(closure)
+    assert_equal(snapshot(model), snapshot(network()))
+    run(opt, classification(model), 1)
+
+
+@having("backward")
+def test_a_complex_loss_without_a_closure_is_refused(case):
+    model = network()
+    opt = optimizer(case, model)
+    loss = classification(model)() * torch.ones((), dtype=torch.complex64)
+    with pytest.raises(ValueError, match=rf"{case.name}\.backward\(loss\): the loss must be real"):
+        opt.backward(loss, torch.ones_like(loss))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@every
 @pytest.mark.parametrize("form", ["autograd_mean", "function", "keeps", "number", "nothing"])
 def test_forms_of_a_closure(case, form):
     def loop(model, opt):

@@ -20,6 +20,7 @@ from tests.optim.shells.cases import (
     batch,
     classification,
     closure_of,
+    every,
     lacking,
     network,
     of_cases,
@@ -112,29 +113,28 @@ def check(case: Case, mode: str, spoil, steps: int = 2, **options):
     assert_same_state(opt.state_dict(), other.state_dict())
 
 
-rules = of_cases(lambda case: case.name != "LBFGS")
 modes = pytest.mark.parametrize("mode", ["raise", "skip"])
 
 
-@rules
+@every
 @modes
 @pytest.mark.parametrize("spoil", [nan_loss, nan_gradient, infinite_gradient])
 def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(case, mode, spoil):
     check(case, mode, spoil)
 
 
-@of_cases(lambda case: case.name != "LBFGS" and case.traits & traits("twice", "known loss", "model"))
+@of_cases(lambda case: case.traits & traits("twice", "known loss", "model"))
 @modes
 def test_a_curvature_that_is_not_finite_changes_nothing(case, mode):
     check(case, mode, bad_curvature, steps=6)  # a multiple of every number of steps between two estimates
 
 
-@rules
+@every
 def test_a_first_step_that_is_not_finite_leaves_no_state(case):
     check(case, "skip", nan_gradient, steps=0)
 
 
-@rules
+@every
 def test_a_group_that_is_not_finite_holds_the_others_back(case):
     model = network()
     params = [{"params": [model.first.weight]}, {"params": [model.second.weight]}]
@@ -145,7 +145,7 @@ def test_a_group_that_is_not_finite_holds_the_others_back(case):
     assert [group["step"] for group in opt.param_groups] == [0, 0]
 
 
-@rules
+@every
 def test_a_gradient_that_is_not_finite_in_a_loop_without_a_closure(case):
     model = network()
     opt = optimizer(case, model, **case.by_hand, nonfinite="skip")
@@ -230,7 +230,7 @@ def test_skipped_steps_are_counted():
     assert opt.param_groups[0]["step"] == 1
 
 
-@rules
+@every
 def test_what_to_do_is_one_of_two_and_the_same_in_all_groups(case):
     model = network()
     with pytest.raises(
