@@ -1,19 +1,16 @@
-"""What ``memory=`` may say, and what one step needs."""
+"""What ``memory=`` may say, and what a device has to give."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, dissect
-from metagrad.autograd.steps import checked_pair
-from metagrad.memory.storages import Ledger, StorageMode
 
 Mode = Literal["full", "step", "sqrt", "auto"]  # and "block", where the model and its loss are known
 
@@ -60,34 +57,6 @@ def free_bytes(device: torch.device) -> int:
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-class Measured:
-    """A step that, when first called, is measured: the bytes that it leaves while its graph is kept.
-
-    Attributes:
-        held: Bytes of the graph, the new state and aux together; counted as storages, exact on CPU.
-        state: Bytes of the state alone.
-    """
-
-    held: int
-    state: int
-
-    def __init__(self, step: Callable[..., tuple[Tree, Tree]], device: torch.device) -> None:
-        self.step = step
-        self.ledger: Ledger | None = Ledger(device)
-
-    def __call__(self, state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
-        """Take the step."""
-        if self.ledger is None:
-            return self.step(state, t, *args)
-        with StorageMode(self.ledger):
-            result = checked_pair(self.step(state, t, *args), t)
-        self.held = self.ledger.total
-        self.state = sum(tensor.nbytes for tensor in dissect(result[0])[0])
-        self.ledger.close()
-        self.ledger = None
-        return result
 
 
 def device_of(*trees: Tree) -> torch.device:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from metagrad._tree import Tree, tree_map
-from metagrad.autograd.budget import BudgetError, Measured, Mode, device_of, free_bytes
+from metagrad.autograd.budget import Mode, device_of, free_bytes
 from metagrad.autograd.modules import modules_of
 from metagrad.autograd.recompute import recording_call
 from metagrad.autograd.steps import StateCheck, checked_pair, stack
+from metagrad.autograd.trial import Trial
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
@@ -88,38 +89,30 @@ def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree,
 def budgeted(
     step: Step, state: Tree, args: tuple, times: range, budget: int, loops: Mapping[str, Loop]
 ) -> tuple[Tree, Tree]:
-    """Keep the graphs of as many of the last steps as fit into a number of bytes, and recompute the others."""
-    measured = Measured(step, device_of(state, args))
-    state, first = recomputed(measured, state, args, times[:1])
-    early, late = _division(measured, len(times), budget)
-    pieces = [(loops[early], times[1 : -late or None]), (loops["full"], times[len(times) - late :])]
-    state, rest = in_turn(pieces, step, state, args)
-    return state, _joined([first, rest])
-
-
-def _division(measured: Measured, steps: int, budget: int) -> tuple[str, int]:
-    """Return the mode of the early steps, and how many of the last keep their graph."""
-    graph, state = max(measured.held, 1), measured.state
-    all_states, few_states = steps * state, 2 * (math.isqrt(steps - 1) + 1) * state
-    for mode, states in (("step", all_states), ("sqrt", few_states)):
-        left = budget - states - graph
-        if left >= 0:
-            return mode, min(steps - 1, left // max(graph - state, 1))
-    needed = graph + min(all_states, few_states)
-    raise BudgetError(
-        f"unroll(..., memory={budget}): one step needs {graph} bytes, and {steps} steps keep {needed - graph} bytes "
-        f"of states, so the budget must be at least {needed} bytes. Raise it, or take fewer or smaller steps."
-    )
+    """Keep all graphs if they fit into a number of bytes; else those of the last steps, and recompute the others."""
+    trial = Trial(step, state, args, budget)
+    for t in times[:2]:
+        if trial.can_take():
+            trial.take(t)
+    early, late = trial.needs().division(len(times), budget)
+    head, rest = times[: trial.num_taken], times[trial.num_taken :]
+    middle = max(len(rest) - late, 0)
+    first = trial.with_graphs if early == "full" else trial.recomputed
+    pieces = [(first, head), (loops[early], rest[:middle]), (loops["full"], rest[middle:])]
+    return in_turn(pieces, step, state, args)
 
 
 def in_turn(pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: tuple) -> tuple[Tree, Tree]:
     """Run one loop after the other."""
-    collected = []
+    states, collected = [state], []
+    del state  # a loop frees the state that it begins with, if its caller does not hold it
     for loop, times in pieces:
         if len(times):
-            state, aux = loop(step, state, args, times)
+            last, aux = loop(step, states.pop(), args, times)
+            states.append(last)
             collected.append(aux)
-    return state, _joined(collected)
+            del last
+    return states.pop(), _joined(collected)
 
 
 def _joined(stacked: list[Tree]) -> Tree:

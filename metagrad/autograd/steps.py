@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad._tree import Tree, leaf_names, tree_flatten, tree_structure, tree_unflatten
+from metagrad._tree import Tree, leaf_names, tree_flatten, tree_map, tree_structure, tree_unflatten
 
 
 def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
@@ -22,7 +22,7 @@ class StateCheck:
     """Holds every state to the structure, shapes and dtypes of the first."""
 
     def __init__(self, state: Tree) -> None:
-        self.state = state
+        self.places = tree_map(lambda leaf: 0, state)  # not the state itself, which would outlive its step
         self.spec = tree_structure(state)
         self.kinds = [_kind(leaf) for leaf in tree_flatten(state)[0]]
 
@@ -36,7 +36,7 @@ class StateCheck:
             )
         for index, leaf in enumerate(leaves):
             if _kind(leaf) != self.kinds[index]:
-                name = leaf_names(self.state, "state")[index]
+                name = leaf_names(self.places, "state")[index]
                 raise ValueError(
                     f"unroll(step, ...): step must keep shapes and dtypes; {name} was {self.kinds[index]}, "
                     f"and is {_kind(leaf)} after t={t}."

@@ -45,9 +45,11 @@ def unroll(
 
     All return the same values and the same gradients, of any order: a step that does not do the same again when it is
     recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
-    as ``"512MiB"``. The first step is measured (the storages that its graph, its state and its aux hold); the
-    graphs and states that are kept stay below the budget, and the reverse sweep needs, beside them, what the
-    derivative of one step needs.
+    as ``"512MiB"``. The first two steps are measured (the storages that their graphs, states and aux hold), and all
+    graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the reverse sweep
+    needs, beside them, what the derivative of one step needs. ``"step"`` is not smaller than ``"full"`` where the
+    graph of a step holds less than a state does (a large table of which a few rows are read); budgets and ``"auto"``
+    keep the graphs there.
 
     ``compile=True`` compiles one step and one vector-Jacobian product of a step, by ``torch.compile``, and reuses
     them for any number of steps. The step must then be a pure function, which takes its inner gradient by

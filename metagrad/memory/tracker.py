@@ -191,7 +191,8 @@ class MemoryTracker:
 
         *Bytes per inner step* are the growth from the end of one inner step to the end of the next: the
         median, and the range if they differ; with a single inner step, what it leaves behind. *The graph*
-        holds what is saved for backward; *state* is all else that is kept. *Leaked* compares the bytes at the
+        holds what is saved for backward, which is the states themselves where steps are recomputed
+        (``memory="step"``); *state* is all else that is kept. *Leaked* compares the bytes at the
         ends of consecutive outer steps; less than a percent of what an outer step takes at its peak is called
         freed. *The peak* names the phase that made the most of what was alive then.
         """
