@@ -14,8 +14,6 @@ from experiments.inner_rules import INNER_RULES
 from experiments.optimizer_schemas import CATALOGUE
 from experiments.schema import (
     MLP,
-    SGD,
-    Adam,
     Algorithm,
     Config,
     Constant,
@@ -41,7 +39,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"mlp": MLP, "conv4": Conv4, "custom": CustomModel},
     "algorithm": {"maml": Algorithm},
     "algorithm/inner": {"custom": CustomRule},
-    "optimizer": {"adam": Adam, "sgd": SGD, **CATALOGUE, "custom": CustomOptimizer},
+    "optimizer": {**CATALOGUE, "custom": CustomOptimizer},
     "schedule": {"constant": Constant, "cosine": Cosine},
     "logger": {"logger": Logger},
 }

@@ -1,12 +1,19 @@
-"""The schemas of optimizers beyond Adam and SGD: every key and its type. Values live in `conf/optimizer/`."""
+"""The schemas of optimizers: every key and its type.
+
+Values are the defaults of the class that is built, but for those in `conf/optimizer/`, which says why they differ.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
+from hydra.utils import get_object
 from omegaconf import MISSING
 
-from experiments.schema import Adam, FirstOrder, Optimizer, key
+from experiments.schema import SGD, Adam, FirstOrder, Optimizer, key
 
 
 @dataclass
@@ -27,7 +34,7 @@ class Muon(FirstOrder):
 
     momentum: float = MISSING
     nesterov: bool = MISSING
-    adjust_lr_fn: str = MISSING
+    adjust_lr_fn: str | None = MISSING
     rest: Adam = field(default_factory=Adam)
 
 
@@ -154,24 +161,45 @@ class LBFGS(NeedsClosure):
     max_iter: int = MISSING
     history_size: int = MISSING
     line_search_fn: str | None = MISSING
-    max_eval: int = MISSING
+    max_eval: int | None = MISSING
+
+
+def with_defaults(schema: type[Optimizer], target: str) -> type[Optimizer]:
+    """Return a schema whose keys have the defaults of the class that is built."""
+    arguments = inspect.signature(get_object(target)).parameters
+    defaults = {"_target_": target, **{name: argument.default for name, argument in arguments.items()}}
+    types = get_type_hints(schema)
+    keys = [
+        (one.name, types[one.name], _field(defaults[one.name], one.metadata))
+        for one in fields(schema)
+        if defaults.get(one.name, inspect.Parameter.empty) is not inspect.Parameter.empty
+    ]
+    return make_dataclass(schema.__name__, keys, bases=(schema,))
+
+
+def _field(default: Any, metadata: Mapping[Any, Any]) -> Any:
+    if isinstance(default, tuple):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 CATALOGUE: dict[str, type[Optimizer]] = {
-    "adamw": AdamW,
-    "lion": Lion,
-    "muon": Muon,
-    "adahessian": AdaHessian,
-    "sophia_h": SophiaH,
-    "sophia_g": SophiaG,
-    "shampoo": Shampoo,
-    "soap": SOAP,
-    "kfac": KFAC,
-    "newton_cg": Damped,
-    "gauss_newton": Damped,
-    "natural_gradient": NaturalGradient,
-    "cubic_newton": CubicNewton,
-    "trust_region_newton": TrustRegionNewton,
-    "lbfgs": LBFGS,
+    "adam": with_defaults(Adam, "torch.optim.Adam"),
+    "sgd": with_defaults(SGD, "torch.optim.SGD"),
+    "adamw": with_defaults(AdamW, "torch.optim.AdamW"),
+    "lion": with_defaults(Lion, "metagrad.optim.Lion"),
+    "muon": with_defaults(Muon, "metagrad.optim.Muon"),
+    "adahessian": with_defaults(AdaHessian, "metagrad.optim.AdaHessian"),
+    "sophia_h": with_defaults(SophiaH, "metagrad.optim.SophiaH"),
+    "sophia_g": with_defaults(SophiaG, "metagrad.optim.SophiaG"),
+    "shampoo": with_defaults(Shampoo, "metagrad.optim.Shampoo"),
+    "soap": with_defaults(SOAP, "metagrad.optim.SOAP"),
+    "kfac": with_defaults(KFAC, "metagrad.optim.KFAC"),
+    "newton_cg": with_defaults(Damped, "metagrad.optim.NewtonCG"),
+    "gauss_newton": with_defaults(Damped, "metagrad.optim.GaussNewton"),
+    "natural_gradient": with_defaults(NaturalGradient, "metagrad.optim.NaturalGradient"),
+    "cubic_newton": with_defaults(CubicNewton, "metagrad.optim.CubicNewton"),
+    "trust_region_newton": with_defaults(TrustRegionNewton, "metagrad.optim.TrustRegionNewton"),
+    "lbfgs": with_defaults(LBFGS, "metagrad.optim.LBFGS"),
 }
 """Schemas by the name of the file in `conf/optimizer/`."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_object
+from omegaconf import OmegaConf
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,7 +40,7 @@ from tests.experiments.conftest import REPOSITORY
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 CPU = torch.device("cpu")
-NAMES = ["adam", "sgd", *CATALOGUE]
+NAMES = list(CATALOGUE)
 TINY = (
     "logger=none",
     "device=cpu",
@@ -455,6 +458,21 @@ def test_the_files_compose_and_are_built(config, kind, name):
     assert json.dumps(settings.tuned)
     model = build(settings.workload.model)
     stepper(settings.optimizer, Problem(model, False, *[Examples(torch.ones(1), torch.ones(1))] * 3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_optimizers_hold_what_differs_from_the_defaults(name):
+    own = OmegaConf.load(REPOSITORY / "conf" / "optimizer" / f"{name}.yaml")
+    assert own.pop("defaults") == [f"/schema/optimizer/{name}", "_self_"]
+    defaults = OmegaConf.structured(CATALOGUE[name])
+    resolved = OmegaConf.merge(defaults, own)
+    assert not [key for key in set(own) - {"curvature_batch", "rest"} if resolved[key] == defaults[key]]
+
+
+@pytest.mark.parametrize("name", ["sophia_g", "sophia_h", "soap"])
+def test_step_sizes_that_no_file_says_are_the_defaults_of_the_class(composed, name):
+    settings = composed(f"optimizer={name}").optimizer
+    assert settings.lr == inspect.signature(get_object(settings._target_)).parameters["lr"].default
 
 
 def test_there_is_a_schema_for_every_file():
