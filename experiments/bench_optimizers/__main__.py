@@ -11,7 +11,8 @@ it wants them.
 First, estimates of diagonals are compared with dense matrices in float64, and equal rules with each other.
 
 `python -m experiments.bench_optimizers robustness` asks instead which optimizers learn small networks at their
-defaults, from many seeds; `python -m experiments.bench_optimizers zoo` trains eight problems by every optimizer.
+defaults, from many seeds; `python -m experiments.bench_optimizers zoo` trains eight problems by every optimizer;
+`python -m experiments.bench_optimizers lbfgs` compares L-BFGS with torch's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench_optimizers import robustness, zoo
+from experiments.bench_optimizers import lbfgs, robustness, zoo
 from experiments.bench_optimizers.checks import check
 from experiments.bench_optimizers.measuring import measure
 from experiments.bench_optimizers.methods import METHODS, WORKLOADS
@@ -40,16 +41,16 @@ def parsed() -> argparse.Namespace:
         "study",
         nargs="?",
         default="cost",
-        choices=["cost", "robustness", "zoo"],
+        choices=["cost", "lbfgs", "robustness", "zoo"],
         help="what is measured (cost)",
     )
     add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
     add("--optimizers", nargs="+", help=f"any of {', '.join(METHODS)} (all); other studies have their own")
-    add("--rounds", type=int, default=3, help="periods of each optimizer (3)")
+    add("--rounds", type=int, default=3, help="periods of each optimizer, or pairs of runs (3)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
     add("--out", type=Path, default=Path("outputs/bench_optimizers"), help="where optimizers.* go")
     arguments = parser.parse_args()
-    methods = {"cost": METHODS, "robustness": robustness.OPTIMIZERS, "zoo": zoo.OPTIMIZERS}[arguments.study]
+    methods = {"robustness": robustness.OPTIMIZERS, "zoo": zoo.OPTIMIZERS}.get(arguments.study, METHODS)
     arguments.optimizers = arguments.optimizers or list(methods)
     for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, methods)):
         unknown = [name for name in chosen if name not in known]
@@ -66,6 +67,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
     torch.set_num_threads(arguments.threads)
+    if arguments.study == "lbfgs":
+        lbfgs.main(arguments.rounds, arguments.out)
+        return
     studies = {"robustness": robustness.main, "zoo": zoo.main}
     if arguments.study in studies:
         studies[arguments.study](arguments.optimizers, arguments.out)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.bench_optimizers import __main__ as program_of
-from experiments.bench_optimizers import checks, measuring, methods, report, robustness, zoo
+from experiments.bench_optimizers import checks, lbfgs, measuring, methods, report, robustness, zoo
 from metagrad.optim import NewtonCG
 
 
@@ -256,3 +256,12 @@ def test_the_zoo_marks_what_does_not_end_below_adam(program, monkeypatch, capsys
 def test_a_step_of_the_zoo_that_refuses_counts_as_nan():
     problem = zoo.Problem(zoo.Point(1.0), lambda model: (model() - 1).sqrt().sum())
     assert math.isnan(zoo.trained(problem, zoo.OPTIMIZERS["Lion"], steps=1))
+
+
+def test_lbfgs_stands_beside_torchs(program, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(lbfgs, "PROBLEMS", {"Beale": (lbfgs.PROBLEMS["Beale"][0], 4)})
+    program("lbfgs")
+    name, steps, torchs, ours, ratio = capsys.readouterr().out.splitlines()[2].strip("| ").split(" | ")
+    assert (name, steps, torchs.split(",")[0]) == ("Beale", "4", ours.split(",")[0])
+    assert float(ratio) > 0
+    assert len((tmp_path / "lbfgs.md").read_text().splitlines()) == 3
