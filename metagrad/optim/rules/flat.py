@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,16 +34,28 @@ class RowSpace:
         """The shape of what there is one of for each task."""
         return tuple(next(iter(self.params.values())).shape[: self.batch_ndim])
 
+    @functools.cached_property
+    def num_tasks(self) -> int:
+        """How many rows there are."""
+        return math.prod(self.tasks)
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """How much of a row each parameter takes."""
+        return [p.numel() // self.num_tasks for p in self.params.values()]
+
+    @functools.cached_property
+    def place(self) -> Tensor:
+        """The parameters as rows."""
+        return self.rows(self.params)
+
     def rows(self, tensors: Params) -> Tensor:
         """Write tensors in the shapes of the parameters as rows."""
-        num_tasks = math.prod(self.tasks)
-        return torch.cat([tensors[key].reshape(num_tasks, -1) for key in self.params], 1)
+        return torch.cat([tensors[key].reshape(self.num_tasks, -1) for key in self.params], 1)
 
     def tensors(self, rows: Tensor) -> Params:
         """Undo :meth:`rows`."""
-        num_tasks = math.prod(self.tasks)
-        sizes = [p.numel() // num_tasks for p in self.params.values()]
-        parts = rows.split(sizes, 1)
+        parts = rows.split(self.sizes, 1)
         return {key: part.reshape(p.shape) for (key, p), part in zip(self.params.items(), parts, strict=True)}
 
     def each(self, value: float | Tensor) -> Tensor:

@@ -35,11 +35,14 @@ class LBFGSState(NamedTuple):
 class Iteration(NamedTuple):
     """A step, and where the gradient at its end is found."""
 
-    params: Params
-    state: LBFGSState
-    evaluation: list[
-        int
-    ]  # the number of the line search's evaluation at ``params``, for each task; 0: there is none
+    problem: Problem
+    move: Tensor  # [tasks, n]
+    state: LBFGSState  # with the report of the step before
+    found: Searched  # by its evaluations, where there is one at the end of the step
+
+    def report(self) -> Report:
+        """Say what the step did."""
+        return self.problem.report(None, None, self.found.length, steps=self.found.evaluations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,24 +94,27 @@ class LBFGS(SecondOrder):
         """Take one step; ``curvature`` is an :class:`~metagrad.optim.rules.objective.Objective` for a line search."""
         if not params:
             return {}, state._replace(step=state.step + 1)
-        return self.iterate(grads, state, params, curvature)[:2]
+        problem = self.problem(grads, params, curvature, None, state.step)
+        iteration = self.iterate(problem, state, curvature)
+        return problem.moved(iteration.move), iteration.state._replace(report=iteration.report())
 
     def iterate(
         self,
-        grads: Params,
+        problem: Problem,
         state: LBFGSState,
-        params: Params,
         curvature: object | None = None,
+        *,
+        max_eval: int | None = None,
         stacks: tuple[RowStack, RowStack] | None = None,
     ) -> Iteration:
-        """Take one step as :meth:`update` does, and say which evaluation of the line search it ends at.
+        """Find one step as :meth:`update` does, and which evaluation of the line search it ends at.
 
-        ``stacks`` are kept from step to step by whoever differentiates nothing, and spare copies of all pairs.
+        ``stacks`` are kept from step to step by whoever differentiates nothing, and spare copies of all pairs. A
+        lesser ``max_eval`` is of this step alone.
         """
-        problem = self.problem(grads, params, curvature, None, state.step)
-        w, g = problem.space.rows(params), problem.g
+        w, g = problem.space.place, problem.g
         if state.place.shape != w.shape:  # of other parameters: an optimizer's parameters come and go
-            state = self.init(params)._replace(step=state.step)
+            state = self.init(problem.space.params)._replace(step=state.step)
         elif state.step > 0:
             state = _remembered(state, w - state.place, g - state.gradient)
         state, d = _directed(g, state, stacks)
@@ -116,12 +122,10 @@ class LBFGS(SecondOrder):
         found = Searched(torch.ones_like(g[:, 0]), [0] * len(g), 0)
         if self.line_search_fn is not None:
             self._check_line_search(curvature)
-            found = self._searched(problem, d)
+            found = self._searched(problem, d, self.max_eval if max_eval is None else max_eval)
         # Where there is no length, the direction may be none, or not finite.
         move = torch.where((found.length > 0)[:, None], found.length[:, None] * d, 0.0)
-        report = problem.report(None, None, found.length, steps=found.evaluations)
-        state = state._replace(step=state.step + 1, place=w, gradient=g, report=report)
-        return Iteration(problem.moved(move), state, found.evaluation)
+        return Iteration(problem, move, state._replace(step=state.step + 1, place=w, gradient=g), found)
 
     def _check_line_search(self, curvature: object | None) -> None:
         if curvature is None:
@@ -131,7 +135,7 @@ class LBFGS(SecondOrder):
             )
         check_can_evaluate(self.call, curvature, "set line_search_fn=None")
 
-    def _searched(self, problem: Problem, d: Tensor) -> Searched:
+    def _searched(self, problem: Problem, d: Tensor, max_eval: int) -> Searched:
         g, value = problem.g, problem.value
         if not (torch.is_grad_enabled() and g.requires_grad):
             g, d, value = g.detach(), d.detach(), value.detach()
@@ -147,7 +151,7 @@ class LBFGS(SecondOrder):
             torch.where(slope > -self.tolerance_change, 0.0, slope),
             slack=problem.slack,
             shortest=divide(torch.full_like(size, self.tolerance_change), size, where=size > 0),
-            max_eval=self.max_eval,
+            max_eval=max_eval,
         )
 
 

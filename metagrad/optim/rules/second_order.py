@@ -161,7 +161,7 @@ class Problem:
         decay, products = self.decay, self.products
         if decay is None:
             return self
-        g = self.g + decay * self.space.rows(self.space.params)
+        g = self.g + decay * self.space.place
         return replace(self, g=g, products=lambda rows: products(rows) + decay * rows)
 
     def restricted(self) -> Problem:
@@ -175,7 +175,8 @@ class Problem:
     @property
     def value(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, on the tape if the objective is."""
-        return self.sign * self.objective.value.reshape(-1) + self.penalty(self.space.rows(self.space.params))
+        value = self.sign * self.objective.value.reshape(-1)
+        return value if self.decay is None else value + self.penalty(self.space.place)
 
     @property
     def before(self) -> Tensor:
@@ -193,13 +194,13 @@ class Problem:
 
     def after(self, d: Tensor) -> Tensor:
         """Return the loss at the end of a step, ``[tasks]``, a constant."""
-        w = (self.space.rows(self.space.params) + d).detach()
+        w = (self.space.place + d).detach()
         value = self.objective.evaluate(self.space.tensors(w))
         return (self.sign * value.reshape(-1) + self.penalty(w)).detach()
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss ``[tasks]`` and its gradient ``[tasks, n]`` at the end of a step; on the tape if d is."""
-        w = self.space.rows(self.space.params) + d
+        w = self.space.place + d
         w = w if d.requires_grad else w.detach()
         value, grads = self.objective.gradient(self.space.tensors(w))
         value, g = self.sign * value.reshape(-1) + self.penalty(w), self.sign * self.space.rows(grads)

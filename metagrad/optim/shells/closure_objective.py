@@ -137,7 +137,7 @@ class ClosureObjective(GraphCurvature):
         passes: The losses.
         curved: Those whose curvature is taken, if others.
         closure: Computes them, and calls ``backward``, which does nothing here.
-        every: All parameters of the optimizer, whose ``.grad`` is left as it is.
+        every: All parameters of the optimizer, and what else has a gradient of the losses; ``.grad`` is left as it is.
         random: The states of random numbers that the closure began with, so that dropout is that of the step.
         buffers: Of the modules that it calls, which move with its first call alone.
         generators: Where the random numbers of estimates come from.
@@ -168,6 +168,26 @@ class ClosureObjective(GraphCurvature):
         """Return the loss and its gradient at other parameters."""
         return self._evaluated(params, with_gradient=True)
 
+    def called(self, params: Params) -> tuple[Tensor, Params]:
+        """Return the loss that the closure returns at other parameters, and the gradients that it leaves there."""
+        with self._elsewhere(params):
+            value = self._closure()
+            found = {key: self._params[key].grad for key in params}
+        grads = {key: torch.zeros_like(params[key]) if g is None else working(g) for key, g in found.items()}
+        return working(value.detach().reshape(())), grads
+
+    @contextlib.contextmanager
+    def _elsewhere(self, params: Params) -> Iterator[None]:
+        """Make a call of the closure one at other parameters, which leaves no trace."""
+        with (
+            self._random.again(),
+            self._buffers.kept(),
+            without_gradients(self._every),
+            _at(self._params, params),
+            torch.enable_grad(),
+        ):
+            yield
+
     def _evaluated(self, params: Params, *, with_gradient: bool) -> tuple[Tensor, Params]:
         first = next(iter(params.values()))
         total = first.new_zeros(())
@@ -186,14 +206,7 @@ class ClosureObjective(GraphCurvature):
                 if g is not None:
                     grads[key] = grads[key] + working(g)
 
-        with (
-            self._random.again(),
-            self._buffers.kept(),
-            without_gradients(self._every),
-            _at(self._params, params),
-            torch.enable_grad(),
-            Recording(backward, note_losses=False),
-        ):
+        with self._elsewhere(params), Recording(backward, note_losses=False):
             self._closure()
         return total, grads
 
@@ -264,7 +277,8 @@ class ModuleBuffers:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
-        bound = [(module._buffers, dict(module._buffers)) for module in self._modules.values()]
+        modules = self._modules.values()
+        bound = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
         own = {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}
         kept = [(buffer, buffer.data) for buffer in (self._tensors | own).values()]
         for buffer, data in kept:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,7 +11,8 @@ import metagrad.optim.rules as rules
 from metagrad.optim.rules.probes import torchs_own
 from metagrad.optim.rules.row_stack import RowStack
 from metagrad.optim.rules.rule import Params
-from metagrad.optim.shells.closure_objective import ClosureObjective
+from metagrad.optim.shells.closure_objective import BackwardPass, ClosureObjective, scalar_of
+from metagrad.optim.shells.gradients import leaves_behind
 from metagrad.optim.shells.newton_optimizer import NewtonOptimizer
 from metagrad.optim.shells.optimizer import Group, ParameterGroups
 
@@ -73,6 +73,8 @@ class LBFGS(NewtonOptimizer):
 
     make_rule = staticmethod(rules.lbfgs)
     differentiates_twice = False
+    # The product of an infinite or NaN element is neither a number nor 0, and every pair is multiplied with itself.
+    implied = ("moves", "changes")
     whole = "quasi_newton"
     _counts: Mapping[str, int] = {}
     shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
@@ -110,6 +112,8 @@ class LBFGS(NewtonOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
+        self._leaves: list[Tensor] = []
+        self._returns_loss = False
         # Buffers that are kept from step to step, and made anew where an optimizer is copied or loaded.
         self._stacks: tuple[RowStack, RowStack] = self.__dict__.get("_stacks", (RowStack(), RowStack()))
 
@@ -139,7 +143,30 @@ class LBFGS(NewtonOptimizer):
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
         if self._closure is None or self._passes is None:
             return super()._curvature(group, params, grads)
-        return _Evaluations(self._objective(params, torchs_own))
+        objective = self._objective(params, torchs_own)
+        return _Evaluations(objective, objective.called if self._returns_loss else objective.gradient)
+
+    def _evaluated(self, closure: Callable[..., Any]) -> Any:
+        result = super()._evaluated(closure)
+        self._returns_loss = _is_the_loss(result, self._passes)
+        return result
+
+    def _backward_with_curvature(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        retain_graph: bool | None,
+        inputs: Tensor | Sequence[Tensor] | None,
+    ) -> None:
+        """Accumulate gradients as torch does: there is no curvature to be taken of the graph."""
+        self._leaves = [*self._leaves, *leaves_behind(loss)]
+        loss.backward(gradient, retain_graph, inputs=inputs)
+        self._losses = [*self._losses, loss.detach()]
+        own = BackwardPass(scalar_of(loss, gradient).detach(), {}, ())
+        self._passes = [*(self._passes or []), own]
+
+    def _all_params(self) -> list[Tensor]:
+        return list(dict.fromkeys([*super()._all_params(), *self._leaves]))
 
     def _updated(
         self, rule: rules.LBFGS, grads: Params, state: rules.LBFGSState, values: Params, curvature: Any
@@ -149,33 +176,35 @@ class LBFGS(NewtonOptimizer):
             return rule.update(grads, state, values, curvature)
         group, iterations = self.param_groups[0], 0
         most = group["max_eval"] or max(group["max_iter"] * 5 // 4, 25)
+        last = None  # that moved
         while iterations < group["max_iter"] and curvature.count < most:
-            if _largest(grads) <= group["tolerance_grad"]:
+            problem = rule.problem(grads, values, curvature, None, state.step)
+            if _largest(problem.g) <= group["tolerance_grad"]:
                 break
-            searching = dataclasses.replace(rule, max_eval=most - curvature.count)
-            before = curvature.value
-            report = state.report
-            moved, state, evaluation = searching.iterate(grads, state, values, curvature, self._stacks)
-            iterations += 1
-            change, values = _largest({key: moved[key] - p for key, p in values.items()}), moved
-            if change == 0 and iterations > 1:  # what is reported is the last iteration that moved
-                state = state._replace(report=report)
+            before, left = curvature.value, most - curvature.count
+            iteration = rule.iterate(problem, state, curvature, max_eval=left, stacks=self._stacks)
+            iterations, state = iterations + 1, iteration.state
+            place = problem.space.place + iteration.move
+            change, values = _largest(place - problem.space.place), problem.space.tensors(place)
+            last = iteration if change or last is None else last
             if change == 0 or iterations == group["max_iter"]:
                 break
-            grads = curvature.at(values, evaluation[0])
+            grads = curvature.at(values, iteration.found.evaluation[0])
             if change <= group["tolerance_change"]:
                 break
             if abs(float(curvature.value - before)) < group["tolerance_change"]:
                 break
         self._counts = {"iterations": iterations, "evaluations": curvature.count}
-        return values, state
+        return values, state if last is None else state._replace(report=last.report())
 
 
 class _Evaluations:
     """A closure's loss at the place where an iteration begins, and what is known of it elsewhere."""
 
-    def __init__(self, objective: ClosureObjective) -> None:
-        self._objective = objective
+    def __init__(
+        self, objective: ClosureObjective, gradient: Callable[[Params], tuple[Tensor, Params]]
+    ) -> None:
+        self._gradient = gradient
         self._found: list[tuple[Tensor, Params]] = []
         self.value = objective.value
         self.evaluate = objective.evaluate
@@ -184,7 +213,7 @@ class _Evaluations:
     def gradient(self, params: Params) -> tuple[Tensor, Params]:
         """Call the closure for loss and gradient at other parameters."""
         self.count += 1
-        self._found.append(self._objective.gradient(params))
+        self._found.append(self._gradient(params))
         return self._found[-1]
 
     def at(self, params: Params, evaluation: int) -> Params:
@@ -196,5 +225,16 @@ class _Evaluations:
         return grads
 
 
-def _largest(tensors: Params) -> float:
-    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
+def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
+    """Say whether what a closure returns is what it differentiates, and not a part of it or a number."""
+    return (
+        passes is not None
+        and len(passes) == 1
+        and isinstance(result, Tensor)
+        and result.numel() == 1
+        and result.data_ptr() == passes[0].value.data_ptr()
+    )
+
+
+def _largest(rows: Tensor) -> float:
+    return float(rows.abs().max()) if rows.numel() else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class Change:
         states: What is new in the state of each.
         rows: Which rows of a table moved; None of whole parameters.
         used: What else it was made of, and must be finite, by description.
+        implied: The slots that are finite where the other ones are.
     """
 
     params: Params
@@ -34,6 +35,7 @@ class Change:
     states: Mapping[str, ParameterState]
     rows: Tensor | None = None
     used: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    implied: Collection[str] = ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all that must be finite, with a description."""
@@ -42,6 +44,8 @@ class Change:
             yield f"the new value of {key!r}", value
         for key, state in self.states.items():
             for slot, value in state.items():
+                if slot in self.implied:
+                    continue
                 for leaf in tree_leaves(value):
                     if isinstance(leaf, Tensor) and leaf.is_floating_point():
                         yield f"the new state {slot!r} of {key!r}", leaf

@@ -34,7 +34,7 @@ from metagrad.optim.shells.optimizer import Group, as_number
 from metagrad.optim.shells.output_loss import WrittenLoss
 from metagrad.optim.shells.parts_of_data import check_fraction, check_takes_fraction
 from metagrad.optim.shells.randomness import generators_of
-from metagrad.optim.shells.state import ParameterState, apart, joined
+from metagrad.optim.shells.state import ParameterState, apart, joined, pattern_of
 from metagrad.sparse.rows.row_sparse import RowSparse
 
 
@@ -78,6 +78,8 @@ class NewtonOptimizer(CurvatureOptimizer):
     shell_options = CurvatureOptimizer.shell_options | {"curvature_fraction"}
     adapted: ClassVar[str | None] = None
     """The hyper-parameter that the state of the rule has a factor of."""
+    implied: ClassVar[tuple[str, ...]] = ()
+    """The slots of the state that are finite where the other ones are."""
     whole: ClassVar[str] = "newton"
     """What the direction of an undisturbed step is called."""
 
@@ -267,7 +269,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             if name in self.defaults and len({as_number(group[name]) for group in self.param_groups}) > 1
         ]
         by_name = {name: {key: as_number(named[key][0][name]) for key in params} for name in differing}
-        return dataclasses.replace(rule, **by_name)
+        return dataclasses.replace(rule, **by_name) if by_name else rule
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
         rule, name = self._rule(group), type(self).__name__
@@ -349,7 +351,8 @@ class NewtonOptimizer(CurvatureOptimizer):
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
         moved, state = self._updated(rule, grads, state, values, curvature)
         used = {"the curvature": curvature.total} if isinstance(curvature, GraphCurvature) else {}
-        return Change(params, moved, apart(state._replace(report=None), params), used=used), (state, whole)
+        states = apart(state._replace(report=None), params)
+        return Change(params, moved, states, used=used, implied=self.implied), (state, whole)
 
     def _updated(
         self, rule: Any, grads: Params, state: Any, values: Params, curvature: Any
@@ -398,7 +401,7 @@ def _completed(
     states: Mapping[str, ParameterState], rule: Any, values: Params
 ) -> Mapping[str, ParameterState]:
     """Begin what states lack where a hyper-parameter was another: pairs, where ``curvature_every`` was 1."""
-    pattern = rule.init({})._asdict()
+    pattern = pattern_of(rule)._asdict()
     names = [field for field, value in pattern.items() if isinstance(value, dict)]
     if all(field in state for state in states.values() for field in names):
         return states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
     Fields of the rule's state that are dicts have an entry for each parameter. What else there is, such as a damping
     that all parameters share, is kept with the first.
     """
-    pattern = rule.init({})
+    pattern = pattern_of(rule)
     first = next(iter(states.values()))
     fields = {
         field: {key: state[field] for key, state in states.items()}
@@ -32,6 +33,12 @@ def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
         for field, value in zip(pattern._fields, pattern, strict=True)
     }
     return type(pattern)(**fields)
+
+
+@functools.lru_cache(maxsize=64)
+def pattern_of(rule: Rule) -> Any:
+    """Return the state of a rule that has no parameters."""
+    return rule.init({})
 
 
 def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
