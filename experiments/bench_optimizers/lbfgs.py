@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ MAKES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
 class Problem(NamedTuple):
     """Parameters, and what computes their loss."""
 
-    params: list[Tensor]
+    params: Sequence[Tensor]
     loss: Callable[[], Tensor]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ class ClosureObjective(GraphCurvature):
         passes: The losses.
         curved: Those whose curvature is taken, if others.
         closure: Computes them, and calls ``backward``, which does nothing here.
-        every: All parameters of the optimizer, and what else has a gradient of the losses; ``.grad`` is left as it is.
+        every: All parameters of the optimizer, and what else has gradients of the losses; ``.grad`` is left alone.
         random: The states of random numbers that the closure began with, so that dropout is that of the step.
         buffers: Of the modules that it calls, which move with its first call alone.
         generators: Where the random numbers of estimates come from.
@@ -171,7 +171,7 @@ class ClosureObjective(GraphCurvature):
     def called(self, params: Params) -> tuple[Tensor, Params]:
         """Return the loss that the closure returns at other parameters, and the gradients that it leaves there."""
         with self._elsewhere(params):
-            value = self._closure()
+            value = cast(Tensor, self._closure())
             found = {key: self._params[key].grad for key in params}
         grads = {key: torch.zeros_like(params[key]) if g is None else working(g) for key, g in found.items()}
         return working(value.detach().reshape(())), grads

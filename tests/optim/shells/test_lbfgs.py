@@ -128,6 +128,56 @@ def test_parameters_that_depend_on_each_other_in_groups_of_their_own(groups):
     assert float(loss_of().detach()) <= 1e-8 * losses[0]
 
 
+@pytest.mark.parametrize("returned", ["nothing", "a part", "a number"])
+def test_the_loss_is_what_is_differentiated_whatever_a_closure_returns(returned):
+    """In two backward passes, as of micro-batches; the same steps as of the sum at once."""
+    results = []
+    for whole in (True, False):
+        (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+        opt = LBFGS([w], max_iter=6)
+
+        def closure(opt=opt, w=w, loss_of=loss_of, whole=whole):
+            opt.zero_grad()
+            parts = [loss_of() + w.square().sum()] if whole else [loss_of(), w.square().sum()]
+            for part in parts:
+                part.backward()
+            if whole:
+                return parts[0]
+            return {"nothing": None, "a part": parts[0], "a number": float(sum(parts).detach())}[returned]
+
+        for _ in range(2):
+            opt.step(closure)
+        results.append(w.detach())
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_of_parameters_of_another_optimizer_are_those_of_the_first_call():
+    (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+    other = torch.tensor(2.0, dtype=F64, requires_grad=True)
+    opt = LBFGS([w])
+    run(opt, lambda: loss_of() + other.square(), 1)
+    assert opt.stats["evaluations"] > 1
+    assert other.grad == 4.0
+
+
+def test_gradients_that_a_closure_changes_are_changed_at_every_call():
+    results = []
+    for make in (LBFGS, torch.optim.LBFGS):
+        params, loss_of = of_one(lambda w: w.square().sum() + w.pow(4).sum(), 3.0, 1.0)
+        opt = make(params, max_iter=2, line_search_fn=None, lr=0.1)
+
+        def closure(opt=opt, params=params, loss_of=loss_of):
+            opt.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            params[0].grad.mul_(0.5)
+            return loss
+
+        opt.step(closure)
+        results.append(params[0].detach())
+    torch.testing.assert_close(*results)
+
+
 def test_memory_for_pairs_is_taken_as_they_come():
     w = torch.zeros(1000, dtype=F64, requires_grad=True)
     opt = LBFGS([w], max_iter=2)
