@@ -122,6 +122,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
         def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
             refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+            self._asked_for_graph = self._asked_for_graph or create_graph
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
         mode = Recording(backward, note_losses=self.notes_losses)
@@ -209,6 +210,7 @@ class CurvatureOptimizer(RuleOptimizer):
         """Drop what was taken since the last step."""
         self._losses = []
         self._scale: Tensor | None = None
+        self._asked_for_graph = False  # by create_graph=True, which is not passed on
 
     def _known_scale(self, of: str) -> Tensor:
         """Return what a GradScaler has multiplied the loss by."""

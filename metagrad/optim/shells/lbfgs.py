@@ -148,7 +148,9 @@ class LBFGS(NewtonOptimizer):
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
         result = super()._evaluated(closure)
-        self._returns_loss = _is_the_loss(result, self._passes)
+        # Hooks that see what is accumulated see it once a step.
+        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._all_params())
+        self._returns_loss = _is_the_loss(result, self._passes) and not (has_hooks or self._asked_for_graph)
         return result
 
     def _backward_with_curvature(
