@@ -76,7 +76,8 @@ OPTIONS = [(group, name) for group in SCHEMAS for name in SCHEMAS[group] if grou
 @pytest.mark.parametrize(("group", "name"), OPTIONS)
 def test_every_key_of_an_option_has_its_sentence(group, name):
     file = yaml.safe_load((help.CONF / group / f"{name}.yaml").read_text())
-    unsaid = keys_without_a_sentence(SCHEMAS[group][name], file.get(group, file).get("_target_", ""))
+    schema = SCHEMAS[group][name]
+    unsaid = keys_without_a_sentence(schema, file.get(group, file).get("_target_", schema._target_))
     assert set(unsaid) <= {"inner", "rest"}
 
 
