@@ -276,17 +276,22 @@ def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
 def _apart(param: Tensor, rows: Params) -> Tensor:
     """Give a parameter a node of its own beside tables: what leads to those is not to be walked for its gradient."""
     # Without grad mode there is no such node, and a view would be one that gradients pass by.
-    if not param.requires_grad:
+    if _is_constant(param):
         return param.detach().requires_grad_()
     return param.view_as(param) if rows and torch.is_grad_enabled() else param
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:
     """Give every task the parameter, without a copy."""
-    if torch.is_grad_enabled() and param.requires_grad:
+    if torch.is_grad_enabled() and not _is_constant(param):
         return param.expand(num_tasks, *param.shape)
     # A view made without grad mode says that it requires grad, but gradients pass it by.
     return param.detach().expand(num_tasks, *param.shape).requires_grad_()
+
+
+def _is_constant(param: Tensor) -> bool:
+    """Say whether the tape would pass a parameter by; compiled code differentiates by torch.func, which does not ask."""
+    return not param.requires_grad and not torch.compiler.is_compiling()
 
 
 def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import metagrad as mg
-from metagrad.autograd import backend
+from metagrad import _torch_compiler
 from metagrad.autograd.compiled import Compiled
 from metagrad.autograd.kernels import Kernels
 
@@ -57,8 +57,8 @@ def test_one_step_of_a_loop_goes_by_torch_compile(calls, memory):
 
 
 def test_every_step_goes_by_torch_compile_where_its_books_cannot_be_read(calls, monkeypatch):
-    assert backend._changes_objects()  # for nothing is being compiled
-    monkeypatch.setattr(backend, "_changes_objects", lambda: True)
+    assert _torch_compiler.changes_objects()  # for nothing is being compiled
+    monkeypatch.setattr(_torch_compiler, "changes_objects", lambda: True)
     with torch.no_grad():
         last, _ = mg.unroll(lambda w, t: (w * 3, None), torch.ones(1), steps=4, compile={"backend": "eager"})
     assert last.item() == 81
