@@ -7,6 +7,7 @@ and says which of these names an installed torch lacks.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -125,6 +126,20 @@ backend_flags = [
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 ]
 """What chooses kernels, read and set without the checks of ``torch.backends``."""
+
+# The compiler
+
+
+def teach_compiler(context: object) -> None:
+    """Let torch.compile know a context manager of torch's that was replaced while the compiler was imported.
+
+    Its tables are made on import, of what stands under a name then.
+    """
+    tables = sys.modules.get("torch._dynamo.variables.torch")
+    if tables is not None and context not in tables.supported_ctx_manager_classes:
+        tables.supported_ctx_manager_classes[context] = None
+        sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map.cache_clear()
+
 
 # Optimizers
 

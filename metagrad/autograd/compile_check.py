@@ -37,6 +37,13 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
         UncompilableError: It draws random numbers, or writes into a tensor that it did not make.
     """
     recording = _recorded(fn, args, name)
+    modules = recording.call.modules
+    rebound = modules.rebound_buffer()
+    modules.put_back()
+    if rebound is not None:
+        raise UncompilableError(
+            f"the buffer {rebound!r} is another tensor after a call, where only values may flow from step to step"
+        )
     if _draws(recording):
         raise UncompilableError(
             "random numbers are drawn, as dropout does, and a recomputation would draw others"

@@ -80,14 +80,26 @@ class ModuleState:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.states = [(module, plain_values(module.__dict__), dict(module._buffers)) for module in modules]
 
+    def rebound_buffer(self) -> str | None:
+        """Return the name of a buffer that is another tensor than it was."""
+        for module, _, buffers in self.states:
+            for name, buffer in buffers.items():
+                if module._buffers.get(name) is not buffer:
+                    return name
+        return None
+
+    def put_back(self) -> None:
+        """Let the modules be as they were."""
+        for module, plain, buffers in self.states:
+            module.__dict__.update(plain)
+            module._buffers.update(buffers)
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let the modules be as they were, for a while, and then again as they are now."""
         now = [(module, *_held(module)) for module, *_ in self.states]
         try:
-            for module, plain, buffers in self.states:
-                module.__dict__.update(plain)
-                module._buffers.update(buffers)
+            self.put_back()
             yield
         finally:
             for module, attributes, buffers, lists in now:

@@ -77,6 +77,7 @@ class SavedGraph:
     def close(self) -> None:
         """Take the hooks off. What they saved stays usable."""
         autograd_graph.disable_saved_tensors_hooks = self._refuse_hooks
+        _torch.teach_compiler(self._refuse_hooks)
         self._hooks.__exit__()
 
     def forget(self, serial: int) -> None:

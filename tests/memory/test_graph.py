@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -233,3 +235,18 @@ def test_opening_inside_func_grad_is_refused():
         torch.func.grad(inside)(X)
     with MemoryTracker(device="cpu"):
         pass
+
+
+@pytest.mark.slow
+def test_what_is_compiled_after_the_first_tracker_of_a_process_is_compiled():
+    """torch.compile is imported by the backward pass, while the tracker has replaced what its tables are made of."""
+    program = """
+import torch, metagrad as mg
+
+w = torch.ones(3, requires_grad=True)
+with mg.MemoryTracker() as tracker, tracker.outer(0):
+    w.sum().backward()
+step = lambda w, t: (w - 0.1 * torch.func.grad(lambda w: (w**2).sum())(w), None)
+mg.unroll(step, w, steps=3, memory="step", compile={"backend": "eager"})[0].sum().backward()
+"""
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True)

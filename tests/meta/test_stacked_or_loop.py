@@ -255,7 +255,7 @@ def test_in_every_memory_mode(name, memory):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:MAML\\(..., compile\\):UserWarning")
 @pytest.mark.parametrize("compile", [True, "whole"])
-@pytest.mark.parametrize("name", [name for name in REPEATABLE if "buffer" not in name])
+@pytest.mark.parametrize("name", REPEATABLE)
 def test_compiled(name, compile):
     assert_as_in_a_loop(CASES[name], compile=compile)
 
