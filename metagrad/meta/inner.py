@@ -290,7 +290,7 @@ def _repeated(param: Tensor, num_tasks: int) -> Tensor:
 
 
 def _is_constant(param: Tensor) -> bool:
-    """Say whether the tape would pass a parameter by; compiled code differentiates by torch.func, which does not ask."""
+    """Say whether the tape passes a parameter by; compiled code differentiates by torch.func, which does not ask."""
     return not param.requires_grad and not torch.compiler.is_compiling()
 
 
