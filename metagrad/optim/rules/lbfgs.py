@@ -150,7 +150,7 @@ class LBFGS(SecondOrder):
             value,
             torch.where(slope > -self.tolerance_change, 0.0, slope),
             slack=problem.slack,
-            shortest=divide(torch.full_like(size, self.tolerance_change), size, where=size > 0),
+            shortest=self.tolerance_change / size,  # of no size there is no slope, and no search
             max_eval=max_eval,
         )
 
@@ -185,9 +185,14 @@ def _directed(
         S, Y = stacks[0](moves), stacks[1](changes)
         moves, changes = (*state.moves[:-k], *stacks[0].rows), (*state.changes[:-k], *stacks[1].rows)
         state = state._replace(moves=moves, changes=changes)
-    column = F.pad(S @ Y[:, -1, :, None], (0, 0, len(state.moves) - k, 0))
+    last, Sg = (torch.stack([Y[:, -1], g], 1) @ S.mT).unsqueeze(3).unbind(1)  # in one pass over S
+    # As it was when the pair was taken for it, whatever the rounding of the product is.
+    own = dot(S[:, -1], Y[:, -1])[:, None, None]
+    column = F.pad(torch.cat([last[:, :-1], own], 1), (0, 0, len(state.moves) - k, 0))
     products = torch.cat([state.products[:, :, :-1], column], 2)
-    d = -_inverse_times(g, S, Y, products[:, -k:, -k:])
+    # Of one task every pair has curvature, or it was left out; of several, some may lack the first ones.
+    inverse_times = _inverse_times if len(g) == 1 else _inverse_of_some_times
+    d = -inverse_times(g, S, Y, products[:, -k:, -k:], Sg)
     return state._replace(products=products), d
 
 
@@ -219,23 +224,39 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
         Nocedal, Wright, "Numerical optimization", 2006, algorithm 7.4; Byrd, Nocedal, Schnabel, "Representations of
         quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994.
     """
-    return -_inverse_times(g, moves, changes, (moves @ changes.mT).triu())
+    R, Sg = (moves @ changes.mT).triu(), moves @ g[:, :, None]
+    return -_inverse_of_some_times(g, moves, changes, R, Sg)
 
 
-def _inverse_times(g: Tensor, S: Tensor, Y: Tensor, R: Tensor) -> Tensor:
+def _inverse_of_some_times(g: Tensor, S: Tensor, Y: Tensor, R: Tensor, Sg: Tensor) -> Tensor:
+    """Do as :func:`_inverse_times` where some pairs are zero, and give nothing."""
+    curvature, last = torch.diagonal(R, dim1=1, dim2=2), Y[:, -1]
+    known = curvature > 0
+    scale = divide(curvature[:, -1], dot(last, last), where=known[:, -1])[:, None]
+    scale = torch.where(known[:, -1:], scale, _first_scale(g))
+    return _inverse_times(g, S, Y, R + torch.diag_embed((~known).to(R.dtype)), Sg, scale, curvature)
+
+
+def _inverse_times(
+    g: Tensor,
+    S: Tensor,
+    Y: Tensor,
+    R: Tensor,
+    Sg: Tensor,
+    scale: Tensor | None = None,
+    curvature: Tensor | None = None,
+) -> Tensor:
     """Multiply the inverse Hessian of pairs ``[tasks, k, n]`` with g; R is the upper triangle of S Y^T.
 
-    The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of R^T c = D a - Y H_0 q.
+    The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of R^T c = D a - Y H_0 q,
+    with the diagonal D of R and H_0 a multiple of 1, by default of the last pair.
     """
-    curvature = torch.diagonal(R, dim1=1, dim2=2)
-    known = curvature > 0
-    # Of pairs that are zero there are zeros in R, and in all that they would give.
-    R = R + torch.diag_embed((~known).to(R.dtype))
-    a = torch.linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
-    q = g - (a.mT @ Y).squeeze(1)
-    last = Y[:, -1]
-    scale = divide(curvature[:, -1], dot(last, last), where=known[:, -1])[:, None]
-    q = torch.where(known[:, -1:], scale, _first_scale(g)) * q
+    if curvature is None:
+        curvature = torch.diagonal(R, dim1=1, dim2=2)
+    if scale is None:
+        scale = curvature[:, -1:] / dot(Y[:, -1], Y[:, -1])[:, None]
+    a = torch.linalg.solve_triangular(R, Sg, upper=True)
+    q = scale * (g - (a.mT @ Y).squeeze(1))
     c = torch.linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
     return q + (c.mT @ S).squeeze(1)
 

@@ -252,12 +252,12 @@ class Problem:
         self, run: Krylov | None, ratio: Tensor | None, length: Tensor, *, steps: int = 0, products: int = 0
     ) -> Report:
         """Say what a step did."""
-        whole = torch.zeros(len(self.g), dtype=torch.int64, device=self.g.device)
+        whole = torch.full((len(self.g),), products, dtype=torch.int64, device=self.g.device)
         ratio = torch.full_like(length, torch.nan) if ratio is None else ratio
         columns: tuple[Any, ...] = (
-            (whole + steps, whole + products, whole - 1)
+            (torch.full_like(whole, steps), whole, torch.full_like(whole, -1))
             if run is None
-            else (run.steps, whole + run.products + products, run.ending)
+            else (run.steps, whole + run.products, run.ending)
         )
         length = self.lr.amax(1) * length
         return Report(*map(self.for_task, (*columns, ratio.detach(), length.detach())))
