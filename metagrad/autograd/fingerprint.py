@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad._torch import is_functorch_wrapped
+from metagrad._torch import disabled_torch_dispatch, is_functorch_wrapped
 
 _NUM_SAMPLES = 32
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
@@ -70,6 +70,8 @@ class _Kind(NamedTuple):
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    if type(tensor).__torch_dispatch__ is not disabled_torch_dispatch:  # a subclass with operations of its own
         return None
     return _Kind(tuple(tensor.shape), tensor.dtype)
 

@@ -100,10 +100,11 @@ class Journal:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def append(self, entry: Entry, with_grad: bool) -> None:
-        """Note one torch function."""
+    def append(self, entry: Entry) -> int:
+        """Note one torch function, and return its number."""
         self.entries.append(entry)
-        self.with_grad.append(with_grad)
+        self.with_grad.append(False)
+        return len(self.entries) - 1
 
     def find(self, number: int, entry: Entry) -> int | None:
         """Return where a second run stands that has come to ``number`` and goes on with ``entry``.

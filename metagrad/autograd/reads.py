@@ -290,9 +290,10 @@ class Recorder(_Observer):
         generator = kwargs.get("generator")
         if generator is not None:
             self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
+        # Before the call, which may raise or leave the operator to the other operand.
+        number = self.reads.journal.append(entry)
         free = self._free(tensors)
         if free:
-            number = len(self.reads.journal)
             others = {i: self.reads.add(tensor, number, i) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), others)
         targets = written_by(function, args, kwargs)
@@ -301,7 +302,7 @@ class Recorder(_Observer):
                 self.reads.writes.protect(function, targets)
         result = function(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_in(result)
-        self.reads.journal.append(entry, any(tensor.requires_grad for tensor in made))
+        self.reads.journal.with_grad[number] = any(tensor.requires_grad for tensor in made)
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
 
