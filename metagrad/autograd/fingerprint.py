@@ -71,7 +71,9 @@ class _Kind(NamedTuple):
 def _kind(tensor: Tensor | None) -> _Kind | None:
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if type(tensor).__torch_dispatch__ is not disabled_torch_dispatch:  # a subclass with operations of its own
+    if (
+        type(tensor).__torch_dispatch__ is not disabled_torch_dispatch
+    ):  # a subclass with operations of its own
         return None
     return _Kind(tuple(tensor.shape), tensor.dtype)
 

@@ -282,6 +282,9 @@ class Recorder(_Observer):
         self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
         self.made: dict[int, weakref.ref[Tensor]] = {}
         self.without_grad: set[int] = set()
+        self.own: set[Node] = set(self.entrances)
+        """Nodes of which everything that depends on them was made by the function: also what recordings inside this
+        one are handed, since a transform does not tell them of what it makes."""
         self.outside: set[Node] = set(self.entrances)
 
     def _called(
@@ -324,6 +327,8 @@ class Recorder(_Observer):
             return {position: tensor for position, tensor in doubtful.items() if not self._is_own(tensor)}
 
     def __enter__(self):
+        for recorder in _active.recorders:
+            recorder.own |= self.entrances
         _active.recorders.append(self)
         return super().__enter__()
 
@@ -363,11 +368,11 @@ class Recorder(_Observer):
 
         Its graph may also end at leaves that the function made: those of a recording inside this one.
         """
-        if tensor.grad_fn in self.entrances:
+        if tensor.grad_fn in self.own:
             return True
         nodes = list(graph_nodes([tensor], self.outside))
         found = any(self._is_known(getattr(node, "variable", None)) for node in nodes) or any(
-            successor in self.entrances for node in nodes for successor, _ in node.next_functions
+            successor in self.own for node in nodes for successor, _ in node.next_functions
         )
         if found:
             self.outside.difference_update(nodes)

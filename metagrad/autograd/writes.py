@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from metagrad._torch import is_functorch_wrapped
 from metagrad._tree import tensors_in
@@ -84,12 +85,13 @@ class Writes:
     """The storages that a call writes into, or lets others write into, and what they held before.
 
     Attributes:
-        written: Storages that torch functions wrote into.
+        written: Storages that torch functions wrote into; a weak reference keeps their identity from being given
+            to another once they are freed.
         before: Copies of those that the call read and did not make.
     """
 
     def __init__(self) -> None:
-        self.written: set[int] = set()
+        self.written: dict[int, StorageWeakRef] = {}
         self.before: dict[int, torch.UntypedStorage] = {}
         self._known: dict[int, None] = {}
 
@@ -106,8 +108,8 @@ class Writes:
             key = storage_of(tensor)
             if key is None:
                 continue
-            if not is_alias:
-                self.written.add(key)
+            if not is_alias and key not in self.written:
+                self.written[key] = StorageWeakRef(tensor.untyped_storage())
             if key in self._known and key not in self.before:
                 self.before[key] = tensor.untyped_storage().clone()
 
