@@ -39,7 +39,7 @@ class LBFGS(NewtonOptimizer):
         max_iter: The most iterations of a step.
         max_eval: The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is
             enough for a line search.
-        tolerance_grad: A step ends where no element of the gradient is larger.
+        tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
         tolerance_change: A step ends where neither loss nor parameters change by more.
         history_size: How many pairs are kept, in twice as many vectors of the size of the parameters. They are made
             as iterations are.

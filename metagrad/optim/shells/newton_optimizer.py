@@ -42,9 +42,10 @@ class NewtonOptimizer(CurvatureOptimizer):
     r"""An optimizer whose rule multiplies with the curvature of a loss, and looks at the loss again after a step.
 
     The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as
-    the rule asks: there ``backward`` does nothing, ``.grad`` stays, random numbers (dropout) are those of the first
-    call, and buffers of modules (running statistics of BatchNorm) are put back. What else a closure counts or writes,
-    it does at every call. Losses of several backward passes add up.
+    the rule asks: there ``backward`` does nothing (of L-BFGS it computes the gradients of the line search), ``.grad``
+    is afterwards what the first call left, random numbers (dropout) are those of the first call, and buffers of
+    modules (running statistics of BatchNorm) are put back. What else a closure counts or writes, it does at every
+    call. Losses of several backward passes add up.
 
     Products with the curvature are what a step costs, and need fewer data than the gradient does. Where an optimizer
     has a ``curvature_fraction`` below 1, gradient and loss are those of all data, and the curvature that of a part:
