@@ -71,10 +71,8 @@ class _Kind(NamedTuple):
 def _kind(tensor: Tensor | None) -> _Kind | None:
     if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
         return None
-    if (
-        type(tensor).__torch_dispatch__ is not disabled_torch_dispatch
-    ):  # a subclass with operations of its own
-        return None
+    if getattr(type(tensor), "__torch_dispatch__", None) is not disabled_torch_dispatch:
+        return None  # a subclass with operations of its own
     return _Kind(tuple(tensor.shape), tensor.dtype)
 
 
