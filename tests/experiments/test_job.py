@@ -176,11 +176,11 @@ def test_a_signal_is_raised_where_it_arrives():
 
 def test_a_deferred_signal_waits_and_a_second_one_does_not(capfd):
     with signals_raised(), signals_deferred() as waiting:
-        signal.raise_signal(signal.SIGINT)
-        assert waiting.number == signal.SIGINT
-        with pytest.raises(Interrupted, match="SIGINT"):
-            signal.raise_signal(signal.SIGINT)
-    assert "SIGINT: saving after this step; once more to stop at once." in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)
+        assert waiting.number == signal.SIGTERM
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            signal.raise_signal(signal.SIGTERM)
+    assert "SIGTERM: saving after this step; once more to stop at once." in capfd.readouterr().err
 
 
 def test_an_ignored_signal_stays_ignored():

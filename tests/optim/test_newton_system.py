@@ -252,7 +252,7 @@ def test_steps_between_help(make, curvature_every):
 
 
 def ill_scaled(samples=200, n=40, seed=0):
-    """Linear least squares, columns from 1 to 1e-4, the Gauss-Newton matrix so of condition 1e8 and more."""
+    """Linear least squares, columns from 1 to 1e-4, the Gauss-Newton matrix so of condition 1e8 or so."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, n, generator=generator, dtype=F64) * torch.logspace(0, -4, n, dtype=F64)
     goal = torch.randn(n, generator=generator, dtype=F64) / torch.logspace(0, -4, n, dtype=F64)
@@ -278,7 +278,7 @@ def test_ill_scaled_least_squares_take_a_part_of_the_steps(make, exponent, part)
     """Without: 322. Gauss-Newton: 58 and 27; Hutchinson's probes also see what is beside the diagonal, 94 and 69."""
     loss, matrix, goal = ill_scaled()
     values = torch.linalg.eigvalsh(matrix)
-    assert float(values[-1] / values[0]) > 1e8
+    assert float(values[-1] / values[0]) > 1e7
     options = {"damping": 0.0, "rtol": 1e-10, "progress": None, "max_steps": 1000, "adapt": False}
     _, plain, products, ending = steps_of(make(**options), loss, 40)
     assert ending == ["CONVERGED"]
