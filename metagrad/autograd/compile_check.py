@@ -49,6 +49,8 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
             "random numbers are drawn, as dropout does, and a recomputation would draw others"
         )
     reads = recording.call.reads
+    if any(function is Tensor.register_hook for _, function, *_ in reads.journal.entries):
+        raise UncompilableError("a hook is registered on a tensor, which compiled code would pass by")
     if reads.writes.before:
         raise UncompilableError(
             "running statistics are written, as BatchNorm does, where only values may flow "
