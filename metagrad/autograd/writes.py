@@ -14,24 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from metagrad._torch import is_functorch_wrapped
 from metagrad._tree import tensors_in
+from metagrad.sparse.rows.touched import IN_PLACE_OPERATORS
 
 _STATISTICS = {F.batch_norm, F.instance_norm}
 _RENORMALISING = {F.embedding, F.embedding_bag}
-_OPERATORS = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-_WRITING_NAMES = {f"__i{name}__" for name in _OPERATORS} | {"__setitem__", "__set__"}
+_WRITING_NAMES = IN_PLACE_OPERATORS | {"__set__"}
 _HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 # What hands the memory itself to others, who may write into it.
 _ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}

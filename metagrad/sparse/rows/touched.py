@@ -33,7 +33,7 @@ _AUGMENTED = (
     "lshift",
     "rshift",
 )
-_IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
+IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
 
 
 def touched_rows(
@@ -158,7 +158,7 @@ class _Guard(TorchFunctionMode):
 def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
+    return in_place or name in IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
 
 
 @contextlib.contextmanager
