@@ -1,0 +1,58 @@
+"""What the files around the library say agrees: tools, versions, interpreters."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+import metagrad
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def project(key: str) -> str:
+    """Return a line of text of pyproject.toml, which the standard library reads from Python 3.11 on only."""
+    found = re.search(rf'^{key} = "(.*)"$', read("pyproject.toml"), re.MULTILINE)
+    assert found, key
+    return found[1]
+
+
+def tool(command: str) -> str:
+    """Return a tool and its subcommand, without options."""
+    return " ".join(word for word in Path(command).name.split() if word[0].isalpha())
+
+
+def test_hooks_are_what_make_lint_runs_by_the_versions_of_constraints():
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", read("Makefile"), re.MULTILINE)
+    assert lint
+    expected = {tool(line.strip().removesuffix(" .")) for line in lint[1].splitlines()}
+    hooks = [
+        hook for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"] for hook in repo["hooks"]
+    ]
+    assert {tool(hook["entry"]) for hook in hooks} == expected
+    for hook in hooks:
+        assert hook["language"] == "system"
+        assert hook["entry"].startswith(".venv/bin/")
+    for name in {name.split()[0] for name in expected}:
+        assert re.search(rf"^{name}==", read("constraints.txt"), re.MULTILINE), name
+
+
+def test_the_workflow_runs_ci_on_every_python_that_is_supported():
+    (job,) = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"].values()
+    least, past = (int(minor) for minor in re.findall(r"3\.(\d+)", project("requires-python")))
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(least, past)]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_one_version_everywhere():
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert {"authors", "cff-version", "message", "title"} <= set(citation)
+    assert citation["version"] == project("version") == metagrad.__version__
+    assert citation["license"] == project("license")
+    assert f"## {metagrad.__version__} - " in read("CHANGELOG.md")
