@@ -1,22 +1,25 @@
 """What is remembered of the results of a call, to recognise them when they are computed again.
 
-Of each tensor: its shape, its dtype, a few of its entries, and the sum of all unless there are very many. So a
-fingerprint takes microseconds, and keeps next to nothing.
+Of each tensor: its shape, its dtype, and a few of its entries; and the sum of all entries, but for tensors of very
+many. So a fingerprint takes microseconds, and keeps next to nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from metagrad._torch import disabled_torch_dispatch, is_functorch_wrapped
 
 _NUM_SAMPLES = 32
+_MOST_TO_COPY = 2**10  # entries of a tensor that is summed together with others
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
 
 RELATIVE_ERROR = 1e-5
@@ -37,9 +40,10 @@ class Fingerprint:
         self.kinds = [_kind(tensor) for tensor in tensors]
         groups: dict[tuple, list[Tensor]] = defaultdict(list)
         for tensor, kind in zip(tensors, self.kinds, strict=True):
-            if tensor is not None and kind is not None and kind.size:
-                groups[tensor.device, tensor.dtype].append(tensor.detach())
-        self._groups = [_Group.of(group) for group in groups.values()]
+            if tensor is not None and kind is not None and 0 not in kind.shape:
+                groups[tensor.device, kind.dtype].append(tensor)
+        with torch.no_grad():
+            self._groups = [_Group.of(group) for group in groups.values()]
 
     def difference(self, tensors: Sequence[Tensor | None], *, exact: bool) -> str | None:
         """Say what differs from tensors that should be the same; None if nothing does.
@@ -49,23 +53,23 @@ class Fingerprint:
             exact: Whether they must be so bit by bit, and not to rounding.
         """
         other = Fingerprint(tensors)
-        for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
-            if kind is not None and now is not None and kind != now:
-                return f"result {index} was {kind.dtype} of shape {kind.shape}, and became {now.dtype} of {now.shape}"
+        if self.kinds != other.kinds:
+            for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
+                if kind is not None and now is not None and kind != now:
+                    return f"result {index} was {kind}, and became {now}"
         for group, again in zip(self._groups, other._groups, strict=False):
-            place = group.difference(again, exact)
-            if place is not None:
-                return f"a result of shape {group.shapes[place]} has other values"
+            difference = group.difference(again, exact)
+            if difference is not None:
+                return difference
         return None
 
 
 class _Kind(NamedTuple):
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
 
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}"
 
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
@@ -73,59 +77,100 @@ def _kind(tensor: Tensor | None) -> _Kind | None:
         return None
     if getattr(type(tensor), "__torch_dispatch__", None) is not disabled_torch_dispatch:
         return None  # a subclass with operations of its own
-    return _Kind(tuple(tensor.shape), tensor.dtype)
+    return _Kind(tensor.shape, tensor.dtype)
 
 
 class _Group(NamedTuple):
     """Numbers from tensors of one device and dtype, in one transfer."""
 
-    shapes: list[tuple[int, ...]]
-    lengths: list[int]
-    numbers: Tensor | list
-    """On a CPU a list, which is no storage."""
+    shapes: list[torch.Size]
+    sizes: tuple[int, ...]
+    """How many entries of each are known or summed together."""
+    numbers: Tensor | bytes
+    """Entries of each tensor, then the sum, in the widest dtype. On a CPU bytes, which are no storage."""
+    dtype: torch.dtype
     rounding: float
     """The relative error of results that were computed in another order."""
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> _Group:
-        parts = [list(_parts(tensor)) for tensor in tensors]
-        lengths = [sum(part.numel() for part in of_one) for of_one in parts]
-        numbers = torch.cat([part for of_one in parts for part in of_one])
-        on_cpu = numbers.device.type == "cpu"
+        parts = [_part(tensor) for tensor in tensors]
+        sizes = tuple(part.numel() for part in parts)
         dtype = tensors[0].dtype
-        floating = dtype.is_floating_point or dtype.is_complex
-        rounding = max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps) if floating else 0.0
-        return cls(
-            [tuple(t.shape) for t in tensors], lengths, numbers.tolist() if on_cpu else numbers, rounding
-        )
+        wide, rounding = _widest(dtype)
+        shapes = [tensor.shape for tensor in tensors]
+        return cls(shapes, sizes, _numbers(torch.cat(parts).to(wide), _places(sizes)), wide, rounding)
 
-    def difference(self, other: _Group, exact: bool) -> int | None:
-        """Return which tensor differs."""
-        a, b = self._listed(), other._listed()
-        if a == b:
+    def difference(self, other: _Group, exact: bool) -> str | None:
+        """Say which tensor differs."""
+        if isinstance(self.numbers, bytes) and self.numbers == other.numbers:
             return None
+        first, second = self._listed(), other._listed()
+        error = 0.0 if exact else self.rounding
         start = 0
-        for place, length in enumerate(self.lengths):
-            piece = slice(start, start + length)
-            if not _agree(a[piece], b[piece], 0.0 if exact else self.rounding):
-                return place
-            start += length
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
+            end = start + len(_steps(size))
+            if not _agree(first[start:end], second[start:end], error):
+                return f"a result of shape {tuple(shape)} has other values"
+            start = end
+        # Errors of the terms are independent.
+        if not _agree(first, second, error * max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))):
+            return (
+                f"results of shapes {', '.join(str(tuple(shape)) for shape in self.shapes)} have another sum"
+            )
         return None
 
     def _listed(self) -> list:
-        return self.numbers.tolist() if isinstance(self.numbers, Tensor) else self.numbers
+        if isinstance(self.numbers, Tensor):
+            return self.numbers.tolist()
+        return torch.frombuffer(bytearray(self.numbers), dtype=self.dtype).tolist()
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def _numbers(entries: Tensor, places: np.ndarray) -> Tensor | bytes:
+    """Return the entries at some places, then the sum of all."""
+    if entries.device.type == "cpu":
+        array = entries.numpy()
+        return array.take(places).tobytes() + array.sum().tobytes()
+    return torch.cat([entries[torch.from_numpy(places).to(entries.device)], entries.sum().reshape(1)])
+
+
+@functools.lru_cache(maxsize=64)
+def _widest(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """Return the dtype that holds all numbers of another, and the error that recomputing them may have."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64, 0.0
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return wide, max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return all entries of a tensor, or of many a few, and their sum unless there are very many."""
     size = tensor.numel()
-    if _NUM_SAMPLES < size <= _MOST_TO_SUM:
-        yield tensor.sum().reshape(1)
+    if size <= _MOST_TO_COPY:
+        return tensor.reshape(-1)
     step = -(-size // _NUM_SAMPLES)
     if tensor.is_contiguous():
-        yield tensor.as_strided((-(-size // step),), (step,))
+        samples = tensor.as_strided((-(-size // step),), (step,))
     else:
         places = torch.arange(0, size, step, device=tensor.device)
-        yield tensor[torch.unravel_index(places, tensor.shape)].reshape(-1)
+        samples = tensor[torch.unravel_index(places, tensor.shape)]
+    if size > _MOST_TO_SUM:
+        return samples
+    return torch.cat([samples, tensor.sum(dtype=_widest(tensor.dtype)[0]).reshape(1)])
+
+
+def _steps(size: int) -> range:
+    """Return which entries of a part are kept."""
+    return range(0, size, -(-size // (_NUM_SAMPLES + 1)))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...]) -> np.ndarray:
+    """Return where the entries to keep of several parts are, one after the other."""
+    starts = np.cumsum((0, *sizes))
+    return np.concatenate(
+        [start + np.array(_steps(size)) for start, size in zip(starts, sizes, strict=False)]
+    )
 
 
 def _agree(first: list, second: list, error: float) -> bool:

@@ -106,6 +106,11 @@ class Journal:
         self.with_grad.append(False)
         return len(self.entries) - 1
 
+    def extend(self, other: Journal) -> None:
+        """Note all that another journal holds."""
+        self.entries += other.entries
+        self.with_grad += other.with_grad
+
     def find(self, number: int, entry: Entry) -> int | None:
         """Return where a second run stands that has come to ``number`` and goes on with ``entry``.
 

@@ -28,9 +28,13 @@ from metagrad.autograd.journal import Entry, Journal, take_apart
 from metagrad.autograd.writes import Writes, written_by
 
 # What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
-_ATTRIBUTES = {
-    getattr(Tensor, name).__get__
-    for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+    ),
+    *(Tensor.numel, Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.is_complex),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 
 
@@ -84,13 +88,16 @@ class Reads:
         self._known: dict[tuple[int, bool], tuple[bool, int]] = {}
         self._read: list[Tensor] = []
 
-    def add(self, tensor: Tensor, number: int, position: int) -> Tensor:
-        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place."""
+    def add(self, tensor: Tensor, number: int, position: int, enclosing: Sequence[Observer]) -> Tensor:
+        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place.
+
+        Recordings and replays around this one see the tensor, and replace it, before this one keeps it.
+        """
         # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
         with unobserved():
             key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
         if key not in self._known:
-            self._known[key] = self._new_slot(_as_modes_see(tensor), key[1])
+            self._known[key] = self._new_slot(shown(tensor, enclosing), key[1])
             self._read.append(tensor)
         slot = self._known[key]
         self.slots.setdefault(number, {})[position] = slot
@@ -186,7 +193,7 @@ class FunctionModes:
     """The modes of torch functions that are at work around a call, but for recordings and replays."""
 
     def __init__(self) -> None:
-        self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, _Observer)]
+        self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -203,24 +210,36 @@ class FunctionModes:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """Hide calls from enclosing recordings and replays, which count them, but from no other mode."""
-    hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())]
-    others = [mode for mode in reversed(hidden) if not isinstance(mode, _Observer)]
+def unrecorded() -> Iterator[list[Observer]]:
+    """Hide calls from enclosing recordings and replays, which count them, but from no other mode.
+
+    Yields:
+        Those that were at work, the outermost first.
+    """
+    hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())][::-1]
+    others = [mode for mode in hidden if not isinstance(mode, Observer)]
     for mode in others:
         _torch.push_function_mode(mode)
     try:
-        yield
+        yield [mode for mode in hidden if isinstance(mode, Observer)]
     finally:
         for _ in others:
             _torch.pop_function_mode()
-        for mode in reversed(hidden):
+        for mode in hidden:
             _torch.push_function_mode(mode)
 
 
-def _as_modes_see(tensor: Tensor) -> Tensor:
-    """Let an enclosing recording or replay see the tensor, and replace it, before this one keeps it."""
-    return tensor.view_as(tensor) if _torch.num_function_modes() else tensor
+def shown(tensor: Tensor, observers: Sequence[Observer]) -> Tensor:
+    """Let recordings and replays that are off the stack see a tensor, and replace it."""
+    if not observers:
+        return tensor
+    for observer in observers:
+        _torch.push_function_mode(observer)
+    try:
+        return tensor.view_as(tensor)
+    finally:
+        for _ in observers:
+            _torch.pop_function_mode()
 
 
 class _Active(threading.local):
@@ -239,7 +258,7 @@ def tell_recorders(made: Sequence[Tensor]) -> None:
         recorder.note(made)
 
 
-class _Observer(TorchFunctionMode):
+class Observer(TorchFunctionMode):
     """Is told of the torch functions that a function calls, the same ones each time it runs.
 
     Modes that were at work before, which look at every operation or count it, may call functions of their own: within
@@ -252,8 +271,8 @@ class _Observer(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         # A mode is off the stack while it looks at an operation.
-        if func in _ATTRIBUTES or _torch.num_dispatch_modes() < self._modes_before:
-            return func(*args, **(kwargs or {}))
+        if func in _METADATA or _torch.num_dispatch_modes() < self._modes_before:
+            return func(*args, **kwargs) if kwargs else func(*args)
         tensors: list[Tensor] = []
         constants: list[Any] = [torch.is_grad_enabled(), func]
         for value in args:
@@ -271,13 +290,25 @@ class _Observer(TorchFunctionMode):
     ) -> Any:
         raise NotImplementedError
 
+    def absorb(self, inner: Recorder) -> None:
+        """Take in what a recording inside this one, which hid its calls, was told of."""
+        raise NotImplementedError
 
-class Recorder(_Observer):
-    """Finds the free tensors of a function while it runs."""
 
-    def __init__(self, reads: Reads, arguments: Sequence[Tensor]) -> None:
+class Recorder(Observer):
+    """Finds the free tensors of a function while it runs.
+
+    Args:
+        reads: What to note them in.
+        arguments: The tensors that the function is handed.
+        enclosing: The recordings and replays that are told at the end, and not at every call: :func:`unrecorded`
+            hides calls from them.
+    """
+
+    def __init__(self, reads: Reads, arguments: Sequence[Tensor], enclosing: Sequence[Observer] = ()) -> None:
         super().__init__()
         self.reads = reads
+        self.enclosing = enclosing
         self.arguments = {id(tensor): tensor for tensor in arguments}
         self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
         self.made: dict[int, weakref.ref[Tensor]] = {}
@@ -290,24 +321,43 @@ class Recorder(_Observer):
     def _called(
         self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        generator = kwargs.get("generator")
-        if generator is not None:
-            self.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
+        if kwargs.get("generator") is not None:
+            self._note_generator(kwargs["generator"])
         # Before the call, which may raise or leave the operator to the other operand.
         number = self.reads.journal.append(entry)
         free = self._free(tensors)
         if free:
-            others = {i: self.reads.add(tensor, number, i) for i, tensor in free.items()}
+            others = {i: self.reads.add(tensor, number, i, self.enclosing) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), others)
         targets = written_by(function, args, kwargs)
         if targets:
             with unobserved():
-                self.reads.writes.protect(function, targets)
+                for recorder in (self, *self._enclosing_recorders()):
+                    recorder.reads.writes.protect(function, targets)
         result = function(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_in(result)
-        self.reads.journal.with_grad[number] = any(tensor.requires_grad for tensor in made)
+        with_grad = False
+        for tensor in made:
+            with_grad = with_grad or tensor.requires_grad
+        self.reads.journal.with_grad[number] = with_grad
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
+
+    def _note_generator(self, generator: torch.Generator) -> None:
+        for recorder in (self, *self._enclosing_recorders()):
+            recorder.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
+
+    def _enclosing_recorders(self) -> list[Recorder]:
+        found = [observer for observer in self.enclosing if isinstance(observer, Recorder)]
+        return found + [other for recorder in found for other in recorder._enclosing_recorders()]
+
+    def absorb(self, inner: Recorder) -> None:
+        """Take in what a recording inside this one, which hid its calls, was told of."""
+        self.reads.journal.extend(inner.reads.journal)
+        self.made |= inner.made
+        self.without_grad.difference_update(inner.made)
+        self.without_grad |= inner.without_grad
+        self.note(inner.arguments.values())
 
     def _free(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """Return the free ones among tensors by their positions.
@@ -334,7 +384,14 @@ class Recorder(_Observer):
 
     def __exit__(self, *error):
         _active.recorders.remove(self)
-        return super().__exit__(*error)
+        super().__exit__(*error)
+        for observer in self.enclosing:
+            observer.absorb(self)
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Say whether a torch function of the call returned the tensor."""
+        made = self.made.get(id(tensor))
+        return made is not None and made() is tensor
 
     def note(self, made: Iterable[Tensor]) -> None:
         """Remember tensors as made by the function."""
@@ -395,7 +452,7 @@ class Recorder(_Observer):
                 )
 
 
-class _Substitution(_Observer):
+class _Substitution(Observer):
     """Holds a second run of a function to the first, with other tensors where it reads its free ones."""
 
     def __init__(self, name: str, reads: Reads, free: list[Tensor], constants: list[Tensor]) -> None:
@@ -410,12 +467,12 @@ class _Substitution(_Observer):
     def _called(
         self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        if not self.with_graph:
-            entry = (None, *entry[1:])
-        number = self.reads.journal.find(self.number, entry)
-        if number is None:
-            raise self._astray(self.reads.journal.difference(self.number, entry))
-        self.number = number + 1
+        number = self.number
+        entries = self.reads.journal.entries
+        if number < len(entries) and entries[number] == entry:
+            self.number = number + 1
+        else:
+            number = self._advance(entry)
         slots = self.reads.slots.get(number)
         if slots is not None:
             others = {
@@ -424,6 +481,21 @@ class _Substitution(_Observer):
             }
             args, kwargs = _replace_tensors((args, kwargs), others)
         return function(*args, **kwargs)
+
+    def _advance(self, entry: Entry) -> int:
+        """Return the number that the next torch function had in the first run."""
+        if not self.with_graph:
+            entry = (None, *entry[1:])
+        number = self.reads.journal.find(self.number, entry)
+        if number is None:
+            raise self._astray(self.reads.journal.difference(self.number, entry))
+        self.number = number + 1
+        return number
+
+    def absorb(self, inner: Recorder) -> None:
+        """Hold the calls of a recording inside this replay to those of the first run."""
+        for entry in inner.reads.journal.entries:
+            self._advance(entry)
 
     def close(self) -> None:
         """Check that the run did not end early."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from metagrad import _torch
 from metagrad._tree import Structure, Tree, fresh_leaf
 from metagrad.autograd.fingerprint import Fingerprint
-from metagrad.autograd.reads import tell_recorders, unobserved
+from metagrad.autograd.reads import shown, tell_recorders, unobserved, unrecorded
 from metagrad.autograd.replay import record
 
 T = TypeVar("T")
@@ -106,7 +106,8 @@ def recording_call(
 ) -> T:
     """Call a function, keeping its inputs alone; takes what :func:`metagrad.autograd.replay.record` does."""
     recording = record(fn, args, kwargs, name=name, modules=modules)
-    return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
+    with unrecorded():  # the recording has shown its tensors
+        return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
 
 
 def cannot_recompute() -> str | None:
@@ -132,7 +133,8 @@ def apply_visibly(
 
     Modes are not told of ``Function.apply``; they are of ``view_as``, and can replace what it is given.
     """
-    results = function.apply(*constants, *(tensor.view_as(tensor) for tensor in tensors))
+    with unrecorded() as enclosing:
+        results = function.apply(*constants, *(shown(tensor, enclosing) for tensor in tensors))
     tell_recorders(results)
     return results
 

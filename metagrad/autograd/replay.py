@@ -24,7 +24,18 @@ from metagrad.autograd.fingerprint import Fingerprint, is_deterministic
 from metagrad.autograd.graph import graph_nodes
 from metagrad.autograd.journal import plain_values
 from metagrad.autograd.modules import ModuleState, modules_of
-from metagrad.autograd.reads import REPEAT, FunctionModes, Reads, Recorder, unobserved, version_of
+from metagrad.autograd.reads import (
+    REPEAT,
+    FunctionModes,
+    Observer,
+    Reads,
+    Recorder,
+    shown,
+    tell_recorders,
+    unobserved,
+    unrecorded,
+    version_of,
+)
 
 
 class Recording(NamedTuple):
@@ -62,6 +73,7 @@ class Call:
         self.reads = Reads()
         self.results = Fingerprint([])
         self.constants: list[tuple] = []
+        self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         with unobserved():
             self.modules = ModuleState(modules)
             self.random = RandomState()
@@ -74,7 +86,8 @@ class Call:
         handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
         args, kwargs = self.arguments.fill(handed)
         with self._surroundings(), self.reads.substituted(self.name, free):
-            outputs, _ = _run(self.fn, args, kwargs)
+            outputs, _ = dissect(self.fn(*args, **kwargs))
+            outputs = [t.view_as(t) if read else t for t, read in zip(outputs, self.returned, strict=False)]
         with unobserved():
             self._verify(tensors, outputs)
         return outputs
@@ -97,12 +110,6 @@ class Call:
             raise RuntimeError(
                 f"{self.name}: the function did not repeat when it was recomputed: {difference}. {REPEAT}"
             )
-
-
-def _run(fn: Callable[..., Tree], args: tuple, kwargs: dict[str, Any]) -> tuple[list[Tensor], Structure]:
-    """Call a function; a free tensor that it returns as it is passes a torch function, and so is read."""
-    outputs, structure = dissect(fn(*args, **kwargs))
-    return [output.view_as(output) for output in outputs], structure
 
 
 def record(
@@ -131,13 +138,31 @@ def record(
     """
     tensors, arguments = dissect((args, kwargs))
     tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+    with unrecorded() as enclosing:
+        tensors = [shown(tensor, enclosing) for tensor in tensors]
+        recording = _record(fn, tensors, arguments, name, modules, enclosing)
+        tell_recorders(recording.outputs)
+    return recording
+
+
+def _record(
+    fn: Callable[..., Tree],
+    tensors: list[Tensor],
+    arguments: Structure,
+    name: str,
+    modules: list[nn.Module] | None,
+    enclosing: list[Observer],
+) -> Recording:
     call = Call(fn, name, arguments, len(tensors), modules_of(fn) if modules is None else modules)
     with torch.enable_grad():
         handed = [t.view_as(t) if t.requires_grad else t.detach() for t in tensors]
         versions = [version_of(tensor) for tensor in handed]
         fresh_args, fresh_kwargs = arguments.fill(handed)
-        with Recorder(call.reads, handed) as recorder:
-            outputs, structure = _run(fn, fresh_args, fresh_kwargs)
+        with Recorder(call.reads, handed, enclosing) as recorder:
+            outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
+            call.returned = [not recorder.has_made(output) for output in outputs]
+            # They pass a torch function, and so are read.
+            outputs = [t.view_as(t) if read else t for t, read in zip(outputs, call.returned, strict=True)]
     with unobserved():
         call.random.close()
         call.reads.close(name, handed, versions)
@@ -145,9 +170,8 @@ def record(
         recorder.refuse_unseen(name, nodes)
         call.constants = _constants_in(nodes)
         call.results = Fingerprint(outputs)
-    return Recording(
-        call, tensors + call.reads.differentiable, [fresh_leaf(output) for output in outputs], structure
-    )
+        outputs = [fresh_leaf(output) for output in outputs]
+    return Recording(call, tensors + call.reads.differentiable, outputs, structure)
 
 
 def _constants_in(nodes: Iterable[Node]) -> list[tuple]:

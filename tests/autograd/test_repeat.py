@@ -263,7 +263,7 @@ def fickle_functions():
             r"was sin\(...\) and became cos\(...\)",
         ),
         "shorter": (lambda x: x.sin().cos() if next(count) == 1 else x.sin(), "went|became|ended"),
-        "longer": (lambda x: x.sin() if next(count) == 1 else x.sin().cos(), "became cos"),
+        "longer": (lambda x: x.sin() if next(count) == 1 else x.sin().cos(), "became cos|went on with cos"),
         "grad mode": (switched, "became sin|became _set_grad_enabled"),
         "hook": (hooked, "was register_hook"),
         "backward": (lambda x: Scaled.apply(x, next(count)), "custom autograd.Function kept other numbers"),

@@ -79,14 +79,15 @@ class PerParameter(RuleNode):
             if not w.numel():
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
+            dtype = w.dtype
             results = self.move(
-                count(state.step, w.dtype),
+                count(state.step, dtype),
                 w,
                 *[given[key] for given in inputs],
                 *own,
                 **dict(zip(keywords, chosen, strict=True)),
             )
-            rows.append([result if result is None else _in_dtype(result, w.dtype) for result in results])
+            rows.append([result if result is None else _in_dtype(result, dtype) for result in results])
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
 
