@@ -60,49 +60,68 @@ def test_programs_of_documents_run(path, capsys):
         assert "Each inner step adds" in capsys.readouterr().out
 
 
-def headings(path: Path) -> set[str]:
+def headings(text: str) -> set[str]:
     """Return the anchors of a document's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_links_of_documents_lead_somewhere(path):
-    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if link.startswith("http"):
-            continue
-        place, _, anchor = link.partition("#")
-        target = (path.parent / place).resolve() if place else path
-        assert target.exists(), link
-        assert not anchor or anchor in headings(target), link
+def broken_links(path: Path, text: str) -> list[str]:
+    def is_broken(link: str) -> bool:
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        return not target.exists() or bool(anchor and anchor not in headings(target.read_text()))
+
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link and is_broken(link)]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_commands_of_documents_exist(path):
-    text = path.read_text()
-    for module in re.findall(r"\b((?:experiments|metagrad)(?:\.[a-z_]\w*)+)(?=[` ])", text):
-        if f"python -m {module}" not in text:
-            continue
-        place = ROOT.joinpath(*module.split("."))
-        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-    for target in re.findall(r"\bmake ([a-z][\w-]*)`", text):
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+def missing_commands(path: Path, text: str) -> list[str]:
+    modules = set(re.findall(r"python -m ((?:experiments|metagrad)(?:\.\w+)+)", text))
+    files = {module: ROOT.joinpath(*module.split(".")) for module in modules}
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return [
+        *(
+            m
+            for m, file in files.items()
+            if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists())
+        ),
+        *(target for target in re.findall(r"\bmake ([a-z][\w-]*)`", text) if target not in targets),
+    ]
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
-def test_options_of_documents_exist(path):
-    for command in re.findall(
-        r"python -m experiments\.(?:train|curvature|optimizers)\b[^\n`]*", path.read_text()
-    ):
-        for group, options in OPTIONS.findall(command):
-            for option in options.split(","):
-                assert is_option(group, option), f"{group}={option}"
+def missing_options(path: Path, text: str) -> list[str]:
+    commands = re.findall(r"python -m experiments\.(?:train|curvature|optimizers)\b[^\n`]*", text)
+    chosen = [pair for command in commands for pair in OPTIONS.findall(command)]
+    pairs = [(group, option) for group, options in chosen for option in options.split(",")]
+    return [f"{group}={option}" for group, option in pairs if not is_option(group, option)]
 
 
 def is_option(group: str, option: str) -> bool:
     if group == "algorithm/inner":
         return hasattr(rules, option)
     return option == "glob" or (ROOT / "conf" / group / f"{option}.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    "missing", [broken_links, missing_commands, missing_options], ids=lambda f: f.__name__
+)
+def test_what_documents_name_exists(missing):
+    assert len(DOCUMENTS) > 10
+    found = {name(path): missing(path, path.read_text()) for path in DOCUMENTS}
+    assert not {document: names for document, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    "text", ["[a](no.md)", "[a](README.md#no)", "`python -m experiments.no`", "`make no`"]
+)
+def test_what_does_not_exist_is_found(text):
+    path = ROOT / "README.md"
+    assert broken_links(path, text) + missing_commands(path, text)
+
+
+def test_an_option_that_does_not_exist_is_found():
+    text = "python -m experiments.train experiment=no algorithm/inner=adam,no"
+    assert missing_options(ROOT / "README.md", text) == ["experiment=no", "algorithm/inner=no"]
 
 
 @pytest.mark.parametrize("pattern", LONGEST)

@@ -89,9 +89,12 @@ def torch_func(work: Workload) -> Tensor:
 
 
 def prepare_maml(
-    work: Workload, memory: Memory, compile: Compile = False, *, together: bool = False
+    work: Workload, memory: Memory, compile: Compile = False, *, together: bool = False, rows: bool = False
 ) -> Prepared:
     """Make a MAML once, as a training loop does; `memory="budget"` stands for the workload's."""
+    tables = [f"{name}.weight" for name, m in work.model.named_modules() if isinstance(m, nn.Embedding)]
+    if rows and not tables:
+        raise RefusedError("the model has no embedding tables")
     if compile == "whole" and work.steps > LONGEST_GRAPH:
         raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
     if together and not isinstance(work.model, mg.models.Conv4):
@@ -103,6 +106,7 @@ def prepare_maml(
         steps=work.steps,
         memory=work.budget if memory == "budget" else memory,
         task_chunk=work.batch.num_tasks if together else None,
+        sparse=tables if rows else (),
         compile=compile,
     )
     return Prepared(lambda: torch.autograd.grad(maml(work.batch).loss, list(work.params.values())))
@@ -136,6 +140,7 @@ METHODS: dict[str, Method] = {
     },
     'metagrad, compile="whole"': Method(partial(prepare_maml, memory="full", compile="whole")),
     "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
+    "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
     "metagrad, block by block": of_loss(block_by_block),
     "torch.func grad + vmap": of_loss(torch_func),
     "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),

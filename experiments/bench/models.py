@@ -1,4 +1,4 @@
-"""A small transformer, of operations that have second derivatives everywhere."""
+"""A small transformer, of operations that have second derivatives everywhere, and a model of an embedding table."""
 
 from __future__ import annotations
 
@@ -57,3 +57,15 @@ class Transformer(nn.Sequential):
     def __init__(self, layers: int, width: int = 128, heads: int = 4) -> None:
         super().__init__(*(Block(width, heads) for _ in range(layers)), Head(width, 10))
         self.heads = heads
+
+
+class Lookup(nn.Module):
+    """A number for each row of an embedding table that is looked up."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(rows, width), nn.Linear(width, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map [batch] to [batch]."""
+        return self.head(self.table(ids).tanh()).squeeze(-1)

@@ -19,6 +19,7 @@ import torch
 
 from experiments.bench.methods import METHODS, Prepared, RefusedError
 from experiments.bench.workloads import Workload, load
+from metagrad.sparse import RowSparse
 from metagrad.sparse.support_table.allocations import peak_bytes
 
 FEWEST_CALLS = 3
@@ -64,9 +65,13 @@ def answer(request: Request) -> dict[str, Any]:
     except RefusedError as reason:
         return {"refused": str(reason)}
     if request.save:
-        np.save(request.save, np.concatenate([np.asarray(part).ravel() for part in gradient]))
+        np.save(request.save, np.concatenate([_dense(part).ravel() for part in gradient]))
         return {}
     return _measured(prepared, work, request, first)
+
+
+def _dense(part: Any) -> np.ndarray:
+    return np.asarray(part.to_dense() if isinstance(part, RowSparse) else part)
 
 
 def _is_installed(package: str) -> bool:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metagrad as mg
-from experiments.bench.models import Transformer
+from experiments.bench.models import Lookup, Transformer
 from metagrad.tasks import Batch, Examples
 
 MIB = 2**20
@@ -139,6 +139,27 @@ def transformer(
     )
 
 
+def table(rows: int) -> Workload:
+    """A table of which a task looks up few rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        ids = torch.randint(rows, (1, 256), generator=generator)
+        return Examples(ids, torch.randn(1, 256, generator=generator))
+
+    return Workload(
+        f"table of {rows} x 32, one task of 256 lookups, 5 steps",
+        Lookup(rows, 32),
+        F.mse_loss,
+        Batch(examples(), examples()),
+        lr=0.1,
+        steps=5,
+        budget=rows * 32 * 4 * 8,
+        methods=TABLES,
+    )
+
+
+TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
 BLOCKWISE = ("textbook loop", 'metagrad, "full"', 'metagrad, "step"', "metagrad, block by block")
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
@@ -155,5 +176,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "block-12": partial(transformer, 12, 1, 16, 1, BLOCKWISE),
     "block": partial(transformer, 24, 1, 16, 1, BLOCKWISE),
     "memory": partial(mlp, 50, rows=256),
+    "table-10k": partial(table, 10**4),
+    "table-100k": partial(table, 10**5),
+    "table-1m": partial(table, 10**6),
 }
-"""The last number in a name is that of the inner steps; in `block-12`, that of the layers."""
+"""The last number in a name is that of the inner steps; in `block-12`, of the layers; of a table, of its rows."""

@@ -47,13 +47,21 @@ def answers(*medians: float, peak: int = 1000, first: float = 0.0) -> list[dict]
     "name", [n for n, method in METHODS.items() if not method.package and "compile" not in n]
 )
 def test_methods_agree_with_the_loop(name):
-    if name == "metagrad, tasks together":
-        pytest.skip("is for convolutions")
+    if name in ("metagrad, tasks together", "metagrad, rows of tables"):
+        pytest.skip("is for convolutions, or for tables")
     records = runner.agreement(ask, "tiny", [BASELINE, name])
     assert [record.note for record in records.values()] == [""] * len(records)
     error = records[name].error
     assert error is not None
     assert error < runner.ROUNDING
+
+
+def test_rows_of_tables_agree_with_the_loop(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", partial(workloads.table, 300))
+    records = runner.agreement(ask, "tiny", workloads.TABLES)
+    assert [record.note for record in records.values()] == [""] * len(records)
+    answer = ask(Request("sinusoid", "metagrad, rows of tables"))
+    assert answer == {"refused": "the model has no embedding tables"}
 
 
 def test_the_transformers_tasks_run_together():
