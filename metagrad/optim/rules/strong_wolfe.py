@@ -105,6 +105,23 @@ def strong_wolfe(
     return Searched(_tensor([end.length for end in ends], value), [end.evaluation for end in ends], count)
 
 
+def search_row(
+    along: Callable[[float], tuple[float, float]],
+    start: Point,
+    *,
+    slack: float,
+    shortest: float,
+    max_eval: int,
+) -> Point:
+    """Do as :func:`strong_wolfe` for one row in plain numbers, and return where it ends; ``start`` descends."""
+    search = _search(start, slack, shortest, max_eval)
+    length, end, count = next(search), None, 0
+    while end is None:
+        count += 1
+        length, end = _sent(search, Point(length, *along(length), count))
+    return end
+
+
 def _sent(search: Search, point: Point) -> tuple[Number, Point | None]:
     """Return the next length to be tried; or the last, and where the search ends."""
     try:

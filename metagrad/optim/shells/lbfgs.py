@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 import metagrad.optim.rules as rules
 from metagrad.optim.rules.probes import torchs_own
-from metagrad.optim.rules.row_stack import RowStack
 from metagrad.optim.rules.rule import Params
-from metagrad.optim.shells.closure_objective import BackwardPass, ClosureObjective, scalar_of
+from metagrad.optim.shells.closure_objective import BackwardPass, scalar_of
 from metagrad.optim.shells.gradients import leaves_behind
+from metagrad.optim.shells.lbfgs_descent import Descent, Evaluate, Options, flat
+from metagrad.optim.shells.lbfgs_history import History
+from metagrad.optim.shells.move import Change, working
 from metagrad.optim.shells.newton_optimizer import NewtonOptimizer
-from metagrad.optim.shells.optimizer import Group, ParameterGroups
+from metagrad.optim.shells.optimizer import ParameterGroups, as_number
 
 
 class LBFGS(NewtonOptimizer):
@@ -73,11 +77,11 @@ class LBFGS(NewtonOptimizer):
 
     make_rule = staticmethod(rules.lbfgs)
     differentiates_twice = False
-    # The product of an infinite or NaN element is neither a number nor 0, and every pair is multiplied with itself.
-    implied = ("moves", "changes")
-    whole = "quasi_newton"
-    _counts: Mapping[str, int] = {}
+    # A pair that is not finite lacks the curvature that it is taken for.
+    implied = ("moves", "changes", "products")
     shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
+    _known: object = None
+    """The closure, of those that are defined anew by what they have in common, that returns what it differentiates."""
 
     def __init__(
         self,
@@ -113,9 +117,6 @@ class LBFGS(NewtonOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._leaves: list[Tensor] = []
-        self._returns_loss = False
-        # Buffers that are kept from step to step, and made anew where an optimizer is copied or loaded.
-        self._stacks: tuple[RowStack, RowStack] = self.__dict__.get("_stacks", (RowStack(), RowStack()))
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
@@ -131,26 +132,26 @@ class LBFGS(NewtonOptimizer):
                 f"{name}(params): tolerance_grad must be at least 0, got {group['tolerance_grad']!r}."
             )
 
-    @property
-    def stats(self) -> dict[str, float | int | str]:
-        """What the last step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
-        found = super().stats
-        return {**found, **self._counts} if found else {}
-
     def _is_curvature_due(self) -> bool:
-        return self.__dict__.get("_closure") is not None or super()._is_curvature_due()
-
-    def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
-        if self._closure is None or self._passes is None:
-            return super()._curvature(group, params, grads)
-        objective = self._objective(params, torchs_own)
-        return _Evaluations(objective, objective.called if self._returns_loss else objective.gradient)
+        closure = self.__dict__.get("_closure")
+        return super()._is_curvature_due() if closure is None else self._known != _code_of(closure)
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
+        """Call the closure, and observe what it differentiates, unless that is known to be what it returns."""
+        is_observed = self._is_curvature_due()
         result = super()._evaluated(closure)
-        # Hooks that see what is accumulated see it once a step.
-        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._all_params())
-        self._returns_loss = _is_the_loss(result, self._passes) and not (has_hooks or self._asked_for_graph)
+        if is_observed:
+            returns_loss = _is_the_loss(result, self._passes) and not self._asked_for_graph
+            self._known = _code_of(closure) if returns_loss else None
+        elif isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
+            self._leaves = leaves_behind(result)
+            self._passes = [BackwardPass(result.detach().reshape(()), {}, ())]
+        else:
+            self._known = None
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): the closure has returned the loss that it differentiates, and "
+                "now returns something else. Return the loss at every call."
+            )
         return result
 
     def _backward_with_curvature(
@@ -170,61 +171,99 @@ class LBFGS(NewtonOptimizer):
     def _all_params(self) -> list[Tensor]:
         return list(dict.fromkeys([*super()._all_params(), *self._leaves]))
 
-    def _updated(
-        self, rule: rules.LBFGS, grads: Params, state: rules.LBFGSState, values: Params, curvature: Any
-    ) -> tuple[Params, rules.LBFGSState]:
-        """Iterate until nothing changes, or there have been enough iterations or evaluations."""
-        if not isinstance(curvature, _Evaluations):
-            return rule.update(grads, state, values, curvature)
-        group, iterations = self.param_groups[0], 0
-        most = group["max_eval"] or max(group["max_iter"] * 5 // 4, 25)
-        last = None  # that moved
-        while iterations < group["max_iter"] and curvature.count < most:
-            problem = rule.problem(grads, values, curvature, None, state.step)
-            if _largest(problem.g) <= group["tolerance_grad"]:
-                break
-            before, left = curvature.value, most - curvature.count
-            iteration = rule.iterate(problem, state, curvature, max_eval=left, stacks=self._stacks)
-            iterations, state = iterations + 1, iteration.state
-            place = problem.space.place + iteration.move
-            change, values = _largest(place - problem.space.place), problem.space.tensors(place)
-            last = iteration if change or last is None else last
-            if change == 0 or iterations == group["max_iter"]:
-                break
-            grads = curvature.at(values, iteration.found.evaluation[0])
-            if change <= group["tolerance_change"]:
-                break
-            if abs(float(curvature.value - before)) < group["tolerance_change"]:
-                break
-        self._counts = {"iterations": iterations, "evaluations": curvature.count}
-        return values, state if last is None else state._replace(report=last.report())
+    def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, ...]]:
+        """Iterate from where all parameters are."""
+        for index in range(1, len(self.param_groups)):
+            self._check_agreement(index)
+        value, evaluate = self._objective_at(params)
+        values = {key: working(p) for key, p in params.items()}
+        descent = Descent(values, grads, value, evaluate, self._options(values, evaluate is None))
+        step, last = self._resume(params, descent.at.w)
+        descent.run(self._history, last)
+        if not descent.report.length and descent.report.evaluations:
+            self._known = (
+                None  # the loss and the gradient of a closure that has changed may be of different losses
+            )
+        return self._change(params, descent, step), (descent, evaluate is not None)
+
+    def _objective_at(self, params: Params) -> tuple[Tensor | float, Evaluate | None]:
+        """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
+        if self._closure is None or self._passes is None:
+            self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
+            return math.nan, None
+        objective = self._objective(params, torchs_own)
+        # Hooks that see what is accumulated see it once a step.
+        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._all_params())
+        is_plain = self._known is not None and not has_hooks
+        return objective.value, objective.called if is_plain else objective.gradient
+
+    def _options(self, values: Params, is_single: bool) -> Options:
+        first = self.param_groups[0]
+        max_iter = 1 if is_single else first["max_iter"]
+        return Options(
+            *(self._of_all(name, values) for name in ("lr", "weight_decay")),
+            first["maximize"],
+            max_iter,
+            first["max_eval"] or max(max_iter * 5 // 4, 25),
+            first["tolerance_grad"],
+            first["tolerance_change"],
+            first["history_size"],
+            first["line_search_fn"],
+        )
+
+    def _of_all(self, name: str, values: Params) -> float | Tensor:
+        """Return a hyper-parameter, as a vector where groups have several."""
+        numbers = {float(self._rule(group).value(name, 0)) for group in self.param_groups}
+        if len(numbers) == 1:
+            return numbers.pop()
+        named = self._groups_by_name()
+        return flat(torch.full_like(p, float(named[key][0][name])) for key, p in values.items())
+
+    def _resume(self, params: Params, w: Tensor) -> tuple[int, tuple[Tensor, Tensor] | None]:
+        """Take up the history, and return the number of iterations and the last place of an earlier step."""
+        states = [self.state.get(p, {}) for p in params.values()]
+        first, steps = states[0], {state.get("step") for state in states}
+        known = self.__dict__.get("_history")
+        if len(steps) > 1 or "place" not in first or first["place"].shape != w.shape:
+            self._history = History(w)  # of other parameters: they come and go
+            return 0, None
+        if known is None or known.moves is not first["moves"]:
+            self._history = History.of(first["moves"], first["changes"], first["products"])
+        return first["step"], (first["place"], first["gradient"])
+
+    def _change(self, params: Params, descent: Descent, step: int) -> Change:
+        if descent.last is None:
+            return Change({}, {}, {})
+        states: dict[str, Any] = {key: {"step": step + descent.num_iterations} for key in params}
+        place, gradient = descent.last
+        history = self._history
+        next(iter(states.values())).update(
+            place=place,
+            gradient=gradient,
+            moves=history.moves,
+            changes=history.changes,
+            products=history.products,
+        )
+        return Change(params, descent.tensors(descent.at.w), states, implied=self.implied)
+
+    def _described(self, descent: Descent, has_closure: bool) -> dict[str, float | int | str]:
+        """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
+        length, evaluations = descent.report
+        found: dict[str, float | int | str] = {
+            "steps": evaluations,
+            "products": 0,
+            "ending": "NONE",
+            "ratio": math.nan,
+            "length": length * max(float(as_number(group["lr"])) for group in self.param_groups),
+            "direction": "quasi_newton" if length else "none",
+        }
+        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
+        return {**found, **(counts if has_closure else {})}
 
 
-class _Evaluations:
-    """A closure's loss at the place where an iteration begins, and what is known of it elsewhere."""
-
-    def __init__(
-        self, objective: ClosureObjective, gradient: Callable[[Params], tuple[Tensor, Params]]
-    ) -> None:
-        self._gradient = gradient
-        self._found: list[tuple[Tensor, Params]] = []
-        self.value = objective.value
-        self.evaluate = objective.evaluate
-        self.count = 1
-
-    def gradient(self, params: Params) -> tuple[Tensor, Params]:
-        """Call the closure for loss and gradient at other parameters."""
-        self.count += 1
-        self._found.append(self._gradient(params))
-        return self._found[-1]
-
-    def at(self, params: Params, evaluation: int) -> Params:
-        """Go to where an iteration ends, and return the gradient there: of its so many-th evaluation, if of any."""
-        if not evaluation:
-            self.gradient(params)
-        self.value, grads = self._found[evaluation - 1]
-        self._found = []
-        return grads
+def _code_of(closure: Callable[..., Any]) -> object:
+    """Return what closures have in common that are defined anew at every step."""
+    return getattr(closure, "__code__", closure)
 
 
 def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
@@ -234,9 +273,6 @@ def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
         and len(passes) == 1
         and isinstance(result, Tensor)
         and result.numel() == 1
+        and result.requires_grad
         and result.data_ptr() == passes[0].value.data_ptr()
     )
-
-
-def _largest(rows: Tensor) -> float:
-    return float(rows.abs().max()) if rows.numel() else 0.0
