@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -77,11 +78,11 @@ class LBFGS(NewtonOptimizer):
 
     make_rule = staticmethod(rules.lbfgs)
     differentiates_twice = False
-    # A pair that is not finite lacks the curvature that it is taken for.
-    implied = ("moves", "changes", "products")
+    # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
+    implied = ("place", "gradient", "moves", "changes", "products")
     shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
     _known: object = None
-    """The closure, of those that are defined anew by what they have in common, that returns what it differentiates."""
+    """What the closures have in common that return the loss that they differentiate, and no graph of the gradient."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class LBFGS(NewtonOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._leaves: list[Tensor] = []
+        self._differentiated: list[Tensor] = []
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
@@ -144,8 +145,8 @@ class LBFGS(NewtonOptimizer):
             returns_loss = _is_the_loss(result, self._passes) and not self._asked_for_graph
             self._known = _code_of(closure) if returns_loss else None
         elif isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-            self._leaves = leaves_behind(result)
-            self._passes = [BackwardPass(result.detach().reshape(()), {}, ())]
+            self._differentiated = [result]
+            self._passes = [BackwardPass(result.detach(), {}, ())]
         else:
             self._known = None
             raise RuntimeError(
@@ -162,14 +163,11 @@ class LBFGS(NewtonOptimizer):
         inputs: Tensor | Sequence[Tensor] | None,
     ) -> None:
         """Accumulate gradients as torch does: there is no curvature to be taken of the graph."""
-        self._leaves = [*self._leaves, *leaves_behind(loss)]
+        self._differentiated = [*self._differentiated, loss]
         loss.backward(gradient, retain_graph, inputs=inputs)
         self._losses = [*self._losses, loss.detach()]
         own = BackwardPass(scalar_of(loss, gradient).detach(), {}, ())
         self._passes = [*(self._passes or []), own]
-
-    def _all_params(self) -> list[Tensor]:
-        return list(dict.fromkeys([*super()._all_params(), *self._leaves]))
 
     def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, ...]]:
         """Iterate from where all parameters are."""
@@ -186,22 +184,29 @@ class LBFGS(NewtonOptimizer):
             )
         return self._change(params, descent, step), (descent, evaluate is not None)
 
-    def _objective_at(self, params: Params) -> tuple[Tensor | float, Evaluate | None]:
+    def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
         """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
         if self._closure is None or self._passes is None:
             self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
             return math.nan, None
-        objective = self._objective(params, torchs_own)
+        evaluation = functools.cache(lambda: self._evaluation(params))  # observed when it is asked for
+        return sum(one.value.item() for one in self._passes), lambda at: evaluation()(at)
+
+    def _evaluation(self, params: Params) -> Evaluate:
+        """Return what calls the closure at other parameters, for its loss and its gradients."""
+        leaves = [leaf for loss in self._differentiated for leaf in leaves_behind(loss)]
+        every = list(dict.fromkeys([*self._all_params(), *leaves]))
+        objective = self._objective(params, torchs_own, every)
         # Hooks that see what is accumulated see it once a step.
-        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._all_params())
-        is_plain = self._known is not None and not has_hooks
-        return objective.value, objective.called if is_plain else objective.gradient
+        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in every)
+        return objective.gradient if self._known is None or has_hooks else objective.called
 
     def _options(self, values: Params, is_single: bool) -> Options:
-        first = self.param_groups[0]
+        first, rules = self.param_groups[0], [self._rule(group) for group in self.param_groups]
         max_iter = 1 if is_single else first["max_iter"]
         return Options(
-            *(self._of_all(name, values) for name in ("lr", "weight_decay")),
+            self._of_all("lr", rules, values),
+            self._of_all("weight_decay", rules, values),
             first["maximize"],
             max_iter,
             first["max_eval"] or max(max_iter * 5 // 4, 25),
@@ -211,9 +216,9 @@ class LBFGS(NewtonOptimizer):
             first["line_search_fn"],
         )
 
-    def _of_all(self, name: str, values: Params) -> float | Tensor:
+    def _of_all(self, name: str, rules: Sequence[Any], values: Params) -> float | Tensor:
         """Return a hyper-parameter, as a vector where groups have several."""
-        numbers = {float(self._rule(group).value(name, 0)) for group in self.param_groups}
+        numbers = {float(getattr(rule, name)) for rule in rules}
         if len(numbers) == 1:
             return numbers.pop()
         named = self._groups_by_name()
@@ -244,7 +249,8 @@ class LBFGS(NewtonOptimizer):
             changes=history.changes,
             products=history.products,
         )
-        return Change(params, descent.tensors(descent.at.w), states, implied=self.implied)
+        moved = descent.tensors(descent.at.w) if descent.report.length else {}
+        return Change(params, moved, states, implied=self.implied)
 
     def _described(self, descent: Descent, has_closure: bool) -> dict[str, float | int | str]:
         """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""

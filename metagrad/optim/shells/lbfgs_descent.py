@@ -109,7 +109,7 @@ class Descent:
                 return
 
     def _iterate(self, d: Tensor) -> float:
-        """Take one step, and return the most that a parameter has changed; without a search, only w is that of its end."""
+        """Take one step, after which without a search only w is known, and return the most that anything moves."""
         before, size = self.num_evaluations, largest(d)
         length = 1.0
         if self._options.line_search_fn is None:

@@ -50,6 +50,7 @@ class History:
         self.moves, self.changes, self.products = moves, changes, products
         self._buffers = (moves, changes, products)
         self._end = len(moves)
+        self._scale = float(products[-1, -1] / changes[-1].dot(changes[-1])) if len(moves) else 1.0
 
     def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
         """Add a pair, if it has the curvature that keeps the matrix positive definite; ``most`` are kept."""
@@ -66,7 +67,7 @@ class History:
         self.moves, self.changes, self.products = moves[window], changes[window], products[window, window]
         self.products[:, kept] = self.moves @ change
         self.products[kept, kept] = curvature  # above 0, which the rounding of the product may not be
-        self._end += 1
+        self._end, self._scale = end + 1, curvature / squared
 
     def _make_room(self, most: int) -> None:
         """Copy the windows into buffers that are half as long again."""
@@ -87,8 +88,7 @@ class History:
         S, Y, R = self.moves, self.changes, self.products
         if not len(S):
             return g / -max(1.0, g.abs().sum().item())
-        D, last = R.diagonal(), Y[-1]
-        scale = float(D[-1] / last.dot(last))
+        D, scale = R.diagonal(), self._scale
         a = torch.linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
         q = torch.addmv(g, Y.mT, a, beta=scale, alpha=-scale)
         rest = torch.addmv(D * a, Y, q, alpha=-1)

@@ -300,8 +300,10 @@ class NewtonOptimizer(CurvatureOptimizer):
             params, self._passes, inverse_scale=self._inverse_scale(), generators=generators
         )
 
-    def _objective(self, params: Params, generators: Generators) -> ClosureObjective:
-        """Return the loss of the closure, here and at other parameters."""
+    def _objective(
+        self, params: Params, generators: Generators, every: Sequence[Tensor] | None = None
+    ) -> ClosureObjective:
+        """Return the loss of the closure, here and at other parameters; ``every`` adds to what has gradients."""
         assert self._passes is not None
         assert self._closure is not None
         return ClosureObjective(
@@ -309,7 +311,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             self._passes,
             self._curved,
             self._closure,
-            self._all_params(),
+            self._all_params() if every is None else every,
             self._random,
             self._buffers,
             generators,
