@@ -216,12 +216,11 @@ def test_strong_wolfe_in_every_row():
         return (a - places) ** 2 + 0.1 * (a / places) ** 4, 2 * (a - places) + 0.4 * a**3 / places**4
 
     value, slope = along(torch.zeros(4, dtype=F64))
-    lengths, at, count = strong_wolfe(along, value, slope, slack=torch.zeros(4, dtype=F64))
+    lengths, count = strong_wolfe(along, value, slope, slack=torch.zeros(4, dtype=F64))
     new, steep = along(lengths)
     assert (new <= value + 1e-4 * lengths * slope).all()
     assert (steep.abs() <= 0.9 * slope.abs()).all()
     assert count <= 12
-    assert 1 == at[1] < max(at) <= count
 
 
 def test_strong_wolfe_climbs_nowhere():
@@ -229,9 +228,8 @@ def test_strong_wolfe_climbs_nowhere():
         return a.clone(), torch.ones_like(a)
 
     zeros = torch.zeros(2)
-    lengths, at, count = strong_wolfe(along, zeros, torch.tensor([1.0, -1.0]), slack=zeros, max_eval=6)
+    lengths, count = strong_wolfe(along, zeros, torch.tensor([1.0, -1.0]), slack=zeros, max_eval=6)
     assert lengths.tolist() == [0.0, 0.0]
-    assert at == [0, 0]
     assert count == 6
 
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.optim.rules.flat import divide, dot
-from metagrad.optim.rules.row_stack import RowStack
 from metagrad.optim.rules.rule import Hyperparameter, Params
 from metagrad.optim.rules.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
 from metagrad.optim.rules.strong_wolfe import Searched, strong_wolfe
@@ -28,21 +26,7 @@ class LBFGSState(NamedTuple):
     moves: tuple[Tensor, ...]  # the last differences s of places, oldest first, [tasks, n] each
     changes: tuple[Tensor, ...]  # those of gradients, y
     num_pairs: int  # how many of them there are
-    products: Tensor  # s_i^T y_j for i <= j, [tasks, history_size, history_size]
     report: Report  # what the last step did
-
-
-class Iteration(NamedTuple):
-    """A step, and where the gradient at its end is found."""
-
-    problem: Problem
-    move: Tensor  # [tasks, n]
-    state: LBFGSState  # with the report of the step before
-    found: Searched  # by its evaluations, where there is one at the end of the step
-
-    def report(self) -> Report:
-        """Say what the step did."""
-        return self.problem.report(None, None, self.found.length, steps=self.found.evaluations)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +65,11 @@ class LBFGS(SecondOrder):
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
-        number, size = self.begun(params), self.history_size
+        number = self.begun(params)
         tasks = max(1, number.numel())
         zero = number.new_zeros(()).expand(tasks, sum(p.numel() for p in params.values()) // tasks)
-        pairs = (zero,) * size
-        products = number.new_zeros(tasks, size, size)
-        return LBFGSState(0, zero, zero, pairs, pairs, 0, products, no_report(number))
+        pairs = (zero,) * self.history_size
+        return LBFGSState(0, zero, zero, pairs, pairs, 0, no_report(number))
 
     def update(
         self, grads: Params, state: LBFGSState, params: Params, curvature: object | None = None
@@ -95,37 +78,18 @@ class LBFGS(SecondOrder):
         if not params:
             return {}, state._replace(step=state.step + 1)
         problem = self.problem(grads, params, curvature, None, state.step)
-        iteration = self.iterate(problem, state, curvature)
-        return problem.moved(iteration.move), iteration.state._replace(report=iteration.report())
-
-    def iterate(
-        self,
-        problem: Problem,
-        state: LBFGSState,
-        curvature: object | None = None,
-        *,
-        max_eval: int | None = None,
-        stacks: tuple[RowStack, RowStack] | None = None,
-    ) -> Iteration:
-        """Find one step as :meth:`update` does, and which evaluation of the line search it ends at.
-
-        ``stacks`` are kept from step to step by whoever differentiates nothing, and spare copies of all pairs. A
-        lesser ``max_eval`` is of this step alone.
-        """
         w, g = problem.space.place, problem.g
-        if state.place.shape != w.shape:  # of other parameters: an optimizer's parameters come and go
-            state = self.init(problem.space.params)._replace(step=state.step)
-        elif state.step > 0:
+        if state.step > 0:
             state = _remembered(state, w - state.place, g - state.gradient)
-        state, d = _directed(g, state, stacks)
-        d = problem.scaled(d)
-        found = Searched(torch.ones_like(g[:, 0]), [0] * len(g), 0)
+        d = problem.scaled(_direction(g, state))
+        found = Searched(torch.ones_like(g[:, 0]), 0)
         if self.line_search_fn is not None:
             self._check_line_search(curvature)
-            found = self._searched(problem, d, self.max_eval if max_eval is None else max_eval)
+            found = self._searched(problem, d)
         # Where there is no length, the direction may be none, or not finite.
         move = torch.where((found.length > 0)[:, None], found.length[:, None] * d, 0.0)
-        return Iteration(problem, move, state._replace(step=state.step + 1, place=w, gradient=g), found)
+        report = problem.report(None, None, found.length, steps=found.evaluations)
+        return problem.moved(move), state._replace(step=state.step + 1, place=w, gradient=g, report=report)
 
     def _check_line_search(self, curvature: object | None) -> None:
         if curvature is None:
@@ -135,7 +99,7 @@ class LBFGS(SecondOrder):
             )
         check_can_evaluate(self.call, curvature, "set line_search_fn=None")
 
-    def _searched(self, problem: Problem, d: Tensor, max_eval: int) -> Searched:
+    def _searched(self, problem: Problem, d: Tensor) -> Searched:
         g, value = problem.g, problem.value
         if not (torch.is_grad_enabled() and g.requires_grad):
             g, d, value = g.detach(), d.detach(), value.detach()
@@ -151,7 +115,7 @@ class LBFGS(SecondOrder):
             torch.where(slope > -self.tolerance_change, 0.0, slope),
             slack=problem.slack,
             shortest=self.tolerance_change / size,  # of no size there is no slope, and no search
-            max_eval=max_eval,
+            max_eval=self.max_eval,
         )
 
 
@@ -161,39 +125,19 @@ def _remembered(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
     if not bool(curved.any()):
         return state
     moves, changes = (*state.moves[1:], move), (*state.changes[1:], change)
-    products = F.pad(state.products[:, 1:, 1:], (0, 1, 0, 1))
     if not bool(curved.all()):
         row = curved[:, None]
         moves = tuple(torch.where(row, new, old) for new, old in zip(moves, state.moves, strict=True))
         changes = tuple(torch.where(row, new, old) for new, old in zip(changes, state.changes, strict=True))
-        products = torch.where(row[:, None], products, state.products)
     num_pairs = min(state.num_pairs + 1, len(moves))
-    return state._replace(moves=moves, changes=changes, num_pairs=num_pairs, products=products)
+    return state._replace(moves=moves, changes=changes, num_pairs=num_pairs)
 
 
-def _directed(
-    g: Tensor, state: LBFGSState, stacks: tuple[RowStack, RowStack] | None
-) -> tuple[LBFGSState, Tensor]:
-    """Complete the products of the pairs by those of the last, and return the direction by all of them."""
+def _direction(g: Tensor, state: LBFGSState) -> Tensor:
     k = state.num_pairs
     if not k:
-        return state, -_first_scale(g) * g
-    moves, changes = state.moves[-k:], state.changes[-k:]
-    if stacks is None:
-        S, Y = torch.stack(moves, 1), torch.stack(changes, 1)
-    else:
-        S, Y = stacks[0](moves), stacks[1](changes)
-        moves, changes = (*state.moves[:-k], *stacks[0].rows), (*state.changes[:-k], *stacks[1].rows)
-        state = state._replace(moves=moves, changes=changes)
-    last, Sg = (torch.stack([Y[:, -1], g], 1) @ S.mT).unsqueeze(3).unbind(1)  # in one pass over S
-    # As it was when the pair was taken for it, whatever the rounding of the product is.
-    own = dot(S[:, -1], Y[:, -1])[:, None, None]
-    column = F.pad(torch.cat([last[:, :-1], own], 1), (0, 0, len(state.moves) - k, 0))
-    products = torch.cat([state.products[:, :, :-1], column], 2)
-    # Of one task every pair has curvature, or it was left out; of several, some may lack the first ones.
-    inverse_times = _inverse_times if len(g) == 1 else _inverse_of_some_times
-    d = -inverse_times(g, S, Y, products[:, -k:, -k:], Sg)
-    return state._replace(products=products), d
+        return -_first_scale(g) * g
+    return two_loop(g, torch.stack(state.moves[-k:], 1), torch.stack(state.changes[-k:], 1))
 
 
 def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
@@ -224,41 +168,19 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
         Nocedal, Wright, "Numerical optimization", 2006, algorithm 7.4; Byrd, Nocedal, Schnabel, "Representations of
         quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994.
     """
-    R, Sg = (moves @ changes.mT).triu(), moves @ g[:, :, None]
-    return -_inverse_of_some_times(g, moves, changes, R, Sg)
-
-
-def _inverse_of_some_times(g: Tensor, S: Tensor, Y: Tensor, R: Tensor, Sg: Tensor) -> Tensor:
-    """Do as :func:`_inverse_times` where some pairs are zero, and give nothing."""
-    curvature, last = torch.diagonal(R, dim1=1, dim2=2), Y[:, -1]
+    S, Y, last = moves, changes, changes[:, -1]
+    R = (S @ Y.mT).triu()
+    curvature = torch.diagonal(R, dim1=1, dim2=2)
     known = curvature > 0
+    R = R + torch.diag_embed((~known).to(R.dtype))
     scale = divide(curvature[:, -1], dot(last, last), where=known[:, -1])[:, None]
     scale = torch.where(known[:, -1:], scale, _first_scale(g))
-    return _inverse_times(g, S, Y, R + torch.diag_embed((~known).to(R.dtype)), Sg, scale, curvature)
-
-
-def _inverse_times(
-    g: Tensor,
-    S: Tensor,
-    Y: Tensor,
-    R: Tensor,
-    Sg: Tensor,
-    scale: Tensor | None = None,
-    curvature: Tensor | None = None,
-) -> Tensor:
-    """Multiply the inverse Hessian of pairs ``[tasks, k, n]`` with g; R is the upper triangle of S Y^T.
-
-    The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of R^T c = D a - Y H_0 q,
-    with the diagonal D of R and H_0 a multiple of 1, by default of the last pair.
-    """
-    if curvature is None:
-        curvature = torch.diagonal(R, dim1=1, dim2=2)
-    if scale is None:
-        scale = curvature[:, -1:] / dot(Y[:, -1], Y[:, -1])[:, None]
-    a = torch.linalg.solve_triangular(R, Sg, upper=True)
+    # The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of
+    # R^T c = D a - Y H_0 q, with the diagonal D of R.
+    a = torch.linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
     q = scale * (g - (a.mT @ Y).squeeze(1))
     c = torch.linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
-    return q + (c.mT @ S).squeeze(1)
+    return -(q + (c.mT @ S).squeeze(1))
 
 
 def _first_scale(g: Tensor) -> Tensor:

@@ -37,7 +37,6 @@ class Searched(NamedTuple):
     """What a line search has found, for each row."""
 
     length: Tensor  # [rows]; 0 where there is none
-    evaluation: list[int]  # the number of the evaluation at that length; 0 where there is none
     evaluations: int  # of all rows together
 
 
@@ -79,7 +78,7 @@ def strong_wolfe(
         >>> from metagrad.optim.rules.strong_wolfe import strong_wolfe
         >>> start, slope = torch.tensor([9.0]), torch.tensor([-6.0])
         >>> strong_wolfe(lambda a: ((a - 3) ** 2, 2 * (a - 3)), start, slope, slack=torch.zeros(1))
-        Searched(length=tensor([1.]), evaluation=[1], evaluations=1)
+        Searched(length=tensor([1.]), evaluations=1)
 
     References:
         Nocedal, Wright, "Numerical optimization", 2006, algorithms 3.5 and 3.6, and equation 3.59.
@@ -102,7 +101,7 @@ def strong_wolfe(
             if end is not None:
                 ends[row] = end
                 del searches[row]
-    return Searched(_tensor([end.length for end in ends], value), [end.evaluation for end in ends], count)
+    return Searched(_tensor([end.length for end in ends], value), count)
 
 
 def search_row(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _SPARE = 8
+_ALIGNED = 16  # elements
 
 
 class History:
@@ -37,7 +38,8 @@ class History:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._hold(like.new_empty(0, like.numel()), like.new_empty(0, like.numel()), like.new_empty(0, 0))
+        empty = like.new_empty(0, like.numel())
+        self._hold(empty, empty, like.new_empty(0, 0))
 
     @classmethod
     def of(cls, moves: Tensor, changes: Tensor, products: Tensor) -> History:
@@ -47,36 +49,44 @@ class History:
         return history
 
     def _hold(self, moves: Tensor, changes: Tensor, products: Tensor) -> None:
-        self.moves, self.changes, self.products = moves, changes, products
-        self._buffers = (moves, changes, products)
-        self._end = len(moves)
-        self._scale = float(products[-1, -1] / changes[-1].dot(changes[-1])) if len(moves) else 1.0
+        """Copy pairs into buffers that are half as long again."""
+        size, n = moves.shape
+        length = size + size // 2 + _SPARE
+        # Rows are aligned wherever a window begins, so that products are the same to the last bit.
+        self._moves, self._changes = (
+            moves.new_empty(length, -n // _ALIGNED * -_ALIGNED)[:, :n] for _ in range(2)
+        )
+        self._products = products.new_zeros(length, length)
+        self._show(slice(0, size))
+        self.moves.copy_(moves)
+        self.changes.copy_(changes)
+        self.products.copy_(products)
+        self._scale = 1.0
+        if size:
+            last = self.changes[-1]
+            self._scale = self.products[-1, -1].item() / last.dot(last).item()
+
+    def _show(self, window: slice) -> None:
+        self.moves, self.changes = self._moves[window], self._changes[window]
+        self.products = self._products[window, window]
+        self._end = window.stop
 
     def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
         """Add a pair, if it has the curvature that keeps the matrix positive definite; ``most`` are kept."""
         curvature, squared = torch.stack([move.dot(change), change.dot(change)]).tolist()
         if not curvature > torch.finfo(move.dtype).eps * squared:
             return
-        if self._end == len(self._buffers[0]):
-            self._make_room(most)
-        moves, changes, products = self._buffers
-        end, kept = self._end, min(len(self.moves), most - 1)
-        window = slice(end - kept, end + 1)
-        moves[end].copy_(move)
-        changes[end].copy_(change)
-        self.moves, self.changes, self.products = moves[window], changes[window], products[window, window]
+        kept = min(len(self.moves), most - 1)
+        if self._end == len(self._moves):
+            begin = len(self.moves) - kept
+            self._hold(self.moves[begin:], self.changes[begin:], self.products[begin:, begin:])
+        end = self._end
+        self._moves[end].copy_(move)
+        self._changes[end].copy_(change)
+        self._show(slice(end - kept, end + 1))
         self.products[:, kept] = self.moves @ change
         self.products[kept, kept] = curvature  # above 0, which the rounding of the product may not be
-        self._end, self._scale = end + 1, curvature / squared
-
-    def _make_room(self, most: int) -> None:
-        """Copy the windows into buffers that are half as long again."""
-        size, n = self.moves.shape
-        length = size + min(size, most) // 2 + _SPARE
-        moves, changes = (self.moves.new_empty(length, n) for _ in range(2))
-        products = self.products.new_zeros(length, length)
-        moves[:size], changes[:size], products[:size, :size] = self.moves, self.changes, self.products
-        self._buffers, self._end = (moves, changes, products), size
+        self._scale = curvature / squared
 
     def direction(self, g: Tensor) -> Tensor:
         """Multiply minus a gradient with the inverse Hessian, by two triangular systems.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim import LBFGS
+from metagrad.optim.shells.lbfgs_history import History
 from tests.optim.newton_problems import rosenbrock
 from tests.optim.shells.cases import closure_of, run
 
@@ -153,6 +154,52 @@ def test_the_loss_is_what_is_differentiated_whatever_a_closure_returns(returned)
             opt.step(closure)
         results.append(w.detach())
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_a_closure_that_stops_returning_its_loss_is_refused():
+    (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+    opt, results = LBFGS([w], max_iter=2), iter([True, False])
+
+    def step():
+        returns_loss = next(results)
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            return loss if returns_loss else float(loss.detach())
+
+        opt.step(closure)
+
+    step()
+    before, kept = w.detach().clone(), {slot: opt.state[w][slot] for slot in opt.state[w]}
+    with pytest.raises(RuntimeError, match=r"LBFGS.step\(closure\): the closure has returned the loss"):
+        step()
+    assert torch.equal(w, before)
+    assert all(opt.state[w][slot] is value for slot, value in kept.items())
+
+
+def test_directions_of_a_window_that_slides_over_its_buffers():
+    """Those of BFGS in dense matrices by the last pairs, none of which is written after it was given out."""
+    torch.manual_seed(0)
+    n, most = 5, 3
+    root = torch.randn(n, n, dtype=F64)
+    hessian = root @ root.T + torch.eye(n, dtype=F64)
+    history, given = History(torch.zeros(n, dtype=F64)), []
+    for _ in range(30):
+        s, g = torch.randn(2, n, dtype=F64)
+        history.add(s, hessian @ s, most=most)
+        history.add(s, -hessian @ s, most=most)  # has no positive curvature
+        H = (s @ hessian @ s) / (hessian @ s).square().sum() * torch.eye(n, dtype=F64)
+        for move, change in zip(history.moves, history.changes, strict=True):
+            V = torch.eye(n, dtype=F64) - torch.outer(change, move) / (move @ change)
+            H = V.T @ H @ V + torch.outer(move, move) / (move @ change)
+        torch.testing.assert_close(history.direction(g), -H @ g, rtol=1e-8, atol=1e-10)
+        again = History.of(history.moves, history.changes, history.products)
+        assert torch.equal(history.direction(g), again.direction(g))
+        given.append((history.moves, history.moves.clone()))
+    assert len(history.moves) == most
+    assert all(torch.equal(*pair) for pair in given)
 
 
 def test_gradients_of_parameters_of_another_optimizer_are_those_of_the_first_call():
