@@ -34,6 +34,10 @@ class LBFGS(NewtonOptimizer):
     beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
     iteration, with gradients that may be clipped or accumulated.
 
+    What a closure differentiates is observed at its first step. If that is what it returns, it is the loss at later
+    steps without being observed, also of closures defined anew by the same code; if it is not, every step is
+    observed, and the loss is what is differentiated, whatever is returned.
+
     Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
     Groups may differ in step size and weight decay.
 
@@ -56,6 +60,7 @@ class LBFGS(NewtonOptimizer):
     Raises:
         ValueError: As for :class:`NewtonCG`.
         TypeError: As for :class:`NewtonCG`.
+        RuntimeError: In a step, a closure that has returned its loss returns something else.
 
     Example:
         >>> import torch
