@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ OPTIONS = [
     for file in sorted(CONF.glob("*/*.yaml"))
     if file.parent.name not in OF_OTHERS
 ]
+
+
+def together(options):
+    """Put options of different groups into one command line; tasks and experiments, which models look at, alone."""
+    groups = {}
+    for option in options:
+        groups.setdefault(option.partition("=")[0], []).append(option)
+    alone = [[option] for group in ("task", "experiment") for option in groups.pop(group)]
+    return alone + [[option for option in row if option] for row in zip_longest(*groups.values())]
+
 
 # (experiment, ways, shots, meta-batch, inner steps in training, in the test, inner lr)
 OMNIGLOT = [
@@ -54,12 +65,13 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_every_group_composes(composed, option):
-    needed = {"model=conv4": "task=omniglot"}.get(option)
-    if option.endswith("=custom"):
-        needed = f"{option.partition('=')[0]}._target_=mypackage.Made"
-    config = composed(option, *([needed] if needed else []))
+@pytest.mark.parametrize("options", together(OPTIONS), ids=" ".join)
+def test_every_option_of_every_group_composes(composed, options):
+    needed = ["task=omniglot"] if "model=conv4" in options else []
+    needed += [
+        f"{option.partition('=')[0]}._target_=mypackage.Made" for option in options if "=custom" in option
+    ]
+    config = composed(*options, *needed)
     assert json.loads(json.dumps(plain(config)))["device"] == "auto"
 
 

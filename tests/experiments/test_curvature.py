@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -66,13 +68,16 @@ def config():
 
 @pytest.fixture(scope="module")
 def measured(config):
-    """Return a function that runs a tiny job in a folder, and returns the rows of its metrics."""
+    """Return a function that runs a tiny job in a folder, draws only if it is told to, and returns its metrics."""
 
-    def start(folder, *overrides):
+    def start(folder, *overrides, plots=False):
         folder.mkdir(parents=True, exist_ok=True)
         threads = torch.get_num_threads()
         try:
-            run_job(config(*overrides), folder)
+            with (
+                nullcontext() if plots else mock.patch("experiments.curvature.__main__.draw", return_value=[])
+            ):
+                run_job(config(*overrides), folder)
         finally:
             torch.set_num_threads(threads)
         return read_rows(folder / "metrics.jsonl")
@@ -84,7 +89,7 @@ def measured(config):
 def tiny_run(measured, tmp_path_factory):
     """Return the folder of one finished run, not to be written to."""
     folder = tmp_path_factory.mktemp("curvature")
-    measured(folder)
+    measured(folder, plots=True)
     return folder
 
 
@@ -160,7 +165,7 @@ def test_no_wandb_is_needed_without_its_logger(measured, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_wandb_offline_mirrors_the_plots(measured, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    measured(tmp_path, "logger=wandb", "measure.steps=[0]")
+    measured(tmp_path, "logger=wandb", "measure.steps=[0]", plots=True)
     images = tmp_path.glob("wandb/offline-run-*/files/media/images/plots/*")
     assert {path.name.partition("_")[0] for path in images} == {"density", "traces", "eigenvalues"}
 
@@ -348,7 +353,7 @@ def test_an_unsupported_norm_is_named(config):
 
 
 def test_the_program_runs_and_reports(program, tmp_path):
-    code, _, err = program("curvature", *TINY, "hydra.run.dir=run", cwd=tmp_path)
+    code, _, err = program("curvature", *TINY, "measure.steps=[0]", "hydra.run.dir=run", cwd=tmp_path)
     assert code == 0, err
     log = (tmp_path / "run" / "curvature.log").read_text()
     assert "trace (95 %)" in log

@@ -29,7 +29,7 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def schemas():
     register_curvature()
     register_optimizers()

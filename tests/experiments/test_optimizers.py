@@ -9,6 +9,7 @@ import shutil
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from experiments.optimizers.training import advance, flops_of_gradient
 from experiments.optimizers.workload import Examples, Problem, batches, problem
 from experiments.plots.optimizers import losses, spread
 from tests.experiments.conftest import REPOSITORY
+from tests.marks import slow
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 CPU = torch.device("cpu")
@@ -59,16 +61,18 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def characters(monkeypatch):
-    """Take four characters of random ink for Omniglot's."""
+@pytest.fixture(scope="module", autouse=True)
+def characters():
+    """Take four characters of random ink for Omniglot's, and return how those are loaded."""
     source = torch.Generator().manual_seed(0)
     ink = (torch.rand(4, 20, 28, 28, generator=source) < 0.1).float()
+    real = workload.drawings
 
     def drawings(config):
         return ink[: config.count]
 
-    monkeypatch.setattr(workload, "drawings", drawings)
+    with mock.patch.object(workload, "drawings", drawings):
+        yield real
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,7 @@ def config():
     return build_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trained(config):
     """Return a function that runs a tiny job in a folder, and returns the rows of its metrics."""
 
@@ -229,6 +233,7 @@ FIXED = (
 def test_counting_changes_no_number(config, name):
     """Two steps of every optimizer, with the counter and without."""
     settings, moved = config(f"optimizer={name}"), []
+    assert json.dumps(settings.tuned)
     for is_counted in (False, True):
         torch.manual_seed(0)
         now = problem(settings.workload, 0, CPU)
@@ -254,23 +259,26 @@ def test_every_optimizer_lowers_the_loss_of_the_autoencoder(trained, tmp_path, n
 
 
 @pytest.mark.filterwarnings("ignore:KFAC")
-@pytest.mark.parametrize("name", ["adam", "adahessian", "sophia_g", "shampoo", "kfac", "gauss_newton"])
+@pytest.mark.parametrize(
+    "name", ["adam", slow("adahessian"), slow("sophia_g"), slow("shampoo"), "kfac", "gauss_newton"]
+)
 def test_optimizers_train_the_convolutional_classifier(trained, tmp_path, name):
     rows = trained(tmp_path, "workload=conv4", f"optimizer={name}")
     assert {"loss/train", "loss/test", "accuracy/train(%)", "accuracy/test(%)"} <= set(rows[-1])
 
 
-@pytest.mark.parametrize("name", ["muon", "kfac", "gauss_newton", "sgd"])
+@pytest.mark.parametrize("name", ["muon", slow("kfac"), "gauss_newton", slow("sgd")])
 def test_optimizers_train_the_classifier(trained, tmp_path, name):
     rows = trained(tmp_path, "workload=classifier", f"optimizer={name}")
     assert 0 <= rows[-1]["accuracy/test(%)"] <= 100
 
 
-@pytest.fixture
-def tiny_run(trained, tmp_path):
-    """Return the folder of one finished run."""
-    trained(tmp_path / "run", "optimizer=sgd")
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def tiny_run(trained, tmp_path_factory):
+    """Return the folder of one finished run, not to be written to."""
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    trained(folder, "optimizer=sgd")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -311,7 +319,8 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(trained, tiny_r
 
 
 def test_all_optimizers_start_from_the_same_model(trained, tmp_path):
-    first = [trained(tmp_path / name, f"optimizer={name}")[0] for name in ("sgd", "kfac", "muon")]
+    short = ("budget=1", "evaluations=1")
+    first = [trained(tmp_path / name, f"optimizer={name}", *short)[0] for name in ("sgd", "kfac", "muon")]
     assert first[0] == first[1] == first[2]
 
 
@@ -342,9 +351,9 @@ def test_a_decomposition_of_what_is_not_finite_is_divergence(config, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FILE.is_file(), reason="$METAGRAD_DATA/omniglot/omniglot_105_bits.npz is missing")
-def test_kfac_is_ahead_of_adam_on_the_deep_autoencoder(trained, tmp_path, monkeypatch):
+def test_kfac_is_ahead_of_adam_on_the_deep_autoencoder(trained, tmp_path, monkeypatch, characters):
     """At a sixth of the budget; the whole of it is in experiments/README.md."""
-    monkeypatch.undo()  # these are Omniglot's own characters
+    monkeypatch.setattr(workload, "drawings", characters)  # Omniglot's own
     settings = ("logger=none", "device=cpu", "budget=80", "evaluations=1")
     losses = [
         trained(tmp_path / name, f"optimizer={name}", *settings, base=())[-1]["loss/train"]
@@ -450,7 +459,13 @@ def test_what_is_tuned_is_checked_as_other_settings_are():
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*(("autoencoder", name) for name in NAMES), ("classifier", "muon"), ("conv4", "kfac")]
+    ("kind", "name"),
+    [
+        *(slow("autoencoder", name) for name in NAMES if name != "adam"),
+        ("autoencoder", "adam"),
+        ("classifier", "muon"),
+        ("conv4", "kfac"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:KFAC")
 def test_the_files_compose_and_are_built(config, kind, name):
@@ -598,9 +613,10 @@ def test_what_was_tuned_for_others_is_no_part_of_the_configuration_of_train(comp
 # Comparisons
 
 
-@pytest.fixture
-def swept(trained, tmp_path):
+@pytest.fixture(scope="module")
+def swept(trained, tmp_path_factory):
     """Return the folder of a sweep: two optimizers, one of them twice, a divergence, and two workloads."""
+    folder = tmp_path_factory.mktemp("swept")
     jobs = [
         ("optimizer=sgd", "optimizer.lr=1e-3"),
         ("optimizer=adam", "optimizer.lr=1e-2"),
@@ -608,8 +624,14 @@ def swept(trained, tmp_path):
         ("optimizer=adam", "optimizer.lr=1e-2", "workload=classifier"),
     ]
     for i, overrides in enumerate(jobs):
-        trained(tmp_path / "sweep" / str(i), *overrides)
-    return tmp_path / "sweep"
+        trained(folder / str(i), *overrides)
+    return folder
+
+
+@pytest.fixture
+def copied(swept, tmp_path):
+    """Return a copy of the sweep, to be damaged."""
+    return shutil.copytree(swept, tmp_path / "sweep")
 
 
 def test_the_table_is_sorted_by_the_training_loss(swept):
@@ -632,10 +654,10 @@ def test_what_diverged_comes_last_and_is_marked(swept):
     assert last.startswith("| sgd lr=1e30 | diverged at step ")
 
 
-def test_there_is_a_table_for_each_workload_and_a_list_of_what_failed(swept):
-    (swept / "1" / "failure.txt").write_text("optimizers: no\n")
-    (swept / "1" / "result.json").unlink()
-    jobs = find_jobs(swept)
+def test_there_is_a_table_for_each_workload_and_a_list_of_what_failed(copied):
+    (copied / "1" / "failure.txt").write_text("optimizers: no\n")
+    (copied / "1" / "result.json").unlink()
+    jobs = find_jobs(copied)
     text = report(finished(jobs), jobs)
     assert text.index("**autoencoder**") < text.index("- 1 (adam lr=1e-2): failed: optimizers: no")
     assert "test accuracy (%)" in text.partition("**classifier**")[2].splitlines()[2]
@@ -664,11 +686,11 @@ def test_labels_are_moved_apart_and_keep_their_order():
     assert spread({"a": 0.2, "b": 0.8}, gap=0.1) == {"a": 0.2, "b": 0.8}
 
 
-def test_a_sweep_over_all_files_has_the_jobs_that_never_started(swept):
-    (swept / "multirun.yaml").write_text("hydra: {overrides: {task: ['optimizer=glob(soph*)']}}\n")
+def test_a_sweep_over_all_files_has_the_jobs_that_never_started(copied):
+    (copied / "multirun.yaml").write_text("hydra: {overrides: {task: ['optimizer=glob(soph*)']}}\n")
     for i in range(2):
-        shutil.rmtree(swept / str(i))
-    jobs = find_jobs(swept)
+        shutil.rmtree(copied / str(i))
+    jobs = find_jobs(copied)
     missing = [label_of(job, []) for job in jobs if job.status.startswith("missing")]
     assert missing == ["sophia_g", "sophia_h"]
 
