@@ -1,9 +1,9 @@
-# Everything runs in .venv, which the first target that needs it builds. PYTHON chooses the interpreter.
+# Everything runs in .venv, built by the first target that needs it. PYTHON sets the interpreter.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# One process per core and one thread in each, so that processes do not wait for each other's threads.
+# One process per core, with one thread each: more threads would compete for the cores.
 WORKERS ?= logical
 OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
@@ -26,7 +26,7 @@ test: $(READY)  ## every test that is not marked slow: minutes on two cores
 test-all: $(READY)  ## every test
 	$(PYTEST)
 
-mutants: $(READY)  ## plants 60 bugs in a copy, one at a time, and prints which of them `make test` finds
+mutants: $(READY)  ## plants 60 bugs in a copy, one at a time, and prints which ones `make test` finds
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py record
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py run
 
