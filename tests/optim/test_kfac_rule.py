@@ -17,7 +17,7 @@ from metagrad.optim.kfac.objective import LayerObjective
 from metagrad.optim.kfac.optimizer import KFAC
 from metagrad.optim.rules import adahessian, chain, clip_by_norm, mask, natural_gradient, sgd, sophia_g
 from metagrad.optim.rules.curvature import KnownDiagonal, Kronecker, needs_layers
-from metagrad.optim.rules.kfac import kfac
+from metagrad.optim.rules.kfac import KFACState, kfac
 from metagrad.optim.rules.rule import with_batch_ndim
 from metagrad.optim.rules.tape_curvature import TapeCurvature
 from metagrad.optim.shells.randomness import generators_of
@@ -114,6 +114,37 @@ def test_equals_the_optimizer_step_for_step(net, loss, fisher, options):
             loss_fn(model(x), y).backward()
         opt.step()
         assert_close(params, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_velocities_are_given_up_in_the_tasks_where_they_climb(maximize):
+    rule = with_batch_ndim(kfac(lr=0.5, momentum=0.9, kl_clip=None, maximize=maximize), 1)
+    params, grads = {"w": torch.zeros(2, 1, dtype=F64)}, {"w": torch.tensor([[1.0], [-1.0]], dtype=F64)}
+    velocity = {"w": torch.full((2, 1), -4.0 if maximize else 4.0, dtype=F64)}
+    moved, state = rule.update(grads, KFACState(1, velocity, {}), params)
+    expected = torch.tensor([[4.6], [-1.0]], dtype=F64) * (-1 if maximize else 1)
+    torch.testing.assert_close(state.momentum["w"], expected)
+    torch.testing.assert_close(moved["w"], -0.5 * expected)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_optimizer_gives_up_the_same_velocities(maximize):
+    model, x = seeded(perceptron), drawn(6, 3)
+    options = {"lr": 3.0, "kl_clip": None, "curvature_every": 1, "inverse_every": 1, "maximize": maximize}
+
+    def loss_fn(z, y):
+        return -F.cross_entropy(z, y) if maximize else F.cross_entropy(z, y)
+
+    seen, opt = steps_of(kfac(**options), model, loss_fn, x, LABELS, steps=6), KFAC(model, **options)
+    slopes = []
+    for params in seen:
+        opt.zero_grad()
+        loss_fn(model(x), LABELS).backward()
+        if opt.state:
+            slopes.append(sum(float((opt.state[p]["momentum"] * p.grad).sum()) for p in model.parameters()))
+        opt.step()
+        assert_close(params, dict(model.named_parameters()))
+    assert {slope > 0 for slope in slopes} == {False, True}
 
 
 def test_half_precision_moves_in_its_own_dtype():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.optim.kfac.blocks import direction_of, renewed
-from metagrad.optim.kfac.factors import kl_length
+from metagrad.optim.kfac.factors import kl_length, share_kept
 from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.kfac.observer import LayerOptimizer
 from metagrad.optim.kfac.options import check_options
@@ -18,6 +18,7 @@ from metagrad.optim.rules.rule import Params
 from metagrad.optim.rules.sgd import sgd
 from metagrad.optim.shells.move import Change, Later, working
 from metagrad.optim.shells.optimizer import Group, Work
+from metagrad.sparse.rows.row_sparse import RowSparse
 
 
 class KFAC(LayerOptimizer):
@@ -57,7 +58,8 @@ class KFAC(LayerOptimizer):
         model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
             gone.
         lr: The step size :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`.
+        momentum: How much of the last steps is kept, :math:`\mu`; where they would now climb, :math:`V^\top \nabla <
+            0` over a group, nothing (:func:`~metagrad.optim.kfac.factors.share_kept`).
         damping: What is added to the Fisher matrix, :math:`\gamma`; with ``eigen``, to its eigenvalues.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
         decay: How much of the running averages of the factors is kept; of the first, ``1 - 1 / k`` if that is less.
@@ -71,8 +73,9 @@ class KFAC(LayerOptimizer):
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
             ``"empirical"``.
         maximize: Climb.
-        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
-            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised,
+            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
+            counted in ``opt.stats``.
         params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
             follows the group of its weight.
         seed: Of the drawn labels; None takes ``torch.initial_seed()``.
@@ -200,7 +203,8 @@ class KFAC(LayerOptimizer):
             used = {f"the direction of {name!r}": of_layers[name]}
             yield Change({name: layer.weight}, {}, {name: new}, used=used)
         directions = self._directions(keys, grads, of_layers)
-        yield from super()._changes(group, params, self._shortened(group, directions, grads))
+        directions = self._shortened(group, directions, grads)
+        yield from super()._changes(group, params, self._restarted(group, params, directions, grads))
 
     def _directions(self, keys: Mapping[Tensor, str], grads: Params, of_layers: Params) -> Params:
         """Return the direction of each parameter, by its name: of those that are in no layer, the gradient."""
@@ -250,6 +254,25 @@ class KFAC(LayerOptimizer):
         change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
         length = kl_length(change, group["kl_clip"])
         return {key: d * length.to(d.device, working(d).dtype) for key, d in directions.items()}
+
+    def _restarted(self, group: Group, params: Params, directions: Params, grads: Params) -> Params:
+        """Return directions from which velocities that climb are taken off, before momentum adds them."""
+        states = {key: self.state.get(p, {}) for key, p in params.items()}
+        velocities = {
+            key: state["momentum"]
+            for key, state in states.items()
+            if "momentum" in state and "rows" not in state and not isinstance(grads[key], RowSparse)
+        }
+        if not velocities:
+            return directions
+        sign = -1 if group["maximize"] else 1
+        slopes = [(wide(v) * wide(grads[key])).sum() for key, v in velocities.items()]
+        share = share_kept(sign * torch.stack([slope.to(slopes[0].device) for slope in slopes]).sum())
+        found = dict(directions)
+        for key, v in velocities.items():
+            lost = sign * (1 - share.to(v.device, v.dtype)) * group["momentum"]
+            found[key] = working(directions[key]) - lost * v
+        return found
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
         return None  # one vector would take what is kept of factors along

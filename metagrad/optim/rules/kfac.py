@@ -15,6 +15,7 @@ from metagrad.optim.kfac.factors import (
     inverses_of,
     kl_length,
     preconditioned,
+    share_kept,
 )
 from metagrad.optim.kfac.layers import joined, split
 from metagrad.optim.kfac.options import check_options
@@ -100,9 +101,8 @@ class KFAC(RuleNode):
             request = Kronecker(self.fisher, self.loss_reduction)
             blocks = self._renewed(state, checked_factors(self.call, curvature, request))
         directions = self._directions(state.step, gradients, blocks, params)
-        moved, (step, momentum) = self._descent.update(
-            directions, SGDState(state.step, state.momentum), params
-        )
+        velocities = self._kept(state.momentum, gradients)
+        moved, (step, momentum) = self._descent.update(directions, SGDState(state.step, velocities), params)
         return moved, KFACState(step, momentum, blocks)
 
     @property
@@ -167,12 +167,30 @@ class KFAC(RuleNode):
             parts = {key: part * _to_ndim(length, part).to(part.dtype) for key, part in parts.items()}
         return {key: part.to(grads[key].dtype) for key, part in parts.items()}
 
+    def _kept(self, velocities: Params | None, grads: Params) -> Params | None:
+        """Return the velocities of tasks in which they descend, and zeros of the others."""
+        if velocities is None:
+            return None
+        sign = -1 if self.maximize else 1
+        slopes = [
+            self._of_tasks(wide(v.detach()) * wide(grads[key]).detach())
+            for key, v in velocities.items()
+            if not isinstance(grads[key], RowSparse)
+        ]
+        if not slopes:
+            return velocities
+        share = share_kept(sign * torch.stack([slope.to(slopes[0].device) for slope in slopes]).sum(0))
+        return {key: v * _to_ndim(share, v).to(v.dtype) for key, v in velocities.items()}
+
+    def _of_tasks(self, products: Tensor) -> Tensor:
+        """Sum over a parameter of each task, ``[*tasks]``."""
+        return products.reshape(*products.shape[: self.batch_ndim], -1).sum(-1)
+
     def _length(self, step: int, parts: Params, grads: Params, params: Params) -> Tensor:
         """Return by how much the directions of each task are shortened, ``[*tasks]``."""
         lr = dict(zip(params, values_at("lr", self.lr, step, params), strict=True))
         changes = [
-            (lr[key] ** 2 * wide(part) * wide(grads[key])).reshape(*part.shape[: self.batch_ndim], -1).sum(-1)
-            for key, part in parts.items()
+            self._of_tasks(lr[key] ** 2 * wide(part) * wide(grads[key])) for key, part in parts.items()
         ]
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
@@ -238,7 +256,8 @@ def kfac(
 
     Args:
         lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        momentum: How much of the last steps is kept, :math:`\mu`.
+        momentum: How much of the last steps is kept, :math:`\mu`; in a task in which they would now climb,
+            :math:`V^\top \nabla < 0`, nothing (:func:`~metagrad.optim.kfac.factors.share_kept`).
         damping: What is added to the Fisher matrix, :math:`\gamma`, one number for all layers; above 0, since the
             factors of few examples are singular.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.

@@ -33,8 +33,9 @@ class Shampoo(RuleOptimizer):
         block_size: Longer axes are cut into parts of at most so many.
         root_every: Steps from one computation of the roots to the next.
         maximize: Climb.
-        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
-            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised,
+            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
+            counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -116,8 +117,9 @@ class SOAP(RuleOptimizer):
         max_size: Longer axes have no basis.
         precondition_1d: Give vectors a basis too.
         maximize: Climb.
-        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
-            are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised,
+            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
+            counted in ``opt.stats``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.

@@ -334,7 +334,12 @@ class NewtonOptimizer(CurvatureOptimizer):
             gradients = [(f"the gradient of {key!r}", g) for key, g in grads.items()]
             if not self._are_finite([*self._seen_losses(), *gradients]):
                 return
-            change, last = self._changed(params, grads) if params else (Change({}, {}, {}), None)
+            found = self._factorised(
+                lambda: self._changed(params, grads) if params else (Change({}, {}, {}), None)
+            )
+            if found is None:
+                return
+            change, last = found
             if self._are_finite(list(change.tensors())):
                 change.write(self.state)
                 self._last = last

@@ -6,8 +6,9 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,10 @@ ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | 
 Group: TypeAlias = dict[str, Any]
 """One of an optimizer's ``param_groups``."""
 
+Computed = TypeVar("Computed")
+
+_FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
+
 
 class Work(NamedTuple):
     """The parameters of a group that have gradients, by name."""
@@ -45,7 +50,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     the arithmetic; here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
-    infinite, nothing changes, and the step raises an error or is left out (``nonfinite``). To know so costs the norms
+    infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
+    (``nonfinite``). To know so costs the norms
     of gradients and of new values, and on an accelerator a wait for them.
 
     Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
@@ -104,6 +110,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             FloatingPointError: The loss, a gradient, the curvature or what is made of them is NaN or infinite.
                 Parameters and state are left as they were. With ``nonfinite="skip"`` the step is left out instead,
                 and counted in :attr:`stats`.
+            torch.linalg.LinAlgError: A matrix of finite numbers could not be factorised; likewise.
         """
         try:
             loss = None if closure is None else self._evaluated(closure)
@@ -117,7 +124,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """``skipped``: how many steps were left out, of a loss, gradient or curvature that was not finite."""
+        """``skipped``: how many steps were left out, as not all was finite or a factorisation failed."""
         return {"skipped": self._num_skipped()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,8 +141,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         work = [self._work(index) for index in range(len(self.param_groups))]
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
-        changes = list(chain.from_iterable(self._changes(*one) for one in work if one.params))
-        if not self._are_finite([pair for change in changes for pair in change.tensors()]):
+        changes = self._factorised(
+            lambda: list(chain.from_iterable(self._changes(*one) for one in work if one.params))
+        )
+        if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
             return
         # What is computed as it is written comes last: an error before leaves everything as it was.
         for change in sorted(changes, key=lambda change: isinstance(change, Later)):
@@ -167,7 +176,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Say whether the step may go on; raise or count where it may not."""
         if is_finite([tensor for _, tensor in described]):
             return True
-        if self.param_groups[0].get("nonfinite", "raise") == "raise":
+        if not self._skips():
             what = next(name for name, tensor in described if not is_finite([tensor]))
             raise FloatingPointError(
                 f"{type(self).__name__}.step: {what} is NaN or infinite; parameters and state are left as they were. "
@@ -176,6 +185,19 @@ class RuleOptimizer(torch.optim.Optimizer):
             )
         self._skipped = self._num_skipped() + 1
         return False
+
+    def _factorised(self, compute: Callable[[], Computed]) -> Computed | None:
+        """Return what is computed; or None, and count the step as skipped, where a factorisation in it fails."""
+        try:
+            return compute()
+        except _FAILED_FACTORISATIONS:
+            if not self._skips():
+                raise
+            self._skipped = self._num_skipped() + 1
+            return None
+
+    def _skips(self) -> bool:
+        return self.param_groups[0].get("nonfinite", "raise") == "skip"
 
     def _num_skipped(self) -> int:
         return self.__dict__.get("_skipped", 0)

@@ -176,6 +176,22 @@ def test_directions_are_shortened_to_kl_clip():
     assert float(-0.5 * moved[0] @ flat) * float(ratio) ** 2 == pytest.approx(1e-6, rel=1e-6)
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+def test_velocities_that_climb_are_given_up(maximize):
+    """Of two gradients that are opposite, the second step leads back; momentum would have gone on."""
+    layer = nn.Linear(1, 1, bias=False, dtype=F64)
+    opt = KFAC(layer, lr=0.5, momentum=0.9, damping=0.1, kl_clip=None, maximize=maximize)
+    places = [float(layer.weight)]
+    for slope in (2.0, -2.0, -2.0):
+        opt.zero_grad()
+        (slope * layer(torch.ones(1, 1, dtype=F64))).sum().backward()
+        opt.step()
+        places.append(float(layer.weight))
+    one, back, on = (b - a for a, b in itertools.pairwise(places))
+    assert back == pytest.approx(-one, rel=1e-12)
+    assert on == pytest.approx(1.9 * back, rel=1e-12)
+
+
 @every_with_labels
 def test_forms_of_a_loop(options):
     expected = after(by_closure, options)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from metagrad.optim import KFAC, Lion, Shampoo, SparseAdam
+from metagrad.optim import KFAC, SOAP, CubicNewton, Lion, Shampoo, SparseAdam
 from metagrad.optim.shells import sizes
 from tests.optim.shells.cases import (
     Case,
@@ -209,6 +209,40 @@ def test_a_factorisation_that_fails_leaves_parameters_of_other_groups_where_they
         opt.step()
     assert_equal(snapshot(model), before)
     assert not opt.state_dict()["state"]
+
+
+FACTORISING = {
+    "KFAC": lambda model, **how: KFAC(model, curvature_every=1, inverse_every=1, **how),
+    "KFAC, eigen": lambda model, **how: KFAC(model, curvature_every=1, inverse_every=1, eigen=True, **how),
+    "Shampoo": lambda model, **how: Shampoo(model.parameters(), root_every=1, **how),
+    "SOAP": lambda model, **how: SOAP(model.parameters(), basis_every=1, **how),
+    "CubicNewton": lambda model, **how: CubicNewton(model.parameters(), **how),
+}
+
+
+@modes
+@pytest.mark.parametrize("make", FACTORISING.values(), ids=FACTORISING)
+def test_a_factorisation_of_finite_numbers_that_fails_changes_nothing_and_is_counted(make, mode, monkeypatch):
+    def failing(*_, **__):
+        raise torch.linalg.LinAlgError("the algorithm failed to converge")
+
+    model = network()
+    opt, loss = make(model, nonfinite=mode), classification(model)
+    run(opt, loss, 1)
+    before, state = snapshot(model), copy.deepcopy(opt.state_dict())
+    with monkeypatch.context() as patch:
+        for name in ("cholesky", "eigh", "qr", "solve"):
+            patch.setattr(torch.linalg, name, failing)
+        if mode == "raise":
+            with pytest.raises(torch.linalg.LinAlgError, match="failed to converge"):
+                run(opt, loss, 1)
+        else:
+            run(opt, loss, 2)
+    assert opt.stats["skipped"] == (2 if mode == "skip" else 0)
+    assert_equal(snapshot(model), before)
+    assert_same_state(opt.state_dict(), state)
+    run(opt, loss, 1)
+    assert opt.param_groups[0]["step"] == 2
 
 
 def test_a_sparse_table_that_is_refused_leaves_other_groups_where_they_were():
