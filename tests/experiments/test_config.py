@@ -80,6 +80,14 @@ def test_the_options_are_found():
     assert groups == {"task", "model", "algorithm", "optimizer", "schedule", "logger", "experiment", "debug"}
 
 
+@pytest.mark.parametrize("name", [*(row[0] for row in OMNIGLOT), "sinusoid", "demo"])
+def test_the_inner_step_size_of_an_experiment_is_not_that_of_another_rule(composed, name):
+    alone = composed("algorithm/inner=adam").algorithm.inner
+    chosen = composed(f"experiment={name}", "algorithm/inner=adam").algorithm.inner
+    assert plain(chosen) == plain(alone)
+    assert composed(f"experiment={name}", "algorithm.inner.lr=0.25").algorithm.inner.lr == 0.25
+
+
 @pytest.mark.parametrize(("name", "ways", "shots", "meta_batch", "steps", "test_steps", "lr"), OMNIGLOT)
 def test_omniglot_protocols(composed, name, ways, shots, meta_batch, steps, test_steps, lr):
     config = composed(f"experiment={name}")

@@ -177,27 +177,6 @@ def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
     return torch.where(is_long, (kl_clip / torch.where(is_long, change, 1)).sqrt(), 1)
 
 
-def share_kept(slope: Tensor) -> Tensor:
-    r"""Return what velocities are multiplied with: 0 where to go on along them would climb, else 1.
-
-    Momentum goes past a minimum, and where steps are bounded by ``kl_clip`` it outlasts the directions it is made of:
-    past velocities lengthen a step beyond the bound. They are given up once their slope has turned.
-
-    Args:
-        slope: :math:`V^\top \nabla`, of the loss that is minimised, ``[*tasks]``.
-
-    Example:
-        >>> from metagrad.optim.kfac.factors import share_kept
-        >>> share_kept(torch.tensor([0.5, 0.0, -0.1]))
-        tensor([1., 1., 0.])
-
-    References:
-        O'Donoghue, Candes, "Adaptive restart for accelerated gradient schemes", Foundations of Computational
-        Mathematics 15, 2015, section 3.2.
-    """
-    return 1 - (slope < 0).to(slope.dtype)
-
-
 def eigenbasis_of(factors: Factors) -> tuple[Tensor, Tensor]:
     """Return the eigenvectors of both factors."""
     return torch.linalg.eigh(factors.inputs)[1], torch.linalg.eigh(factors.outputs)[1]

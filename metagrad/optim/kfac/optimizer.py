@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.optim.kfac.blocks import direction_of, renewed
-from metagrad.optim.kfac.factors import kl_length, share_kept
+from metagrad.optim.kfac.factors import kl_length
 from metagrad.optim.kfac.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.kfac.observer import LayerOptimizer
 from metagrad.optim.kfac.options import check_options
@@ -28,7 +28,7 @@ class KFAC(LayerOptimizer):
         A &= \mathbb{E}[a a^\top], \qquad G = \mathbb{E}[g g^\top] \\
         D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
         \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
-        V &\leftarrow \mu V + \nu D + \lambda W, \qquad W \leftarrow W - \eta V
+        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V
 
     with :math:`a` the inputs of a layer and :math:`g` the gradients of its outputs, seen by hooks. It knows
     ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at several positions; the
@@ -58,16 +58,16 @@ class KFAC(LayerOptimizer):
         model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
             gone.
         lr: The step size :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`; where they would now climb, :math:`V^\top \nabla <
-            0` over a group, nothing (:func:`~metagrad.optim.kfac.factors.share_kept`).
+        momentum: How much of the last steps is kept, :math:`\mu`.
         damping: What is added to the Fisher matrix, :math:`\gamma`; with ``eigen``, to its eigenvalues.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
         decay: How much of the running averages of the factors is kept; of the first, ``1 - 1 / k`` if that is less.
         curvature_every: Steps from one estimate of the factors to the next.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
         kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over a group, near to twice the change of the
-            model's predictions; a longer direction is shortened by :math:`\nu`. Parameters in no layer count with the
-            square of their gradient. None: no limit.
+            model's predictions; a longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which
+            would carry steps beyond the limit. Parameters in no layer count with the square of their gradient. None:
+            no limit.
         eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
         fisher: Of what labels: ``"empirical"``, the data's, or ``"sampled"``, drawn.
         loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
@@ -203,8 +203,7 @@ class KFAC(LayerOptimizer):
             used = {f"the direction of {name!r}": of_layers[name]}
             yield Change({name: layer.weight}, {}, {name: new}, used=used)
         directions = self._directions(keys, grads, of_layers)
-        directions = self._shortened(group, directions, grads)
-        yield from super()._changes(group, params, self._restarted(group, params, directions, grads))
+        yield from super()._changes(group, params, self._shortened(group, params, directions, grads))
 
     def _directions(self, keys: Mapping[Tensor, str], grads: Params, of_layers: Params) -> Params:
         """Return the direction of each parameter, by its name: of those that are in no layer, the gradient."""
@@ -245,33 +244,22 @@ class KFAC(LayerOptimizer):
         inverse = self._scale.double().reciprocal()
         return weight * float(inverse if is_sampled else inverse**2)
 
-    def _shortened(self, group: Group, directions: Params, grads: Params) -> Params:
-        """Return directions that change predictions no more than ``kl_clip`` allows."""
+    def _shortened(self, group: Group, params: Params, directions: Params, grads: Params) -> Params:
+        """Return directions that change predictions no more than ``kl_clip`` allows, with velocities alike."""
         if group["kl_clip"] is None:
             return directions
         products = [(wide(d) * wide(grads[key])).sum() for key, d in directions.items()]
         device = products[0].device
         change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
         length = kl_length(change, group["kl_clip"])
-        return {key: d * length.to(d.device, working(d).dtype) for key, d in directions.items()}
-
-    def _restarted(self, group: Group, params: Params, directions: Params, grads: Params) -> Params:
-        """Return directions from which velocities that climb are taken off, before momentum adds them."""
-        states = {key: self.state.get(p, {}) for key, p in params.items()}
-        velocities = {
-            key: state["momentum"]
-            for key, state in states.items()
-            if "momentum" in state and "rows" not in state and not isinstance(grads[key], RowSparse)
-        }
-        if not velocities:
-            return directions
         sign = -1 if group["maximize"] else 1
-        slopes = [(wide(v) * wide(grads[key])).sum() for key, v in velocities.items()]
-        share = share_kept(sign * torch.stack([slope.to(slopes[0].device) for slope in slopes]).sum())
-        found = dict(directions)
-        for key, v in velocities.items():
-            lost = sign * (1 - share.to(v.device, v.dtype)) * group["momentum"]
-            found[key] = working(directions[key]) - lost * v
+        found = {}
+        for key, d in directions.items():
+            own, state = length.to(d.device, working(d).dtype), self.state.get(params[key], {})
+            found[key] = d * own
+            if "momentum" in state and not isinstance(d, RowSparse) and "rows" not in state:
+                # The rule of the directions adds the whole of momentum * velocity.
+                found[key] = found[key] - sign * (1 - own) * group["momentum"] * state["momentum"]
         return found
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:

@@ -15,7 +15,6 @@ from metagrad.optim.kfac.factors import (
     inverses_of,
     kl_length,
     preconditioned,
-    share_kept,
 )
 from metagrad.optim.kfac.layers import joined, split
 from metagrad.optim.kfac.options import check_options
@@ -100,8 +99,12 @@ class KFAC(RuleNode):
         if self.needs_curvature(state.step):
             request = Kronecker(self.fisher, self.loss_reduction)
             blocks = self._renewed(state, checked_factors(self.call, curvature, request))
-        directions = self._directions(state.step, gradients, blocks, params)
-        velocities = self._kept(state.momentum, gradients)
+        directions, velocities = self._directions(gradients, blocks, params), state.momentum
+        if self.kl_clip is not None:
+            length = self._length(state.step, directions, gradients, params)
+            directions = _times(length, directions)
+            velocities = None if velocities is None else _times(length, velocities)
+        directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
         moved, (step, momentum) = self._descent.update(directions, SGDState(state.step, velocities), params)
         return moved, KFACState(step, momentum, blocks)
 
@@ -150,7 +153,7 @@ class KFAC(RuleNode):
             )
         return found
 
-    def _directions(self, step: int, grads: Params, blocks: dict[str, Block], params: Params) -> Params:
+    def _directions(self, grads: Params, blocks: dict[str, Block], params: Params) -> Params:
         """Return the direction of each parameter: of those that are in no layer, the gradient."""
         parts: Params = dict(grads)
         for key, block in blocks.items():
@@ -162,35 +165,14 @@ class KFAC(RuleNode):
                 parts[key], column = split(direction, shape, has_bias=bias is not None)
                 if bias is not None and column is not None:
                     parts[bias] = column
-        if self.kl_clip is not None:
-            length = self._length(step, parts, grads, params)
-            parts = {key: part * _to_ndim(length, part).to(part.dtype) for key, part in parts.items()}
-        return {key: part.to(grads[key].dtype) for key, part in parts.items()}
-
-    def _kept(self, velocities: Params | None, grads: Params) -> Params | None:
-        """Return the velocities of tasks in which they descend, and zeros of the others."""
-        if velocities is None:
-            return None
-        sign = -1 if self.maximize else 1
-        slopes = [
-            self._of_tasks(wide(v.detach()) * wide(grads[key]).detach())
-            for key, v in velocities.items()
-            if not isinstance(grads[key], RowSparse)
-        ]
-        if not slopes:
-            return velocities
-        share = share_kept(sign * torch.stack([slope.to(slopes[0].device) for slope in slopes]).sum(0))
-        return {key: v * _to_ndim(share, v).to(v.dtype) for key, v in velocities.items()}
-
-    def _of_tasks(self, products: Tensor) -> Tensor:
-        """Sum over a parameter of each task, ``[*tasks]``."""
-        return products.reshape(*products.shape[: self.batch_ndim], -1).sum(-1)
+        return parts
 
     def _length(self, step: int, parts: Params, grads: Params, params: Params) -> Tensor:
         """Return by how much the directions of each task are shortened, ``[*tasks]``."""
         lr = dict(zip(params, values_at("lr", self.lr, step, params), strict=True))
         changes = [
-            self._of_tasks(lr[key] ** 2 * wide(part) * wide(grads[key])) for key, part in parts.items()
+            (lr[key] ** 2 * wide(part) * wide(grads[key])).reshape(*part.shape[: self.batch_ndim], -1).sum(-1)
+            for key, part in parts.items()
         ]
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
@@ -206,8 +188,13 @@ def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
 
 
-def _to_ndim(length: Tensor, part: Tensor) -> Tensor:
-    return length.to(part.device).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
+def _times(length: Tensor, parts: Params) -> Params:
+    """Multiply each task's part of every parameter with its length."""
+    return {
+        key: part
+        * length.to(part.device, part.dtype).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
+        for key, part in parts.items()
+    }
 
 
 def kfac(
@@ -232,7 +219,7 @@ def kfac(
         \epsilon_k = \min(1 - 1/k, \beta) \\
         D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
         \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
-        V &\leftarrow \mu V + \nu D + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
+        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
         \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
 
     with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
@@ -256,8 +243,7 @@ def kfac(
 
     Args:
         lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        momentum: How much of the last steps is kept, :math:`\mu`; in a task in which they would now climb,
-            :math:`V^\top \nabla < 0`, nothing (:func:`~metagrad.optim.kfac.factors.share_kept`).
+        momentum: How much of the last steps is kept, :math:`\mu`.
         damping: What is added to the Fisher matrix, :math:`\gamma`, one number for all layers; above 0, since the
             factors of few examples are singular.
         weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
@@ -266,7 +252,8 @@ def kfac(
         curvature_every: Steps from one estimate of the factors to the next; the first step makes one.
         inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
         kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task, :math:`\kappa`; a
-            longer direction is shortened. None: no limit. The first steps of an inner loop are often long: a limit
+            longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry steps
+            beyond the limit. None: no limit. The first steps of an inner loop are often long: a limit
             that binds at each of them makes their length, not ``lr``, what is learned.
         fisher: Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for
             losses of known form.

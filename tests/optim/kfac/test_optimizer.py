@@ -177,19 +177,21 @@ def test_directions_are_shortened_to_kl_clip():
 
 
 @pytest.mark.parametrize("maximize", [False, True])
-def test_velocities_that_climb_are_given_up(maximize):
-    """Of two gradients that are opposite, the second step leads back; momentum would have gone on."""
+def test_velocities_are_shortened_as_directions_are(maximize):
+    """W moves by eta nu (mu V + D); velocities of their own length would carry steps beyond ``kl_clip``."""
     layer = nn.Linear(1, 1, bias=False, dtype=F64)
-    opt = KFAC(layer, lr=0.5, momentum=0.9, damping=0.1, kl_clip=None, maximize=maximize)
-    places = [float(layer.weight)]
-    for slope in (2.0, -2.0, -2.0):
+    opt = KFAC(layer, lr=0.5, momentum=0.9, kl_clip=1e-3, inverse_every=100, maximize=maximize)
+    w, velocity, block = layer.weight.detach().clone(), 0.0, opt.state[layer.weight]
+    for slope in (2.0, 2.0, -3.0, 1e-3):
         opt.zero_grad()
         (slope * layer(torch.ones(1, 1, dtype=F64))).sum().backward()
         opt.step()
-        places.append(float(layer.weight))
-    one, back, on = (b - a for a, b in itertools.pairwise(places))
-    assert back == pytest.approx(-one, rel=1e-12)
-    assert on == pytest.approx(1.9 * back, rel=1e-12)
+        direction = slope * float(block["input_inverse"] * block["output_inverse"])
+        length = min(1.0, (1e-3 / (0.25 * direction * slope)) ** 0.5)
+        velocity = length * (0.9 * velocity + (-direction if maximize else direction))
+        w = w - 0.5 * velocity
+        torch.testing.assert_close(layer.weight.detach(), w, rtol=1e-12, atol=0)
+    assert length == 1
 
 
 @every_with_labels
