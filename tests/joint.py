@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import metagrad as mg
-from metagrad._tree import tree_flatten, tree_unflatten
+from metagrad.core.tree import tree_flatten, tree_unflatten
 
 
 def joint_gradcheck(fn, inputs, *, directions=2, **options) -> bool:

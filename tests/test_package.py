@@ -22,9 +22,7 @@ NOT_IN_THE_CORE = {
 }  # torch itself imports tqdm
 IMPORTED_WHERE_USED = {"scipy"}  # by the conversions from and to its matrices
 FLOORS = {
-    "_torch": -2,
-    "_torch_compiler": -2,
-    "_tree": -1,
+    "core": -1,
     "memory": 0,
     "sparse": 0,
     "autograd": 1,

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = [ROOT / "metagrad" / name for name in ("_torch.py", "_torch_compiler.py")]
+PLACES = [ROOT / "metagrad" / "core" / name for name in ("_torch.py", "_torch_compiler.py")]
 SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
 
 
@@ -100,12 +100,12 @@ def test_torch_has_every_private_name_that_is_used():
 
 
 def test_private_attributes_of_torch_objects_are_listed_and_there():
-    listed = importlib.import_module("metagrad._torch").ATTRIBUTES
+    listed = importlib.import_module("metagrad.core._torch").ATTRIBUTES
     names = {name for attributes in listed.values() for name in attributes}
     read, made = zip(*(private_attributes(path.read_text()) for path in SOURCES), strict=True)
     of_others = {name for name in set().union(*read) - set().union(*made) if not name.startswith("_saved_")}
     of_python = {"_asdict", "_fields", "_getframe", "_replace"}
-    assert not of_others - of_python - names, "not listed in metagrad._torch.ATTRIBUTES"
+    assert not of_others - of_python - names, "not listed in metagrad.core._torch.ATTRIBUTES"
     assert not names - set().union(*read), "listed, and not used any more"
     assert not [
         (owner, name) for owner, found in listed.items() for name in found if not hasattr(owner, name)

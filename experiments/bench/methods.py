@@ -14,8 +14,8 @@ from torch.func import functional_call, grad, vmap
 import metagrad as mg
 from experiments.bench import rival_jax, rivals
 from experiments.bench.workloads import Workload
-from metagrad.autograd.budget import Memory
-from metagrad.autograd.compiled import Compile
+from metagrad.autograd.compile.compiled import Compile
+from metagrad.core.budget import Memory
 
 BASELINE = "textbook loop"
 LONGEST_GRAPH = 5  # steps; beyond, one graph of all takes minutes to compile

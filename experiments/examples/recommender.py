@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.examples.common import compare, find_file
-from metagrad.sparse.rows.embedding import embedding
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.embedding import embedding
+from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
 
 COLUMNS = ("s", "d", "service", "y")  # student, lecturer, whether for another department, rating

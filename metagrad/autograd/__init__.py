@@ -1,16 +1,16 @@
 """The engine: derivatives that can be differentiated again, and schedules of what is stored and recomputed."""
 
-from metagrad.autograd.blocks import LossAndGradient, block_gradient
-from metagrad.autograd.chain import chain
-from metagrad.autograd.chain_types import Block, Chain
-from metagrad.autograd.grad import grad
-from metagrad.autograd.gradcheck import gradcheck
-from metagrad.autograd.hvp import Hvp, hvp
-from metagrad.autograd.linearize import Linearization, linearize
-from metagrad.autograd.lint import Finding, lint
-from metagrad.autograd.missing import MissingDerivative
-from metagrad.autograd.recompute import checkpoint
-from metagrad.autograd.unroll import unroll
+from metagrad.autograd.blocks.block_gradient import LossAndGradient, block_gradient
+from metagrad.autograd.blocks.chain import chain
+from metagrad.autograd.blocks.types import Block, Chain
+from metagrad.autograd.checks.gradcheck import gradcheck
+from metagrad.autograd.checks.lint import Finding, lint
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
+from metagrad.autograd.derivatives.grad import grad
+from metagrad.autograd.derivatives.hvp import Hvp, hvp
+from metagrad.autograd.derivatives.linearize import Linearization, linearize
+from metagrad.autograd.recompute.checkpoint import checkpoint
+from metagrad.autograd.unrolling.unroll import unroll
 
 __all__ = [
     "Block",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import graph as autograd_graph
 
-from metagrad import _torch
+from metagrad.core import _torch
 from metagrad.memory.storages import storages_of
 
 if TYPE_CHECKING:

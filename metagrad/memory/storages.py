@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from metagrad import _torch
-from metagrad._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
-from metagrad._tree import tensors_in
+from metagrad.core import _torch
+from metagrad.core._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
+from metagrad.core.tree import tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

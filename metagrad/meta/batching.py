@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metagrad import _torch
-from metagrad._tree import tree_leaves, tree_map
-from metagrad.autograd.ambient import RandomState
-from metagrad.autograd.budget import BudgetError
+from metagrad.core import _torch
+from metagrad.core.budget import BudgetError
+from metagrad.core.capture import RandomState
+from metagrad.core.tree import tree_leaves, tree_map
 from metagrad.meta.examination import difference, vmap_reason
 from metagrad.meta.module_state import buffer_versions
 from metagrad.meta.structured import Nested, num_tasks

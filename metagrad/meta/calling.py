@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from metagrad._slots import replaced
+from metagrad.core.substitution import replaced
 from metagrad.meta.structured import Nested, call_on
 from metagrad.optim.rules import Params
-from metagrad.sparse.rows.stand_in import LocalRows
+from metagrad.sparse.tables.table_proxy import LocalRows
 
 Values: TypeAlias = dict[int, "Tensor | LocalRows"]
 """Values by the id of the parameter they stand for, so that tied weights stay tied."""

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from metagrad._tree import tree_leaves
-from metagrad.autograd.budget import Memory, checked_memory
-from metagrad.autograd.compiled import CompileOptions
-from metagrad.autograd.transforms import is_on_the_tape, is_transformed
+from metagrad.autograd.compile.compiled import CompileOptions
+from metagrad.core.budget import Memory, checked_memory
+from metagrad.core.transforms import is_on_the_tape, is_transformed
+from metagrad.core.tree import tree_leaves
 from metagrad.meta.structured import Nested, Structured, arguments
 from metagrad.optim.rules import Params
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from metagrad.curvature.operators.output_losses import OutputLoss
-from metagrad.curvature.operators.recognition import evaluate
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.meta.structured import Nested
-from metagrad.optim.kfac.layer_calls import CALL, LayerCalls, observed
-from metagrad.optim.kfac.layers import known_layers
-from metagrad.optim.kfac.objective import LayerObjective
+from metagrad.optim.curvature import needs_layers
+from metagrad.optim.kronecker.layer_calls import CALL, LayerCalls, observed
+from metagrad.optim.kronecker.layer_objective import LayerObjective
+from metagrad.optim.kronecker.layers import known_layers
+from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.rules.curvature import needs_layers
-from metagrad.optim.rules.objective import TapeObjective
-from metagrad.optim.rules.tape_curvature import WeightedLoss
+from metagrad.optim.tape_curvature import WeightedLoss
 
 
 def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:

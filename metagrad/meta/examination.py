@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.reads import unrecorded
+from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.meta.module_state import GeneratorStates, ModuleState
 from metagrad.meta.tables import find_rows
 from metagrad.meta.vmapped import NotStackableError
 from metagrad.optim.rules import Params
-from metagrad.sparse.rows.embedding import embedding
+from metagrad.sparse.tables.embedding import embedding
 
 if TYPE_CHECKING:
     from metagrad.meta.batching import Tasks

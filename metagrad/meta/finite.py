@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import tree_map
+from metagrad.core.tree import tree_map
 from metagrad.meta.batching import Tasks
 
 Nonfinite = Literal["raise", "skip"]

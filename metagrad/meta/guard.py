@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metagrad import _torch
-from metagrad._slots import Slots
-from metagrad._tree import tree_flatten, tree_leaves, tree_unflatten
-from metagrad.autograd.ambient import AutocastState
-from metagrad.autograd.finite import is_finite
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.core import _torch
+from metagrad.core.capture import AutocastState
+from metagrad.core.substitution import Slots
+from metagrad.core.tree import tree_flatten, tree_leaves, tree_unflatten
 from metagrad.meta.batching import Tasks
 from metagrad.meta.finite import Results
+from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.rules.curvature import needs_curvature
-from metagrad.optim.rules.walk import hyperparameters_in, with_hyperparameters
+from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 Compute = Callable[[Params, Rule, Tasks], Results]
 """Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
-from metagrad._tree import Tree, tree_map
-from metagrad.autograd.blocks import block_gradient
-from metagrad.autograd.budget import Memory, checked_memory, free_bytes
-from metagrad.autograd.chain_types import Chain
-from metagrad.autograd.compiled_unroll import unroll_compiled
-from metagrad.autograd.lint import refuse_defects
-from metagrad.autograd.schedule import Step
-from metagrad.autograd.unroll import unroll
+from metagrad.autograd.blocks.block_gradient import block_gradient
+from metagrad.autograd.blocks.types import Chain
+from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
+from metagrad.autograd.unrolling.schedule import Step
+from metagrad.autograd.unrolling.unroll import unroll
+from metagrad.core.budget import Memory, checked_memory, free_bytes
+from metagrad.core.tree import Tree, tree_map
 from metagrad.meta.curvature import inner_curvature, observed_layers
 from metagrad.meta.objective import LossFn
 from metagrad.meta.programs import Programs, checked_tensors
 from metagrad.meta.structured import Nested
 from metagrad.meta.tables import look_up
+from metagrad.optim.curvature import Curvature, needs_curvature
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.rules.curvature import Curvature, needs_curvature
 
 Loss = Callable[[Params, Nested, Nested], tuple[Tensor, Nested]]
 """Parameters, inputs, targets to losses (one, or one for each task) and predictions."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.optim.rules import Rule
-from metagrad.optim.rules.walk import hyperparameters_in, with_hyperparameters
+from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.budget import Memory
-from metagrad.autograd.chain import chain
-from metagrad.autograd.compiled import Compile, CompileOptions, checked_compile
+from metagrad.autograd.blocks.chain import chain
+from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
+from metagrad.core.budget import Memory
 from metagrad.meta.batching import Batching, Tasks
 from metagrad.meta.checks import (
     BatchLike,

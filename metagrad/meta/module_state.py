@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.ambient import RandomState
+from metagrad.core.capture import RandomState
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metagrad._tree import tree_map
+from metagrad.core.tree import tree_map
 from metagrad.meta.calling import call_with, values_for
 from metagrad.meta.stacked import RESULT, forward_stacked, losses_stacked
 from metagrad.meta.structured import Nested, num_tasks, restored, stacked, structured

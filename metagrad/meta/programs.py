@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import Structure, dissect, tree_flatten, tree_map
-from metagrad.autograd.compile_check import FreeTensorError, UncompilableError, check_compilable
-from metagrad.autograd.compiled import CompileOptions, operand
-from metagrad.autograd.kernels import Kernels
+from metagrad.autograd.compile.check import FreeTensorError, UncompilableError, check_compilable
+from metagrad.autograd.compile.compiled import CompileOptions, operand
+from metagrad.autograd.compile.value_and_grad import ValueAndGrad
+from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
 from metagrad.meta.stacked import is_plain
 from metagrad.meta.structured import Nested, Structured
-from metagrad.meta.value_and_grad import ValueAndGrad
 from metagrad.optim.rules import Params, Rule
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metagrad._tree import detached
+from metagrad.core.tree import detached
 from metagrad.meta.inner import InnerLoop, where_active, with_history_of
 from metagrad.meta.objective import Objective
 from metagrad.meta.structured import Nested

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from metagrad._tree import tree_leaves
+from metagrad.core.tree import tree_leaves
 from metagrad.meta.structured import Nested, arguments, restored
 from metagrad.optim.rules import Params
 

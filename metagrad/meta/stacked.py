@@ -20,7 +20,7 @@ from metagrad.meta.calling import Values, call_with, values_for
 from metagrad.meta.structured import Nested, Structured, restored, structured
 from metagrad.meta.vmapped import vmapped
 from metagrad.optim.rules import Params
-from metagrad.sparse.rows.stand_in import LocalRows
+from metagrad.sparse.tables.table_proxy import LocalRows
 
 RESULT = "MAML(model, ...): what the model returns"
 """How errors name it."""

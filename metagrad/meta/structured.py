@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad._torch import pytree
-from metagrad._tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.core._torch import pytree
+from metagrad.core.tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, types.FunctionType),

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import tree_map
+from metagrad.core.tree import tree_map
 from metagrad.meta.structured import Nested, call_on, num_tasks
 from metagrad.optim.rules import Params, Rule
-from metagrad.sparse.rows.embedding import embedding
-from metagrad.sparse.rows.swap import find_tables
-from metagrad.sparse.rows.touched import touched_rows
+from metagrad.sparse.tables.embedding import embedding
+from metagrad.sparse.tables.swap import find_tables
+from metagrad.sparse.tables.touched import touched_rows
 
 
 def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from metagrad import _torch
+from metagrad.core import _torch
 from metagrad.meta.vmap_rules import RULES, Call, VmapRule
 
 T = TypeVar("T")

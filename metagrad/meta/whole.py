@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from metagrad import _torch
-from metagrad._tree import Structure, dissect
-from metagrad.autograd.compiled import CompileOptions
+from metagrad.autograd.compile.compiled import CompileOptions
+from metagrad.autograd.compile.value_and_grad import ValueAndGrad
+from metagrad.core import _torch
+from metagrad.core.tree import Structure, dissect
 from metagrad.meta.programs import Programs, checked_tensors
-from metagrad.meta.value_and_grad import ValueAndGrad
 
 if TYPE_CHECKING:
     from metagrad.meta.batching import Tasks

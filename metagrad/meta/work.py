@@ -10,16 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad._tree import tree_map
-from metagrad.autograd.compile_check import UncompilableError
+from metagrad.autograd.compile.check import UncompilableError
+from metagrad.core.tree import tree_map
 from metagrad.meta.batching import Tasks
 from metagrad.meta.inner import Adaptation, InnerLoop, Loss, phase, start_values
 from metagrad.meta.objective import Labels, Objective, check_labels
 from metagrad.meta.programs import refuse_model
 from metagrad.meta.structured import Nested, Structured, num_tasks
 from metagrad.meta.whole import WholePrograms
+from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.rules.curvature import needs_curvature
 
 
 class Work(NamedTuple):

@@ -1,15 +1,15 @@
 """Optimizers: pure rules, for inner loops that are differentiated through, and ``torch.optim`` shells of them."""
 
 from metagrad.optim import rules
-from metagrad.optim.kfac.optimizer import KFAC
-from metagrad.optim.least_squares import LeastSquares, LeastSquaresResult, least_squares
-from metagrad.optim.shells.adahessian import AdaHessian
-from metagrad.optim.shells.bounded_newton import CubicNewton, TrustRegionNewton
-from metagrad.optim.shells.first_order import Lion, Muon, SparseAdagrad, SparseAdam
-from metagrad.optim.shells.kronecker import SOAP, Shampoo
-from metagrad.optim.shells.lbfgs import LBFGS
-from metagrad.optim.shells.newton import GaussNewton, NaturalGradient, NewtonCG
-from metagrad.optim.shells.sophia import SophiaG, SophiaH
+from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult, least_squares
+from metagrad.optim.torch_optim.adahessian import AdaHessian
+from metagrad.optim.torch_optim.bounded_newton import CubicNewton, TrustRegionNewton
+from metagrad.optim.torch_optim.first_order import Lion, Muon, SparseAdagrad, SparseAdam
+from metagrad.optim.torch_optim.kfac import KFAC
+from metagrad.optim.torch_optim.kronecker import SOAP, Shampoo
+from metagrad.optim.torch_optim.lbfgs import LBFGS
+from metagrad.optim.torch_optim.newton import GaussNewton, NaturalGradient, NewtonCG
+from metagrad.optim.torch_optim.sophia import SophiaG, SophiaH
 
 __all__ = [
     "KFAC",

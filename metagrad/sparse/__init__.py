@@ -1,6 +1,5 @@
 """Sparse matrices, embedding rows and masked reductions whose derivatives stay sparse and right at every order."""
 
-from metagrad.sparse.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
 from metagrad.sparse.matrix.files import load, save
 from metagrad.sparse.matrix.parameter import Parameter
 from metagrad.sparse.matrix.pattern import Pattern
@@ -10,6 +9,7 @@ from metagrad.sparse.operations.attention import attention
 from metagrad.sparse.operations.conv import conv
 from metagrad.sparse.operations.elementwise import dropout, pow
 from metagrad.sparse.operations.linear import linear
+from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
 from metagrad.sparse.operations.merge import add, div, mul, sub
 from metagrad.sparse.operations.products import sddmm, spgemm, spmm
 from metagrad.sparse.operations.reduce import max, mean, norm, sum
@@ -19,11 +19,11 @@ from metagrad.sparse.operations.softmax import log_softmax, segment_softmax, sof
 from metagrad.sparse.policies.accumulate import Accumulator
 from metagrad.sparse.policies.policy import SparsePolicy, current_policy, use_policy
 from metagrad.sparse.policies.stats import stats
-from metagrad.sparse.rows.clip import clip_grad_norm_
-from metagrad.sparse.rows.embedding import embedding, embedding_bag
-from metagrad.sparse.rows.row_sparse import RowSparse
-from metagrad.sparse.rows.swap import SwappedTables, swap_tables
-from metagrad.sparse.rows.table import RowTable
+from metagrad.sparse.tables.clip import clip_grad_norm_
+from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.sparse.tables.swap import SwappedTables, swap_tables
+from metagrad.sparse.tables.table import RowTable
 
 __all__ = [
     "Accumulator",

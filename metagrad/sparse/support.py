@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from metagrad.sparse.operations.kernels import has_csr_kernels
+from metagrad.sparse.kernels.numbers import has_csr_kernels
 from metagrad.sparse.policies.stats import stats
 from metagrad.sparse.support_table.allocations import peak_bytes
 from metagrad.sparse.support_table.cases import OPERATIONS

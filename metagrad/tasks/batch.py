@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from metagrad._tree import tree_leaves, tree_map
+from metagrad.core.tree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     import torch

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from metagrad.optim.kfac.objective import LayerObjective
-from metagrad.optim.rules.adahessian import adahessian
-from metagrad.optim.rules.chain import chain
-from metagrad.optim.rules.clip import clip_by_norm
-from metagrad.optim.rules.gauss_newton import gauss_newton
-from metagrad.optim.rules.kfac import kfac
-from metagrad.optim.rules.natural_gradient import natural_gradient
-from metagrad.optim.rules.newton_cg import newton_cg
-from metagrad.optim.rules.sophia import sophia_g, sophia_h
+from metagrad.optim.diagonal.adahessian import adahessian
+from metagrad.optim.diagonal.sophia import sophia_g, sophia_h
+from metagrad.optim.kronecker.kfac import kfac
+from metagrad.optim.kronecker.layer_objective import LayerObjective
+from metagrad.optim.newton.gauss_newton import gauss_newton
+from metagrad.optim.newton.natural_gradient import natural_gradient
+from metagrad.optim.newton.newton_cg import newton_cg
+from metagrad.optim.transforms.chain import chain
+from metagrad.optim.transforms.clip import clip_by_norm
 from tests.marks import slow
 
 F64 = torch.float64

@@ -292,7 +292,7 @@ def test_gradients_of_the_loss_that_are_not_finite_are_left_out(regression, func
     got = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     with torch.no_grad():
         loss_fn.temperature.fill_(2.0)
-    rest = Batch(*mg._tree.tree_map(lambda t: t[[0, 2, 3]], regression))
+    rest = Batch(*mg.core.tree.tree_map(lambda t: t[[0, 2, 3]], regression))
     expected = torch.autograd.grad(
         tempered_loop(model, loss_fn, rest) * 3 / 4, [*model.parameters(), loss_fn.temperature]
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
 from tests.sparse.guards import no_large_outputs
 

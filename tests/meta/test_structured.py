@@ -229,7 +229,7 @@ def test_structured_models_leave_out_tasks_that_are_not_finite(steps, task_chunk
     maml = mg.MAML(model, poisoned, inner=sgd(lr=0.1), steps=steps, nonfinite="skip", task_chunk=task_chunk)
     out = maml(batch)
     assert out.skipped.tolist() == [False, True, False]
-    rest = mg._tree.tree_map(lambda t: t[[0, 2]], batch)
+    rest = mg.core.tree.tree_map(lambda t: t[[0, 2]], batch)
     expected = mg.MAML(model, loss_fn, inner=sgd(lr=0.1), steps=steps)(rest)
     torch.testing.assert_close(out.loss, expected.loss)
     torch.testing.assert_close(out.query_logits.logits[[0, 2]], expected.query_logits.logits)
@@ -313,7 +313,7 @@ class Slots:
 def test_values_come_back_as_what_they_were(value):
     taken = structured(value, "value")
     assert len(taken.tensors) == 1
-    back = restored(mg._tree.tree_map(lambda t: t * 2, taken))
+    back = restored(mg.core.tree.tree_map(lambda t: t * 2, taken))
     assert type(back) is type(value)
     for name in [field.name for field in dataclasses.fields(value)]:
         old, new = getattr(value, name), getattr(back, name)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from metagrad.optim import rules
-from metagrad.optim.rules.shampoo import shampoo
-from metagrad.optim.rules.soap import soap
+from metagrad.optim.kronecker.shampoo import shampoo
+from metagrad.optim.kronecker.soap import soap
 
 SHAPES = {"w": (3, 2), "b": (2,), "scale": ()}
 MATRICES = {"w": (3, 2), "v": (2, 4)}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from metagrad.optim.rules.arithmetic import root
+from metagrad.optim.arithmetic import root
 
 
 def test_root_has_zero_derivatives_at_zero_and_the_roots_elsewhere():

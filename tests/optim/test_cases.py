@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import metagrad as mg
 from metagrad.optim.rules import rowwise, with_batch_ndim
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
 from tests.joint import joint_gradcheck
 from tests.marks import slow

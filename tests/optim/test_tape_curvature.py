@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from metagrad.curvature.operators.recognition import evaluate
-from metagrad.optim.rules.adahessian import adahessian
-from metagrad.optim.rules.chain import chain
-from metagrad.optim.rules.curvature import Diagonal, KnownDiagonal, needs_curvature
-from metagrad.optim.rules.probes import drawn_like
-from metagrad.optim.rules.sgd import sgd
-from metagrad.optim.rules.sophia import sophia_h
-from metagrad.optim.rules.tape_curvature import TapeCurvature, WeightedLoss
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.curvature.likelihoods.recognition import evaluate
+from metagrad.optim.curvature import Diagonal, KnownDiagonal, needs_curvature
+from metagrad.optim.diagonal.adahessian import adahessian
+from metagrad.optim.diagonal.sophia import sophia_h
+from metagrad.optim.first_order.sgd import sgd
+from metagrad.optim.probes import drawn_like
+from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
+from metagrad.optim.transforms.chain import chain
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 HESSIAN = Diagonal("hessian")
 GAUSS_NEWTON = Diagonal("gauss_newton")

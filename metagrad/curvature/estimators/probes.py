@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from metagrad.autograd.budget import checked_memory
+from metagrad.core.budget import checked_memory
 
 Distribution = Literal["rademacher", "normal", "sphere"]
 

@@ -9,8 +9,8 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from metagrad._tree import Tree, tensors_in, tree_map
-from metagrad.autograd.ambient import AutocastState
+from metagrad.core.capture import AutocastState
+from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.operators.determinism import refuse_moving
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.space import ParameterSpace

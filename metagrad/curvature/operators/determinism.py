@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from metagrad import _torch
-from metagrad._tree import Tree
+from metagrad.core import _torch
+from metagrad.core.tree import Tree
 
 
 def refuse_moving(

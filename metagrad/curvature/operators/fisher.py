@@ -7,12 +7,17 @@ from typing import Literal, get_args
 
 import torch
 
-from metagrad.autograd.together import Chunk
+from metagrad.autograd.derivatives.batched_vjp import Chunk
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction
 from metagrad.curvature.operators.ggn import count_of, operator_of
 from metagrad.curvature.operators.jacobian import Mode
-from metagrad.curvature.operators.middles import Middle, fisher_of_outputs, observed_scores, sampled_scores
 from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.output_hessians import (
+    Middle,
+    fisher_of_outputs,
+    observed_scores,
+    sampled_scores,
+)
 from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
 
 Kind = Literal["exact", "sampled", "empirical"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.together import Chunk, Together, checked_chunk
+from metagrad.autograd.derivatives.batched_vjp import Chunk, Together, checked_chunk
 from metagrad.curvature.operators.batches import (
     Batch,
     Progress,
@@ -17,8 +17,8 @@ from metagrad.curvature.operators.batches import (
     num_data,
 )
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
-from metagrad.curvature.operators.middles import Middle, loss_hessian
 from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.output_hessians import Middle, loss_hessian
 from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
 from metagrad.curvature.operators.space import ParameterSpace
 

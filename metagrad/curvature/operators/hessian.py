@@ -9,14 +9,20 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from metagrad._tree import Tree, tree_map, tree_structure
-from metagrad.autograd.chain_types import Chain
-from metagrad.autograd.graph import graph_nodes
-from metagrad.autograd.linearize import linearized
-from metagrad.autograd.lookups import pads
-from metagrad.autograd.missing import MissingDerivative, refuse_missing
-from metagrad.autograd.together import Chunk, checked_chunk
-from metagrad.autograd.variables import Variable, differentiated, end_nodes, find_variables, stacked
+from metagrad.autograd.blocks.types import Chain
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
+from metagrad.autograd.derivatives.batched_vjp import Chunk, checked_chunk
+from metagrad.autograd.derivatives.linearize import linearized
+from metagrad.autograd.derivatives.lookups import pads
+from metagrad.autograd.derivatives.variables import (
+    Variable,
+    differentiated,
+    end_nodes,
+    find_variables,
+    stacked,
+)
+from metagrad.core.graph import graph_nodes
+from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
 from metagrad.curvature.operators.modes import (
     Blockwise,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from metagrad.autograd.ambient import AutocastState, forward_mode
-from metagrad.autograd.graph import graph_nodes
-from metagrad.autograd.missing import MissingDerivative, named_if_missing, refuse_missing
-from metagrad.autograd.variables import end_nodes, stacked
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative, named_if_missing, refuse_missing
+from metagrad.autograd.derivatives.variables import end_nodes, stacked
+from metagrad.core.capture import AutocastState, forward_mode
+from metagrad.core.graph import graph_nodes
 from metagrad.curvature.operators.problem import Evaluation
 
 Mode = Literal["auto", "reverse", "forward"]

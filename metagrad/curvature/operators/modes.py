@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.hvp import hvp
-from metagrad.autograd.linearize import Linearization
-from metagrad.autograd.missing import MissingDerivative
-from metagrad.curvature.operators.kinks import Pieces
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
+from metagrad.autograd.derivatives.hvp import hvp
+from metagrad.autograd.derivatives.linearize import Linearization
+from metagrad.curvature.operators.nonsmooth_points import Pieces
 from metagrad.curvature.operators.objective import Objective
 from metagrad.curvature.operators.space import ParameterSpace
 

@@ -10,13 +10,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad._tree import Tree, tree_leaves
-from metagrad.autograd.ambient import AutocastState, RandomState
-from metagrad.autograd.lookups import TableRows
+from metagrad.autograd.derivatives.lookups import TableRows
+from metagrad.core.capture import AutocastState, RandomState
+from metagrad.core.tree import Tree, tree_leaves
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.rows.embedding import embedding
-from metagrad.sparse.rows.stand_in import LocalRows
+from metagrad.sparse.tables.embedding import embedding
+from metagrad.sparse.tables.table_proxy import LocalRows
 
 LossFn: TypeAlias = Callable[..., Tensor]
 """``loss_fn(params, *batch)``, or a function without arguments that reads the parameters where they are."""

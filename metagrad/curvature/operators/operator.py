@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar, overload
 import torch
 from torch import Tensor
 
-from metagrad import _torch
+from metagrad.core import _torch
 from metagrad.curvature.estimators.diagonal import Method as DiagonalMethod
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.estimate import Estimate

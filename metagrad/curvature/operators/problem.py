@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from metagrad._slots import replaced
-from metagrad._tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
-from metagrad.autograd.ambient import RandomState
-from metagrad.autograd.graph import graph_nodes
-from metagrad.autograd.variables import Variable, find_variables
-from metagrad.curvature.operators.output_losses import OutputLoss
-from metagrad.curvature.operators.recognition import argument_of, evaluate, is_linear_in
+from metagrad.autograd.derivatives.variables import Variable, find_variables
+from metagrad.core.capture import RandomState
+from metagrad.core.graph import graph_nodes
+from metagrad.core.substitution import replaced
+from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
 

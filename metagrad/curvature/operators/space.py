@@ -11,10 +11,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.lookups import TableRows
+from metagrad.autograd.derivatives.lookups import TableRows
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 """A vector by the names of the parameters, or several: then every tensor has one more dimension in front."""

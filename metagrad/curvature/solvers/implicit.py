@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from metagrad import _torch
+from metagrad.core import _torch
 from metagrad.curvature.solvers.iteration import Rows
 
 _NOT_NESTED = (

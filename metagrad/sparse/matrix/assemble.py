@@ -15,9 +15,9 @@ from metagrad.sparse.checks import (
     check_indices,
     check_shape,
 )
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.operations import rules
 from metagrad.sparse.policies.stats import timed
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from metagrad import _torch
+from metagrad.core import _torch
 
 P = ParamSpec("P")
 R = TypeVar("R")

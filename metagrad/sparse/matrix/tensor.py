@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from metagrad._torch import pytree
+from metagrad.core._torch import pytree
 from metagrad.sparse.checks import check_floating
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.convert import Conversions
 from metagrad.sparse.matrix.operators import Operators
 from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.operations import rules
 from metagrad.sparse.policies.stats import count_densified
 
 _CALL = "SparseTensor(pattern, values)"

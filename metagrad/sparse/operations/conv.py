@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from metagrad.sparse.accumulation import widened
 from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.kernels.accumulation import widened
+from metagrad.sparse.kernels.tangents import nestable, primal
 from metagrad.sparse.operations.rulebook import Rulebook
-from metagrad.sparse.operations.tangents import nestable, primal
 
 _CALL = "conv(x, weight, rulebook, bias)"
 

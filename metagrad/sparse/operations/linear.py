@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import rules
 from metagrad.sparse.operations.elementwise import as_sparse
 
 _CALL = "linear(x, weight, bias)"

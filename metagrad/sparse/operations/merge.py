@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import rules
 from metagrad.sparse.operations.elementwise import as_sparse
 from metagrad.sparse.policies.stats import count_merge
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from metagrad.sparse.accumulation import widened
 from metagrad.sparse.checks import check_floating, check_same
+from metagrad.sparse.kernels import derivatives as rules
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import rules
 from metagrad.sparse.operations.elementwise import as_sparse
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from metagrad.sparse.accumulation import widened
+from metagrad.sparse.kernels import derivatives as rules
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.segments import Segments
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import rules
 from metagrad.sparse.operations.elementwise import as_sparse
 from metagrad.sparse.operations.segment_functions import segment_max
 

@@ -7,11 +7,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad import _torch
-from metagrad.sparse.accumulation import index_rows, index_sum, widened
+from metagrad.core import _torch
 from metagrad.sparse.checks import check_floating, check_ids, check_index
+from metagrad.sparse.kernels import derivatives as rules
+from metagrad.sparse.kernels.accumulation import index_rows, index_sum, widened
 from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.operations import rules
 
 Index: TypeAlias = Segments | Tensor
 """Which segment each entry belongs to: a fixed map, or its ids as data, int64 of shape [entries]."""

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from metagrad.sparse.accumulation import widened
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.operations.elementwise import as_sparse
 from metagrad.sparse.operations.reduce import entries_along

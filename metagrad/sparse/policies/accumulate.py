@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.segments import Segments
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import rules
 from metagrad.sparse.policies.policy import SparsePolicy
 from metagrad.sparse.policies.stats import count_densified, count_merge, timed
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 _ADD = "Accumulator.add(x)"
 

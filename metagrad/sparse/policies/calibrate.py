@@ -11,8 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from metagrad.sparse.kernels import numbers as kernels
 from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.operations import kernels
 from metagrad.sparse.policies.policy import WIDE, SparsePolicy, use_policy
 
 SIZES = (256, 512, 1024)

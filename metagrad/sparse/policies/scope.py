@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from metagrad import _torch
+from metagrad.core import _torch
 
 T = TypeVar("T")
 

@@ -15,7 +15,6 @@ from metagrad.sparse.operations import merge, products, reduce
 from metagrad.sparse.operations.attention import attention
 from metagrad.sparse.operations.segment_functions import segment_max, segment_mean
 from metagrad.sparse.operations.softmax import softmax
-from metagrad.sparse.rows.embedding import embedding, embedding_bag
 from metagrad.sparse.support_table.forms import (
     WIDTH,
     Forms,
@@ -24,6 +23,7 @@ from metagrad.sparse.support_table.forms import (
     StridedOperation,
     strided_forms,
 )
+from metagrad.sparse.tables.embedding import embedding, embedding_bag
 
 
 def _constructor(layout: str) -> Callable[[Setting], Forms]:

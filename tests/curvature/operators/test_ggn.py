@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import metagrad as mg
-from metagrad.autograd.missing import MissingDerivative
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.memory.storages import Ledger, StorageMode

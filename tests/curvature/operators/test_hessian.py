@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
 from metagrad.autograd import chain
-from metagrad.autograd.missing import MissingDerivative
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.memory.storages import Ledger, StorageMode

@@ -12,7 +12,7 @@ from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.policies.accumulate import Accumulator
 from metagrad.sparse.policies.policy import SparsePolicy
 from metagrad.sparse.policies.stats import stats
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 from tests.joint import joint_gradcheck
 from tests.sparse.guards import no_large_outputs
 

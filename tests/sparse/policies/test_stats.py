@@ -9,7 +9,7 @@ import torch
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.policies.policy import SparsePolicy, use_policy
 from metagrad.sparse.policies.stats import current_stats, stats, timed
-from metagrad.sparse.rows.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
 

@@ -1,0 +1,1 @@
+"""Models as chains of blocks, differentiated block by block."""

@@ -1,0 +1,32 @@
+"""Whether tensors are free of NaN and infinities, at the cost of one look at them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from metagrad.core import _torch
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+def is_finite(tensors: Sequence[Tensor]) -> bool:
+    """Say whether no entry is NaN or infinite; on an accelerator this waits for it once.
+
+    Example:
+        >>> from metagrad.autograd.checks.finite import is_finite
+        >>> is_finite([torch.ones(2), torch.full((3,), 1e30)]), is_finite([torch.tensor([0.0, float("nan")])])
+        (True, False)
+    """
+    values = [t.values.detach() if isinstance(t, RowSparse) else t.detach() for t in tensors]
+    if not values:
+        return True
+    norms: Sequence[Tensor] = _torch.foreach_norm(values)  # type: ignore[reportPrivateImportUsage]
+    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
+        norms = [norm.to(values[0].device, torch.float32) for norm in norms]
+    # The norm of large entries may overflow where none of them is infinite.
+    return math.isfinite(torch.stack(list(norms)).sum().item()) or all(
+        bool(v.isfinite().all()) for v in values
+    )

@@ -1,0 +1,194 @@
+"""Checking derivatives of any order against finite differences of the derivative below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+
+Scalar = Callable[[Sequence[Tensor]], Tensor]
+
+
+def gradcheck(
+    fn: Callable[..., Tree],
+    inputs: Sequence[Tree] | Tensor,
+    *,
+    order: int = 3,
+    eps: float = 1e-4,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+    directions: int = 2,
+    seed: int = 0,
+) -> bool:
+    r"""Check every derivative of ``fn`` up to an order, by finite differences, in all mixed orders.
+
+    With :math:`L_0 = \varphi_0(f(x))`, and :math:`L_k = \varphi_k(\nabla L_{k-1}) + L_{k-1}`, each
+    :math:`\nabla L_k` is compared with fourth-order central differences of :math:`L_k` along random
+    directions in each input. Each :math:`\varphi` is a random *non-linear* contraction over all inputs at
+    once: a linear one would miss a gradient whose own graph is cut, and contracting all inputs together is
+    what makes the orders mixed. A gradient that does not require grad must therefore be constant, which is
+    checked as well; :func:`torch.autograd.gradgradcheck` skips it instead.
+
+    Args:
+        fn: A smooth deterministic function of ``inputs``; what it returns is a tree of tensors.
+        inputs: Trees of tensors, passed as ``fn(*inputs)``; float64 leaves that require grad are checked.
+        order: The highest derivative, 1 or more.
+        eps: The finite-difference step.
+        rtol: Tolerance relative to the size of the derivative.
+        atol: Absolute tolerance.
+        directions: How many random directions to check in each input.
+        seed: Seed of the contractions and the directions.
+
+    Returns:
+        True.
+
+    Raises:
+        GradcheckError: A derivative is wrong or cut; the message names the input and the order.
+        ValueError: No input requires grad, one that does is not float64, or ``order`` is below 1.
+
+    Example:
+        >>> x = torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True)
+        >>> metagrad.gradcheck(torch.sin, x, order=3)
+        True
+
+    References:
+        Nested finite differences of the gradient of the gradient: Maclaurin, Duvenaud, Adams, "Autograd",
+        AutoML workshop 2015 (``check_grads``).
+    """
+    trees = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    leaves, spec = tree_flatten(trees)
+    names = leaf_names(trees, "inputs")
+    checked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    _check_arguments(leaves, names, checked, order)
+    points = [leaves[i].detach() for i in checked]
+
+    def outputs_at(values: Sequence[Tensor]) -> list[Tensor]:
+        filled = list(leaves)
+        for index, value in zip(checked, values, strict=True):
+            filled[index] = value
+        results = tree_leaves(fn(*tree_unflatten(filled, spec)))
+        return [r for r in results if isinstance(r, Tensor) and is_differentiable(r)]
+
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    comparison = _Comparison([names[i] for i in checked], eps, rtol, atol, directions, generator)
+    level = _contracted(outputs_at, points, generator)
+    for k in range(1, order + 1):
+        comparison.check(level, points, k)
+        level = _sum(level, _contracted(_gradient_of(level), points, generator))
+    return True
+
+
+def _check_arguments(leaves: list, names: list[str], checked: list[int], order: int) -> None:
+    if order < 1:
+        raise ValueError(f"gradcheck(..., order): expected 1 or more, got {order}.")
+    if not checked:
+        raise ValueError("gradcheck(fn, inputs): no input requires grad; call .requires_grad_() on some.")
+    for i in checked:
+        if leaves[i].dtype != torch.float64:
+            raise ValueError(
+                f"gradcheck(fn, inputs): {names[i]} must be float64 for finite differences to mean anything, "
+                f"got {leaves[i].dtype}. Use {names[i]}.double()."
+            )
+
+
+def _contracted(
+    fn: Callable[[Sequence[Tensor]], list[Tensor]], points: list[Tensor], generator: torch.Generator
+) -> Scalar:
+    """Reduce the outputs of ``fn`` to a scalar, by a random quadratic of order one in size."""
+    samples = [value.detach() for value in fn(_leaves(points))]
+    weights = [torch.randn(s.shape, generator=generator, dtype=torch.float64).to(s) for s in samples]
+    scales = [1.0 + float(s.abs().max()) if s.numel() else 1.0 for s in samples]
+
+    def contraction(values: Sequence[Tensor]) -> Tensor:
+        total = values[0].new_zeros(())
+        for output, weight, scale in zip(fn(values), weights, scales, strict=True):
+            unit = output / scale
+            total = total + (weight * (unit + unit**2 / 2)).sum()
+        return total
+
+    return contraction
+
+
+def _gradient_of(scalar: Scalar) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    def gradient(values: Sequence[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            return _gradient(scalar(values), values)
+
+    return gradient
+
+
+def _gradient(loss: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    if not loss.requires_grad:
+        return [torch.zeros_like(v) for v in values]
+    return list(torch.autograd.grad(loss, list(values), create_graph=True, materialize_grads=True))
+
+
+def _sum(first: Scalar, second: Scalar) -> Scalar:
+    return lambda values: first(values) + second(values)
+
+
+def _leaves(points: Sequence[Tensor]) -> list[Tensor]:
+    return [point.detach().clone().requires_grad_() for point in points]
+
+
+class _Comparison:
+    """Compares a gradient with finite differences, input by input."""
+
+    def __init__(
+        self,
+        names: list[str],
+        eps: float,
+        rtol: float,
+        atol: float,
+        directions: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.names = names
+        self.eps = eps
+        self.rtol = rtol
+        self.atol = atol
+        self.directions = directions
+        self.generator = generator
+
+    def check(self, scalar: Scalar, points: list[Tensor], order: int) -> None:
+        """Check the gradient of ``scalar``, a contraction of all derivatives below ``order``."""
+        values = _leaves(points)
+        gradients = _gradient(scalar(values), values)
+        for index, name in enumerate(self.names):
+            for _ in range(self.directions):
+                direction = self._direction(points[index])
+                expected = self._difference(scalar, points, index, direction)
+                got = float((gradients[index].detach() * direction).sum())
+                scale = max(abs(expected), float(gradients[index].detach().norm()))
+                if not abs(got - expected) <= self.atol + self.rtol * scale:
+                    raise GradcheckError(
+                        f"gradcheck(fn, inputs): the derivative of order {order} with respect to {name} is "
+                        f"wrong: along a random direction it is {got:.10g}, finite differences give "
+                        f"{expected:.10g}. {_hint(order)}"
+                    )
+
+    def _direction(self, point: Tensor) -> Tensor:
+        direction = torch.randn(point.shape, generator=self.generator, dtype=torch.float64).to(point)
+        return direction / direction.norm().clamp_min(1e-300)
+
+    def _difference(self, scalar: Scalar, points: list[Tensor], index: int, direction: Tensor) -> float:
+        def at(step: float) -> float:
+            moved = _leaves(points)
+            moved[index] = (points[index] + step * direction).requires_grad_()
+            return float(scalar(moved).detach())
+
+        h = self.eps
+        return (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
+
+
+def _hint(order: int) -> str:
+    if order == 1:
+        return "The backward of fn itself is wrong."
+    return (
+        f"The gradient of order {order - 1} returned by autograd does not carry its whole graph: some backward "
+        "inside fn detaches, or its derivative is wrong."
+    )

@@ -1,0 +1,125 @@
+"""Reading a graph for nodes that will not survive another derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from metagrad.autograd.checks.lint_rules import RULES, Kind, Rule
+from metagrad.core.graph import graph_nodes
+
+HIGHEST_ORDER = 3
+
+_EFFECTS: dict[Kind, str] = {
+    "cut": "returns gradients without their graph, so that derivatives of order {order} silently lose terms",
+    "dense": "computes the gradient of a sparse tensor densely, from order {order} on",
+    "error": "raises an error in derivatives of order {order}",
+    "wrong": "returns derivatives of order {order} that are silently wrong",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A node that cuts, densifies, raises or errs; its ``str`` is a sentence for the user.
+
+    Attributes:
+        node: What ``node.name()`` says.
+        source: The call that made it.
+        kind: ``"cut"``, ``"dense"``, ``"error"`` or ``"wrong"``.
+        order: The first derivative of the loss that is affected.
+        remedy: What to write instead.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> (finding,) = metagrad.autograd.lint(torch.nn.functional.hardsigmoid(x))
+        >>> str(finding).split(". ")[0]
+        'HardsigmoidBackward0, from F.hardsigmoid, raises an error in derivatives of order 2'
+    """
+
+    node: str
+    source: str
+    kind: Kind
+    order: int
+    remedy: str
+
+    def __str__(self) -> str:
+        effect = _EFFECTS[self.kind].format(order=self.order)
+        return f"{self.node}, from {self.source}, {effect}. {self.remedy}"
+
+
+def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
+    """Name the nodes of a graph whose derivatives, up to an order, are cut, dense, missing or wrong.
+
+    Orders count from ``loss``: 1 is its gradient, 2 the gradient's gradient, which MAML differentiates; the
+    Hessian of a MAML objective is 3 of the inner loss. The loss may itself be made of gradients. Read it before
+    a backward pass frees the graph.
+
+    What is known of torch is a table (``lint_rules.RULES``); a node that it does not list counts as right. What
+    a custom ``autograd.Function`` does in its backward cannot be seen, except that it is
+    ``once_differentiable``: one that detaches, or that keeps an intermediate result on ``ctx`` (``ctx.y = y``)
+    and so takes it for a constant, is not found; nor is anything inside :func:`metagrad.checkpoint` or a
+    recomputing :func:`metagrad.unroll`, whose graph does not exist yet. :func:`metagrad.gradcheck` finds those.
+
+    Args:
+        loss: A tensor of any shape, with its graph.
+        order: The highest derivative that will be taken: 1, 2 or 3.
+
+    Returns:
+        Findings, each different one once, those of the lowest order first; empty if there is nothing to say.
+
+    Raises:
+        TypeError: ``loss`` is not a tensor.
+        ValueError: ``loss`` has no graph, or nothing is known of that order.
+
+    Example:
+        >>> x = torch.randn(3, 5, requires_grad=True)
+        >>> loss = torch.nn.functional.layer_norm(x, (5,)).exp().sum()
+        >>> metagrad.autograd.lint(loss)
+        ()
+        >>> [(f.node, f.kind, f.order) for f in metagrad.autograd.lint(loss, order=3)]
+        [('NativeLayerNormBackward0', 'wrong', 3)]
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"lint(loss): loss must be a tensor, got {type(loss).__name__}.")
+    if not loss.requires_grad:
+        raise ValueError(
+            "lint(loss): the loss has no graph: nothing it was computed from requires grad, or it was computed "
+            "under torch.no_grad() or detached."
+        )
+    if not 1 <= order <= HIGHEST_ORDER:
+        raise ValueError(
+            f"lint(loss, order): order must be from 1 to {HIGHEST_ORDER}, got {order}. Beyond, nothing is known; "
+            "metagrad.gradcheck checks any order by finite differences."
+        )
+    return findings(graph_nodes([loss]), order, ("cut", "dense", "error", "wrong"))
+
+
+def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
+    """Apply the rules of some kinds to some nodes."""
+    found: dict[Finding, None] = {}
+    for node in nodes:
+        for rule in _rules_of(node.name()):
+            if rule.order <= order and rule.kind in kinds and (rule.applies is None or rule.applies(node)):
+                found[Finding(node.name(), rule.source, rule.kind, rule.order, rule.remedy)] = None
+    return tuple(sorted(found, key=lambda finding: finding.order))
+
+
+def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
+    """Raise if the gradient of a loss could not be differentiated again, naming every node that is to blame.
+
+    The walk ends at the parameters: in an unrolled loop the steps before lie behind them.
+    """
+    behind = {node for param in params if (node := param.grad_fn) is not None}
+    found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
+    if found:
+        raise ValueError("\n".join(f"{call}: {finding}" for finding in found))
+
+
+@functools.lru_cache(maxsize=4096)
+def _rules_of(name: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if fnmatchcase(name, rule.node))

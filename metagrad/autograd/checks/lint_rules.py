@@ -1,0 +1,319 @@
+"""What is known of torch's backward nodes that cannot be differentiated as often as one would think.
+
+One row for each node, established on torch 2.13 and looked at again on 2.14 and 2.15;
+``tests/autograd/checks/test_lint.py`` plants every row that runs on a CPU and shows the defect at the order given
+here. Orders count from the loss in whose graph the node stands, so a defect of ``layer_norm`` at its third derivative
+is one of ``NativeLayerNormBackwardBackward0``, a node of the gradient's graph, at the second.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from metagrad.autograd.checks import nodes
+
+Kind = Literal["cut", "dense", "error", "wrong"]
+
+
+class Rule(NamedTuple):
+    """A defect of one backward node."""
+
+    node: str  # pattern of Node.name(), as fnmatch reads it; ? is the number of an overload
+    kind: Kind
+    order: int  # the first derivative of the loss that is affected
+    source: str  # what the user wrote
+    remedy: str
+    applies: nodes.Predicate | None = None  # whether this node has the defect; None: all do
+    since: str = "0"  # the first version of torch with the defect
+    until: str = "99"  # the first without it again
+
+
+_VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
+_DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over the last dimension."
+_BAG = "Look the rows up with F.embedding, and sum each bag with index_add."
+_MATH = "Compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+_NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
+_BATCH_NORM = "Use F.group_norm or F.rms_norm, or write it out: (x - mean) * (var + eps).rsqrt()."
+_LAYER_NORM = "Use F.rms_norm or F.group_norm(x, 1), or write it out: (x - mean) * (var + eps).rsqrt()."
+_OUTPUT_PADDING = "Leave output_padding at 0, and pad or crop the output instead."
+_EAGER = "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled."
+_SAMPLE = "Take the sample as a constant, or reparametrise it another way."
+_CTC = "Write the forward recursion with torch.logsumexp."
+_EARLIER = "Lint the loss whose gradient this is: the operation that cannot go on is named there."
+
+_COO_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COO))
+_COMPRESSED_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COMPRESSED))
+
+_KNOWN: tuple[Rule, ...] = (
+    # Sparse tensors. The gradient of their values is read by `_values()`, which detaches; a gradient is put back
+    # on a pattern by `sparse_mask`, which has one derivative and no second.
+    Rule(
+        "SparseCooTensorWithDimsAndTensorsBackward?",
+        "cut",
+        2,
+        "torch.sparse_coo_tensor(indices, values)",
+        _VALUES,
+    ),
+    Rule("SparseCompressedTensorBackward?", "error", 2, "torch.sparse_csr_tensor and its relatives", _VALUES),
+    Rule(
+        "ValuesBackward?",
+        "cut",
+        2,
+        "Tensor.values() of a CSR, CSC, BSR or BSC tensor",
+        _VALUES,
+        nodes.layout_in("_saved_self", nodes.COMPRESSED),
+    ),
+    Rule(
+        "ValuesBackward?",
+        "cut",
+        3,
+        "Tensor.values() of a COO tensor",
+        _VALUES,
+        nodes.layout_in("_saved_self", nodes.COO),
+    ),
+    Rule(
+        "ToDenseBackward?",
+        "error",
+        3,
+        "to_dense() of a sparse tensor",
+        _VALUES,
+        nodes.layout_in("_saved_self", nodes.COO | nodes.COMPRESSED),
+    ),
+    Rule("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()", _VALUES),
+    Rule(
+        "SparseAddmmBackward?",
+        "error",
+        1,
+        "torch.sparse.mm of a CSR, CSC, BSR or BSC tensor that requires grad",
+        _VALUES,
+        _COMPRESSED_FACTOR,
+    ),
+    Rule(
+        "SparseAddmmBackward?",
+        "error",
+        3,
+        "torch.sparse.mm of a COO tensor that requires grad",
+        _VALUES,
+        _COO_FACTOR,
+    ),
+    Rule(
+        "SparseAddmmBackward?",
+        "dense",
+        1,
+        "torch.sparse.mm of a COO tensor that requires grad",
+        _VALUES,
+        _COO_FACTOR,
+    ),
+    Rule(
+        "MmBackward?",
+        "dense",
+        1,
+        "a @ b with a sparse a that requires grad",
+        _VALUES,
+        nodes.both(nodes.needs_gradient(0), nodes.without_strides("_saved_self_sym_strides")),
+    ),
+    Rule(
+        "AddmmBackward?",
+        "dense",
+        1,
+        "torch.addmm(c, a, b) with a sparse a that requires grad",
+        _VALUES,
+        nodes.both(nodes.needs_gradient(1), nodes.without_strides("_saved_mat1_sym_strides")),
+    ),
+    Rule("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors", _VALUES),
+    Rule("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm", _VALUES),
+    Rule("SparseSoftmaxBackward?", "error", 2, "torch.sparse.softmax", _VALUES),
+    Rule("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax", _VALUES),
+    Rule("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)", _VALUES),
+    Rule("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)", _VALUES),
+    # Look-ups and segments.
+    Rule(
+        "EmbeddingBackward?",
+        "cut",
+        3,
+        "F.embedding(..., sparse=True)",
+        "Leave sparse at False.",
+        nodes.flag("_saved_sparse"),
+    ),
+    Rule(
+        "EmbeddingBackward?",
+        "wrong",
+        2,
+        "F.embedding(..., scale_grad_by_freq=True)",
+        "Leave it at False, and take row / count + (row - row / count).detach() of the rows looked up.",
+        nodes.flag("_saved_scale_grad_by_freq"),
+    ),
+    Rule(
+        "GatherBackward?",
+        "cut",
+        3,
+        "torch.gather(..., sparse_grad=True)",
+        "Leave sparse_grad at False.",
+        nodes.flag("_saved_sparse_grad"),
+    ),
+    Rule("EmbeddingBagBackward?", "error", 2, "F.embedding_bag", _BAG),
+    Rule("EmbeddingBagBackwardBackward?", "error", 1, "the gradient of F.embedding_bag", _BAG),
+    Rule(
+        "SegmentReduceBackward?",
+        "error",
+        2,
+        "torch.segment_reduce",
+        "Repeat the segment's number for each element, and use index_add.",
+    ),
+    # Distances, losses, activations, random numbers.
+    Rule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES, until="2.14"),
+    Rule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES, until="2.14"),
+    Rule("PdistBackward?", "wrong", 3, "F.pdist", _DISTANCES, since="2.14"),  # NaN
+    Rule("CtcLossBackward?", "error", 2, "F.ctc_loss", _CTC),
+    Rule(
+        "MultiMarginLossBackward?",
+        "error",
+        2,
+        "F.multi_margin_loss",
+        "Write it out with gather and clamp_min.",
+    ),
+    Rule(
+        "MultilabelMarginLossBackward?",
+        "error",
+        2,
+        "F.multilabel_margin_loss",
+        "Write it out with gather and clamp_min, or use F.multilabel_soft_margin_loss.",
+    ),
+    Rule(
+        "GeneratedBackwardFor_torch_nn__linear_cross_entropy*",
+        "cut",
+        2,
+        "F.linear_cross_entropy(..., options=...)",
+        "Leave options at None, which computes F.cross_entropy(F.linear(...)).",
+    ),
+    Rule("HardsigmoidBackward?", "error", 2, "F.hardsigmoid", "Write it as F.relu6(x + 3) / 6."),
+    Rule(
+        "LogcumsumexpBackward?",
+        "wrong",
+        3,
+        "torch.logcumsumexp (its third derivative is nan)",
+        "Stack torch.logsumexp of the prefixes, or subtract the maximum and take cumsum().log().",
+    ),
+    Rule(
+        "MaskedSoftmaxBackward?",
+        "error",
+        2,
+        "torch._masked_softmax",
+        "Use torch.softmax of torch.where(mask, x, -inf).",
+    ),
+    Rule(
+        "StandardGammaBackward?", "error", 2, "rsample() of Gamma and the distributions made from it", _SAMPLE
+    ),
+    Rule("StandardGammaGradBackward?", "error", 1, "the gradient of rsample() of a Gamma", _SAMPLE),
+    Rule(
+        "FakeQuantizeLearnablePer*AffineBackward?",
+        "error",
+        2,
+        "torch._fake_quantize_learnable_per_tensor_affine and per_channel",
+        "Write it out with a straight-through round: x + (x.round() - x).detach().",
+    ),
+    # Normalisation and convolution.
+    Rule("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm", _LAYER_NORM),
+    Rule("NativeLayerNormBackwardBackward?", "wrong", 2, "the gradient of F.layer_norm", _LAYER_NORM),
+    Rule(
+        "NativeBatchNormBackward?",
+        "wrong",
+        3,
+        "F.batch_norm in training, or F.instance_norm",
+        _BATCH_NORM,
+        nodes.flag("_saved_training"),
+    ),
+    Rule(
+        "NativeBatchNormBackwardBackward?",
+        "wrong",
+        2,
+        "the gradient of F.batch_norm in training, or of F.instance_norm",
+        _BATCH_NORM,
+        nodes.flag("_saved_train"),
+    ),
+    Rule(
+        "WeightNormInterfaceBackward?",
+        "wrong",
+        2,
+        "torch.nn.utils.weight_norm",
+        "Write it out: g * v / torch.linalg.vector_norm(v, dim=..., keepdim=True).",
+    ),
+    Rule(
+        "ConvolutionBackward?",
+        "error",
+        3,
+        "F.conv_transpose with output_padding",
+        _OUTPUT_PADDING,
+        nodes.pads_its_output,
+    ),
+    Rule(
+        "ConvolutionBackwardBackward?",
+        "error",
+        2,
+        "the gradient of F.conv_transpose with output_padding",
+        _OUTPUT_PADDING,
+        nodes.pads_its_output,
+    ),
+    Rule("ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel", _MATH),
+    # Python functions.
+    Rule(
+        "*Backward",
+        "cut",
+        2,
+        "an autograd.Function whose backward is once_differentiable",
+        "Write its backward with differentiable operations on ctx.saved_tensors, and drop the decorator.",
+        nodes.is_once_differentiable,
+    ),
+    Rule(
+        "GetDataBackward",
+        "cut",
+        2,
+        "get_data() or to_tensor() of a torch.masked.MaskedTensor",
+        "Use torch.where, or the masked reductions of metagrad.sparse.",
+        nodes.is_of_masked_tensor,
+    ),
+    Rule(
+        "CheckpointFunctionBackward",
+        "error",
+        1,
+        "torch.utils.checkpoint with use_reentrant=True",
+        "Use metagrad.checkpoint.",
+    ),
+    Rule("CompiledFunctionBackward", "error", 2, "torch.compile", _EAGER),
+    Rule(
+        "CompiledFunctionBackwardBackward", "error", 1, "the gradient of a torch.compile'd function", _EAGER
+    ),
+    # What torch puts into a gradient's graph where a derivative is missing.
+    Rule(
+        "torch::autograd::NotImplemented", "error", 1, "a gradient without a derivative of its own", _EARLIER
+    ),
+    Rule("torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function", _EARLIER),
+    # Nodes that only CUDA makes: not run, but read in torch's derivatives.yaml, where the derivative of the
+    # backward is marked as not implemented, or is the batch_norm one above, or uses a saved raw gradient.
+    Rule("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel", _MATH),
+    Rule("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN", _NATIVE_RNN),
+    Rule("CudnnRnnBackwardBackward?", "error", 1, "the gradient of an RNN by cuDNN", _NATIVE_RNN),
+    Rule(
+        "CudnnBatchNormBackward?",
+        "wrong",
+        3,
+        "F.batch_norm in training, by cuDNN",
+        _BATCH_NORM,
+        nodes.flag("_saved_training"),
+    ),
+    Rule(
+        "CudnnBatchNormBackwardBackward?",
+        "wrong",
+        2,
+        "the gradient of F.batch_norm in training, by cuDNN",
+        _BATCH_NORM,
+    ),
+    Rule("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN", _CTC),
+)
+
+RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)
+"""The defects of the torch that is installed."""

@@ -1,0 +1,58 @@
+"""Derivatives that do not exist: the error that says so, and how torch says it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from metagrad.autograd.checks.lint import findings
+from metagrad.autograd.checks.lint_rules import Kind
+from metagrad.core.graph import graph_nodes
+
+# Of an operation without a second derivative, of one that raises in it, and of once_differentiable.
+_SIGNS = (
+    "derivative for",
+    "is not implemented",
+    "once_differentiable",
+    "does not require grad and does not have",
+)
+
+
+class MissingDerivative(ValueError):  # noqa: N818 - it reads as what it says
+    """A derivative of the order that is needed does not exist in torch, or is known to be wrong."""
+
+
+def refuse_missing(
+    call: str,
+    loss: Tensor,
+    *,
+    order: int,
+    behind: Iterable[Node] = (),
+    kinds: tuple[Kind, ...] = ("cut", "error", "wrong"),
+) -> None:
+    """Raise if derivatives of a loss up to an order are cut, missing or wrong, naming every node to blame.
+
+    Args:
+        call: How the error names the caller.
+        loss: With its graph.
+        order: 2 for products, 3 for products that are differentiated.
+        behind: Nodes where the walk over the graph ends.
+        kinds: What to refuse.
+    """
+    found = findings(graph_nodes([loss], set(behind)), order, kinds)
+    if found:
+        raise MissingDerivative("\n".join(f"{call}: {finding}" for finding in found))
+
+
+@contextlib.contextmanager
+def named_if_missing(call: str) -> Iterator[None]:
+    """Turn torch's error about a missing derivative into a :class:`MissingDerivative`; others pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise MissingDerivative(f"{call}: an operation has no second derivative: {error}") from error

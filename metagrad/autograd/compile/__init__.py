@@ -1,0 +1,1 @@
+"""What torch.compile is asked for, and the eager fallback."""

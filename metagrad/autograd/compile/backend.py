@@ -1,0 +1,157 @@
+"""What torch.compile makes its graphs with, which notes them as they run, so that a loop can call them again.
+
+Before torch.compile runs what it made of a function, it looks at everything that the function has read: a tenth of
+a millisecond for a step of MAML, whose kernels may take less. Between two steps of a loop nothing of that changes
+but the tensors that are handed on, and those keep their shapes, dtypes and layouts. So one step goes by
+torch.compile, and the others by the graph that was seen to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+Graph = Callable[..., Sequence[Tensor]]
+
+
+class GraphCall(NamedTuple):
+    """What a graph was called with, and what came of it."""
+
+    graph: Graph
+    inputs: tuple[object, ...]
+    outputs: Sequence[Tensor]
+
+
+class _Noted(threading.local):
+    """The calls of graphs in this thread, while somebody asks for them."""
+
+    calls: list[GraphCall] | None = None
+
+
+_noted = _Noted()
+
+
+@contextlib.contextmanager
+def _noting() -> Iterator[list[GraphCall]]:
+    before, _noted.calls = _noted.calls, []
+    try:
+        yield _noted.calls
+    finally:
+        _noted.calls = before
+
+
+class Backend:
+    """A backend of torch.compile whose graphs are noted as they run.
+
+    Args:
+        backend: Whose graphs, as torch.compile takes it, and likewise the rest.
+        mode: What inductor is to spend its time on.
+        options: Of the backend.
+        dynamic: Whether sizes may vary.
+    """
+
+    def __init__(
+        self,
+        backend: str | Callable[..., Graph] = "inductor",
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        dynamic: bool | None = None,
+    ) -> None:
+        # Not at the top, which would import the compiler along with metagrad.
+        from metagrad.core import _torch_compiler
+
+        self.changes_objects = _torch_compiler.changes_objects
+        self.compile: Callable[..., Any]
+        self.compile_for_cpu: Callable[..., Any]
+        if backend == "inductor":
+            make = functools.partial(_torch_compiler.InductorBackend, mode, dynamic=dynamic)
+            self.compile = make(options)
+            self.compile_for_cpu = make({**_options_for_cpu(), **(options or {})})
+        else:
+            self.compile = _torch_compiler.OtherBackend(backend, mode, dict(options or {}), dynamic)
+            self.compile_for_cpu = self.compile
+
+    def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
+        """Compile a graph."""
+        devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
+        graph = (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
+        if self.changes_objects():
+            return graph
+
+        def noting(*inputs: object) -> Sequence[Tensor]:
+            outputs = graph(*inputs)
+            if _noted.calls is not None:
+                _noted.calls.append(GraphCall(graph, inputs, outputs))
+            return outputs
+
+        return noting
+
+
+def _options_for_cpu() -> dict[str, Any]:
+    """Return what inductor does on CPUs unless it is told otherwise.
+
+    Left to itself it would run all convolutions of a graph without a tape of its own with the channels last, which
+    takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one channel, the first is slow.
+    """
+    from metagrad.autograd.compile.products import TransposeProducts
+
+    return {"post_grad_custom_post_pass": TransposeProducts(), "layout_optimization": False}
+
+
+class Repeated:
+    """Calls of a function of tensors that is one call of compiled code, on the way over a loop."""
+
+    def __init__(self) -> None:
+        self.graph: PlacedGraph | None = None
+
+    def __call__(
+        self, function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]
+    ) -> list[Tensor]:
+        """Call the function or, once it is known which graph it comes to, the graph alone."""
+        if len(set(map(id, tensors))) < len(tensors):
+            return function(tensors)
+        if self.graph is not None:
+            return self.graph(tensors)
+        with _noting() as calls:
+            results = function(tensors)
+        self.graph = _placed(calls[0], tensors, results) if len(calls) == 1 else None
+        return results
+
+
+class PlacedGraph(NamedTuple):
+    """A graph as a function of a list of tensors.
+
+    Attributes:
+        graph: The graph.
+        constants: Its inputs, None for those that are among the tensors.
+        places: Which of the tensors each input is, None for a constant.
+        results: Where the results are, in the outputs followed by the tensors.
+    """
+
+    graph: Graph
+    constants: list[object]
+    places: list[int | None]
+    results: list[int]
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Call the graph."""
+        pairs = zip(self.places, self.constants, strict=True)
+        outputs = self.graph(*(value if place is None else tensors[place] for place, value in pairs))
+        values = (*outputs, *tensors)
+        return [values[place] for place in self.results]
+
+
+def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> PlacedGraph | None:
+    """Find by identity what was handed to a graph, and what became of it; None if that is not the whole function."""
+    among = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = [among.get(id(value)) for value in call.inputs]
+    constants = [value if place is None else None for value, place in zip(call.inputs, places, strict=True)]
+    found = {id(value): place for place, value in enumerate((*call.outputs, *tensors))}
+    if any(id(result) not in found for result in results):
+        return None
+    return PlacedGraph(call.graph, constants, places, [found[id(result)] for result in results])

@@ -1,0 +1,1 @@
+"""Gradients, Hessian-vector products and linearizations of a loss."""

@@ -1,0 +1,118 @@
+"""Gradients of a scalar with respect to trees of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.core.transforms import is_differentiated, is_transformed
+from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
+
+
+def grad(
+    loss: Tensor,
+    params: Tree,
+    *,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+    materialize_grads: bool = False,
+) -> Tree:
+    r"""Compute the gradient of a scalar with respect to a tree of tensors.
+
+    .. math:: g_k = \partial\, \mathrm{loss} / \partial\, \mathrm{params}_k
+
+    Args:
+        loss: A tensor with one element.
+        params: A dict, list, tuple or named tuple (nested as you like) of tensors that require grad, or one.
+        create_graph: Keep the gradient on the tape, so that it can be differentiated again; inside a transform such
+            as ``torch.func.grad`` it always is.
+        retain_graph: Keep the loss's graph for another backward pass; by default as ``create_graph`` says.
+        materialize_grads: Return zeros for parameters that the loss does not use, instead of an error.
+
+    Returns:
+        The gradients, in the same tree as ``params``; each has the shape of its parameter.
+
+    Raises:
+        ValueError: ``loss`` has more than one element, is complex or has no graph; a parameter does not require
+            grad or is not used (each is named by its key); or, with ``create_graph``, the gradients could not be
+            differentiated again: :func:`metagrad.autograd.lint` finds a node that cuts, raises or errs at
+            order 2 of the loss. A defect at order 3, such as ``layer_norm``'s, is refused when the gradient is
+            differentiated, again with ``create_graph``; dense gradients of sparse tensors never are.
+        TypeError: A leaf of ``params`` is not a tensor.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> metagrad.grad((w**3).sum(), {"w": w})
+        {'w': tensor([ 3., 12.])}
+    """
+    leaves, spec = tree_flatten(params)
+    check_loss("grad(loss, params)", loss)
+    check_params("grad(loss, params)", params, leaves)
+    if not leaves:
+        return tree_unflatten([], spec)
+    if create_graph:
+        refuse_defects("grad(loss, params, create_graph=True)", loss, leaves)
+    create_graph = create_graph or is_differentiated()
+    grads = torch.autograd.grad(
+        loss,
+        leaves,
+        grad_outputs=torch.ones_like(loss),
+        create_graph=create_graph,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    unused = [index for index, gradient in enumerate(grads) if gradient is None]
+    if unused and not materialize_grads:
+        names = leaf_names(params, "params")
+        raise ValueError(
+            f"grad(loss, params): the loss does not depend on {', '.join(names[i] for i in unused)}. "
+            "Leave it out of params, or pass materialize_grads=True to get zeros."
+        )
+    filled = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
+    return tree_unflatten(filled, spec)
+
+
+def check_loss(call: str, loss: Tensor) -> None:
+    """Refuse what is not one number with a graph."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{call}: loss must be a tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{call}: loss must have one element, got shape {tuple(loss.shape)}. "
+            "Reduce it first, for instance by .sum() or .mean()."
+        )
+    refuse_complex(call, loss)
+    if not loss.requires_grad and is_transformed():
+        raise ValueError(
+            f"{call}: the loss has no graph inside a torch.func transform, which follows functions and not graphs. "
+            "Call torch.func.grad or metagrad.hvp there, which take the loss as a function."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{call}: the loss has no graph: nothing it was computed from requires grad, "
+            "or it was computed under torch.no_grad() or detached."
+        )
+
+
+def refuse_complex(call: str, loss: Tensor) -> None:
+    """Refuse a loss of which torch would silently take the real part, where it is handed a cotangent."""
+    if loss.is_complex():
+        raise ValueError(
+            f"{call}: the loss must be real, got {loss.dtype}; a complex number has no gradient to descend along. "
+            "Take its absolute value, or its real part."
+        )
+
+
+def check_params(call: str, params: Tree, leaves: list[Tensor]) -> None:
+    """Refuse leaves that are not tensors that require grad, by name."""
+    if all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+        return
+    for name, leaf in zip(leaf_names(params, "params"), leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"{call}: {name} must be a tensor, got {type(leaf).__name__}.")
+        if not leaf.requires_grad:
+            raise ValueError(
+                f"{call}: {name} does not require grad. Call {name}.requires_grad_() before the "
+                "loss is computed, or leave it out of params."
+            )

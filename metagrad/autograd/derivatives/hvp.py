@@ -1,0 +1,261 @@
+"""Products of a Hessian with a vector, by the tape, by forward mode, or block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from metagrad.autograd.blocks.block_gradient import BlockwiseGradient, block_gradient, filled
+from metagrad.autograd.blocks.record import record_chain
+from metagrad.autograd.blocks.types import Chain
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
+from metagrad.autograd.derivatives.grad import grad, refuse_complex
+from metagrad.core.capture import forward_mode
+from metagrad.core.transforms import is_differentiated, is_transformed
+from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+
+Mode = Literal["reverse", "forward", "block"]
+
+
+class Hvp(NamedTuple):
+    """A Hessian-vector product, and what is computed on the way to it.
+
+    Attributes:
+        loss: The loss at the parameters.
+        gradient: Its gradient, in the tree of the parameters.
+        product: The Hessian times the vector, likewise.
+    """
+
+    loss: Tensor
+    gradient: Tree
+    product: Tree
+
+
+def hvp(
+    loss_fn: Callable[..., Tensor],
+    params: Tree,
+    v: Tree,
+    *args: Tree,
+    mode: Mode = "reverse",
+    create_graph: bool = False,
+) -> Hvp:
+    r"""Multiply the Hessian of a loss with a vector.
+
+    .. math:: H v = \frac{d}{d\varepsilon} \nabla L(\theta + \varepsilon v) \Big|_{\varepsilon = 0}
+
+    ========= ============================================ =======================================================
+    mode      how                                          memory, and where it does not work
+    ========= ============================================ =======================================================
+    "reverse" the gradient of :math:`\langle g, v \rangle` every graph twice; works wherever the tape does
+    "forward" ``torch.func.jvp`` of ``torch.func.grad``    every graph, and its tangents; not with operations that
+                                                           lack forward derivatives (most attention kernels,
+                                                           ``F.mse_loss``) or write in place; goes through
+                                                           ``torch.no_grad``, which for the others makes constants
+    "block"   forward over reverse, block by block         what passes between blocks, and one block's graph; the
+                                                           loss must be a :func:`metagrad.autograd.chain`
+    ========= ============================================ =======================================================
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)``, a tensor with one element; deterministic but for torch's random
+            numbers.
+        params: A tree of floating point tensors; they need not require grad.
+        v: A tree of the same structure, shapes and dtypes.
+        *args: What else the loss takes, constants for the derivative.
+        mode: How.
+        create_graph: Put the results on the tape, so that they can be differentiated with respect to ``params``,
+            ``v`` and whatever else requires grad; inside a ``torch.func`` transform they always can.
+
+    Returns:
+        The loss, the gradient and the product. Parameters that the loss does not use, or uses linearly and alone,
+        have zeros.
+
+    Raises:
+        ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has
+            more than one element or is complex, or an operation lacks the derivative that the mode needs, or with
+            ``create_graph`` the one after it.
+        TypeError: A leaf is not a floating point tensor, or ``mode="block"`` is asked for a loss that is no chain.
+
+    Example:
+        :math:`L = \sum_k \theta_k^3` has the Hessian :math:`\mathrm{diag}(6 \theta)`:
+
+        >>> theta, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 10.0])
+        >>> metagrad.autograd.hvp(lambda p: (p["w"] ** 3).sum(), {"w": theta}, {"w": v})
+        Hvp(loss=tensor(9.), gradient={'w': tensor([ 3., 12.])}, product={'w': tensor([  6., 120.])})
+
+    References:
+        Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994; Dagreou, Ablin,
+        Vaiter, Moreau, "How to compute Hessian-vector products?", ICLR blog posts 2024.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f"hvp(..., mode): expected one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    leaves, weights = _checked(params, v)
+    if is_transformed():
+        if mode == "block":
+            raise ValueError(
+                'hvp(..., mode="block"): runs outside of torch.func transforms; take mode="reverse".'
+            )
+        create_graph = True
+    if not create_graph:
+        leaves, weights = [leaf.detach() for leaf in leaves], [weight.detach() for weight in weights]
+    spec = tree_flatten(params)[1]
+
+    order = 3 if (is_differentiated() if is_transformed() else create_graph) else 2
+
+    def fn(tensors: Sequence[Tensor]) -> Tensor:
+        loss = _one_element(loss_fn(tree_unflatten(list(tensors), spec), *args))
+        if order == 3 or (is_transformed() and mode == "reverse"):
+            behind = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
+            refuse_missing("hvp(loss_fn, ...)", loss, order=order, behind=behind, kinds=("cut", "wrong"))
+        return loss
+
+    if mode == "block":
+        loss, gradient, product = _by_blocks(loss_fn, params, leaves, weights, args, create_graph)
+    else:
+        reverse = _nested if is_transformed() else _reverse
+        loss, gradient, product = (reverse if mode == "reverse" else _forward)(
+            fn, leaves, weights, create_graph
+        )
+    return Hvp(loss, tree_unflatten(list(gradient), spec), tree_unflatten(list(product), spec))
+
+
+Products = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
+"""Loss, gradient, product."""
+
+
+def _reverse(
+    fn: Callable[[Sequence[Tensor]], Tensor],
+    leaves: list[Tensor],
+    weights: list[Tensor],
+    create_graph: bool,
+) -> Products:
+    with torch.enable_grad():
+        inputs = [_variable(leaf) for leaf in leaves]
+        loss = fn(inputs)
+        gradient = grad(loss, inputs, create_graph=True, materialize_grads=True)
+        product = _product(gradient, inputs, weights, create_graph)
+    if create_graph:
+        return loss, gradient, product
+    return loss.detach(), [g.detach() for g in gradient], product
+
+
+def _nested(
+    fn: Callable[[Sequence[Tensor]], Tensor], leaves: list[Tensor], weights: list[Tensor], create_graph: bool
+) -> Products:
+    """Take the gradient of the gradient by transforms, which nest in others where the tape does not."""
+    with forward_mode():
+        (gradient, loss), pull, *_ = torch.func.vjp(torch.func.grad_and_value(fn), leaves)
+        (product,) = pull((weights, torch.zeros_like(loss)))
+    return loss, gradient, product
+
+
+# As torch says it: of an operation, of a custom autograd.Function, and of F.mse_loss, whose gradient writes into
+# the zero tangent of its target (torch 2.13).
+_NO_FORWARD_DERIVATIVE = ("forward AD", "jvp", "ZeroTensors are immutable")
+
+
+def _forward(
+    fn: Callable[[Sequence[Tensor]], Tensor],
+    leaves: list[Tensor],
+    weights: list[Tensor],
+    create_graph: bool,
+) -> Products:
+    with torch.set_grad_enabled(create_graph), forward_mode():
+        try:
+            (gradient, loss), (product, _) = torch.func.jvp(  # type: ignore[reportAssignmentType]
+                torch.func.grad_and_value(fn), (leaves,), (weights,)
+            )
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _NO_FORWARD_DERIVATIVE):
+                raise
+            what = str(error).splitlines()[0]
+            raise MissingDerivative(
+                f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse" or '
+                '"block", which need none; attention has one under sdpa_kernel(SDPBackend.MATH).'
+            ) from error
+    return loss, gradient, product
+
+
+def _by_blocks(
+    chain: Callable[..., Tensor],
+    params: Tree,
+    leaves: list[Tensor],
+    weights: list[Tensor],
+    args: tuple[Tree, ...],
+    create_graph: bool,
+) -> Products:
+    if not isinstance(chain, Chain) or not isinstance(params, dict) or len(args) != 2:
+        raise TypeError(
+            'hvp(..., mode="block"): expected hvp(chain, params, v, x, y), with a chain of chain(model, loss_fn) and '
+            f"a dict of parameters, got {type(chain).__name__}, {type(params).__name__} and {len(args)} further "
+            'arguments. Take mode="reverse" where the model is no chain of blocks.'
+        )
+    if create_graph:
+        inputs = [_variable(leaf) for leaf in leaves]
+        loss, by_name = block_gradient(chain, dict(zip(params, inputs, strict=True)), *args)
+        gradient = list(by_name.values())
+        return _one_element(loss), gradient, _product(gradient, inputs, weights, create_graph=True)
+    recorded = record_chain(chain, dict(zip(params, leaves, strict=True)), *args)
+    loss = _one_element(recorded.loss)
+    walk = BlockwiseGradient(recorded.stages, len(leaves), torch.ones_like(recorded.loss))
+    needed = [index < len(leaves) for index in range(len(recorded.operands))]
+    found = walk.rates(recorded.operands, needed, [*weights], None, with_gradients=True)
+    return loss, filled(found.gradients[: len(leaves)], leaves), _filled(found.rates[: len(leaves)], leaves)
+
+
+def _variable(leaf: Tensor) -> Tensor:
+    """Give a parameter an identity of its own: the loss may read the same tensor elsewhere, as a constant."""
+    return leaf.view_as(leaf) if leaf.requires_grad else leaf.detach().requires_grad_()
+
+
+def _product(
+    gradient: Sequence[Tensor], inputs: list[Tensor], weights: list[Tensor], create_graph: bool
+) -> list[Tensor]:
+    pairs = [(g, w) for g, w in zip(gradient, weights, strict=True) if g.requires_grad]
+    if not pairs:
+        return [torch.zeros_like(leaf) for leaf in inputs]
+    found = torch.autograd.grad(
+        [g for g, _ in pairs], inputs, [w for _, w in pairs], create_graph=create_graph, allow_unused=True
+    )
+    return _filled(found, inputs)
+
+
+def _filled(found: Sequence[Tensor | None], like: list[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(leaf) if f is None else f for f, leaf in zip(found, like, strict=True)]
+
+
+def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
+    leaves, spec = tree_flatten(params)
+    weights, structure = tree_flatten(v)
+    if structure != spec:
+        raise ValueError(
+            f"hvp(loss_fn, params, v): v must have the structure of params, {spec}, got {structure}."
+        )
+    for tree, root in ((params, "params"), (v, "v")):
+        for name, leaf in zip(leaf_names(tree, root), tree_leaves(tree), strict=True):
+            if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
+                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise TypeError(
+                    f"hvp(loss_fn, params, v): {name} must be a floating point tensor, got {got}."
+                )
+    for name, leaf, weight in zip(leaf_names(v, "v"), leaves, weights, strict=True):
+        expected, got = (tuple(leaf.shape), leaf.dtype), (tuple(weight.shape), weight.dtype)
+        if got != expected:
+            raise ValueError(
+                f"hvp(loss_fn, params, v): {name} must be as its parameter is, {expected}, got {got}."
+            )
+    return leaves, weights
+
+
+def _one_element(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"hvp(loss_fn, ...): loss_fn must return a tensor, got {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"hvp(loss_fn, ...): the loss must have one element, got shape {tuple(loss.shape)}. Reduce it first."
+        )
+    refuse_complex("hvp(loss_fn, ...)", loss)
+    return loss.reshape(())

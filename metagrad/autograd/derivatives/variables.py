@@ -1,0 +1,149 @@
+"""What products are taken with respect to: a parameter as a whole, or the rows of a table that are looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from metagrad.autograd.checks.missing_derivatives import named_if_missing
+from metagrad.autograd.derivatives.grad import check_loss, check_params
+from metagrad.autograd.derivatives.lookups import Lookups, find_lookups, lookup_nodes
+from metagrad.core.graph import graph_nodes
+from metagrad.core.tree import Tree, leaf_names, tree_leaves
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class Variable(NamedTuple):
+    """A parameter, and its coordinates."""
+
+    name: str
+    leaf: Tensor
+    lookups: Lookups | None  # None: all of its numbers are coordinates
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the coordinates: that of the parameter, or ``[R, D...]``."""
+        return tuple(self.leaf.shape) if self.lookups is None else self.lookups.shape
+
+    @property
+    def inputs(self) -> list[Tensor | GradientEdge]:
+        """Where derivatives are taken."""
+        return [self.leaf] if self.lookups is None else [at.edge for at in self.lookups.lookups]
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Bring coordinates ``[k, *shape]`` to each of the inputs."""
+        return [values] if self.lookups is None else self.lookups.gather(values)
+
+    def scatter(self, parts: Sequence[Tensor | None], count: int) -> Tensor:
+        """Add what came of the inputs up to coordinates ``[count, *shape]``; None is zero."""
+        if self.lookups is not None:
+            return self.lookups.scatter(parts, self.leaf.new_zeros(count, *self.shape))
+        (part,) = parts
+        return self.leaf.new_zeros(count, *self.shape) if part is None else part
+
+    def read(self, vector: object, what: str) -> Tensor:
+        """Return the coordinates ``[*shape]`` of a vector in the form of the parameter, or ``[k, *shape]`` of k."""
+        if not isinstance(vector, Tensor) or (self.lookups is None and isinstance(vector, RowSparse)):
+            raise TypeError(f"{what} must be a strided tensor, got {type(vector).__name__}.")
+        values = vector if self.lookups is None else self.lookups.table.read(vector, what)
+        leading = values.ndim - len(self.shape)
+        if (
+            leading not in (0, 1)
+            or tuple(values.shape[leading:]) != self.shape
+            or values.dtype != self.leaf.dtype
+        ):
+            expected, got = (tuple(self.leaf.shape), self.leaf.dtype), (tuple(vector.shape), vector.dtype)
+            raise ValueError(
+                f"{what} must be as its parameter is, {expected}, or a stack of such, got {got}."
+            )
+        return values
+
+    def wrap(self, values: Tensor) -> Tensor:
+        """Return coordinates, or a stack of them, in the form of the parameter."""
+        return values if self.lookups is None else self.lookups.table.wrap(values)
+
+
+def find_variables(call: str, loss: Tensor, params: Tree, sparse: Sequence[str]) -> list[Variable]:
+    """Find the parameters in the graph of a loss, and of sparse tables the rows that are looked up.
+
+    Args:
+        call: How errors name the caller.
+        loss: One number, and its graph.
+        params: A tree of tensors that require grad.
+        sparse: Tables that must be taken by rows, by their keys in ``params``.
+    """
+    leaves, names = tree_leaves(params), leaf_names(params, "params")
+    check_loss(call, loss)
+    check_params(call, params, leaves)
+    if not leaves:
+        raise ValueError(f"{call}: there are no parameters.")
+    chosen = _chosen(call, sparse, names)
+    tables = [(name, leaf, name in chosen) for name, leaf in zip(names, leaves, strict=True)]
+    found = find_lookups(call, list(graph_nodes([loss])), tables)
+    return [Variable(*parts) for parts in zip(names, leaves, found, strict=True)]
+
+
+def _chosen(call: str, sparse: Sequence[str], names: list[str]) -> set[str]:
+    if isinstance(sparse, str):
+        raise TypeError(
+            f"{call}: sparse must be a list of names, got the string {sparse!r}; write [{sparse!r}]."
+        )
+    chosen = {f"params[{name!r}]" for name in sparse}
+    unknown = chosen - set(names)
+    if unknown:
+        raise ValueError(
+            f"{call}: sparse names {', '.join(sorted(unknown))}, but there are {', '.join(names)}."
+        )
+    return chosen
+
+
+def end_nodes(variables: Sequence[Variable]) -> list[Node]:
+    """Return the nodes where the graph of a loss ends: the parameters', and those of lookups in tables."""
+    leaves = [get_gradient_edge(variable.leaf).node for variable in variables]
+    return leaves + lookup_nodes(variable.lookups for variable in variables)
+
+
+def differentiated(
+    call: str, loss: Tensor, variables: list[Variable], *, allow_unused: bool, create_graph: bool
+) -> list[list[Tensor | None]]:
+    """Differentiate a loss; return for each variable what came to its inputs, None where nothing did."""
+    inputs = [at for variable in variables for at in variable.inputs]
+    found: Sequence[Tensor | None] = ()
+    if inputs:
+        with named_if_missing(call):
+            found = torch.autograd.grad(
+                loss,
+                inputs,  # type: ignore[reportArgumentType, reportCallIssue]
+                torch.ones_like(loss),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+    rest = iter(found)
+    parts = [[next(rest) for _ in variable.inputs] for variable in variables]
+    _refuse_sparse(call, variables, parts)
+    unused = [v.name for v, came in zip(variables, parts, strict=True) if all(part is None for part in came)]
+    if unused and not allow_unused:
+        raise ValueError(
+            f"{call}: the loss does not depend on {', '.join(unused)}. Leave it out of params, or pass "
+            "allow_unused=True to get zeros."
+        )
+    return parts
+
+
+def _refuse_sparse(call: str, variables: list[Variable], parts: list[list[Tensor | None]]) -> None:
+    for variable, came in zip(variables, parts, strict=True):
+        for part in came:
+            if part is not None and (isinstance(part, RowSparse) or part.layout != torch.strided):
+                raise ValueError(
+                    f"{call}: the gradient of {variable.name} is sparse, but something stands between the parameter "
+                    "and the lookup of its rows. Look rows up in the parameter itself, or give what is looked up."
+                )
+
+
+def stacked(parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Take each for a stack of one."""
+    return [None if part is None else part.unsqueeze(0) for part in parts]

@@ -1,0 +1,529 @@
+"""The tensors that a function reads without being handed them, found while it runs and exchanged when it runs again.
+
+They are found by a ``TorchFunctionMode``: a tensor that enters a torch function and is neither an argument nor the
+result of an earlier torch function is *free*. The number of the torch function in the sequence of calls, and the
+position among its arguments, say where it was read, so that a deterministic function can be run again with another
+tensor in that place, even where the tensor itself is no longer to be found: ``torch.func.functional_call`` puts
+weights into a module for the duration of a call only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from metagrad.autograd.recompute.journal import Entry, Journal, take_apart
+from metagrad.autograd.recompute.writes import Writes, written_by
+from metagrad.core import _torch
+from metagrad.core._torch import is_functorch_wrapped
+from metagrad.core.graph import graph_nodes
+from metagrad.core.tree import tensors_in
+
+# What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+    ),
+    *(Tensor.numel, Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.is_complex),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+
+
+REPEAT = (
+    "It must do the same again: depend on its arguments, on the tensors that it reads, on the random numbers of "
+    "torch, NumPy and Python, and on the attributes of its modules alone."
+)
+
+
+class Constant(NamedTuple):
+    """A free tensor that does not require grad.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version when it was read; None where torch keeps none.
+    """
+
+    tensor: Tensor
+    version: int | None
+
+    def is_as_read(self) -> bool:
+        """Say whether nobody has written into the tensor since, as far as torch counts it."""
+        return self.version is None or self.tensor._version == self.version
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written into; inference tensors do not count it."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Reads:
+    """What a call asked of torch, and the free tensors among it.
+
+    Attributes:
+        journal: The torch functions that it called, in their order.
+        slots: By the number of a torch function and the position among its tensors: which free tensor stands
+            there, as (requires grad, index among the free tensors of that kind).
+        differentiable: The free tensors that require grad.
+        constants: The others.
+        writes: What the call writes into that it did not make.
+        generators: The random generators that it was seen to draw from.
+    """
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.slots: dict[int, dict[int, tuple[bool, int]]] = {}
+        self.differentiable: list[Tensor] = []
+        self.constants: list[Constant] = []
+        self.writes = Writes()
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._known: dict[tuple[int, bool], tuple[bool, int]] = {}
+        self._read: list[Tensor] = []
+
+    def add(self, tensor: Tensor, number: int, position: int, enclosing: Sequence[Observer]) -> Tensor:
+        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place.
+
+        Recordings and replays around this one see the tensor, and replace it, before this one keeps it.
+        """
+        # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
+        with unobserved():
+            key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
+        if key not in self._known:
+            self._known[key] = self._new_slot(shown(tensor, enclosing), key[1])
+            self._read.append(tensor)
+        slot = self._known[key]
+        self.slots.setdefault(number, {})[position] = slot
+        differentiable, index = slot
+        return self.differentiable[index] if differentiable else self.constants[index].tensor
+
+    def _new_slot(self, tensor: Tensor, differentiable: bool) -> tuple[bool, int]:
+        if differentiable:
+            self.differentiable.append(tensor)
+            return True, len(self.differentiable) - 1
+        with unobserved():
+            self.constants.append(Constant(tensor, version_of(tensor)))
+            self.writes.know(tensor)
+        return False, len(self.constants) - 1
+
+    def close(self, name: str, handed: Sequence[Tensor], versions: Sequence[int | None]) -> None:
+        """Check that what the call wrote into is known as it was before."""
+        self._known, self._read = {}, []
+        for tensor, version in zip(handed, versions, strict=True):
+            if version_of(tensor) != version or self.writes.reach(tensor):
+                raise ValueError(
+                    f"{name}: the function writes in place into one of its arguments, so running it again would "
+                    "see another value. Write into a copy."
+                )
+        for tensor in self.differentiable:
+            if self.writes.reach(tensor):
+                raise ValueError(
+                    f"{name}: the function reads a tensor of shape {tuple(tensor.shape)} that requires grad and "
+                    "writes into it in place, so running it again would see another value. Write into a copy."
+                )
+        self.writes.keep_changes((constant.tensor, constant.is_as_read()) for constant in self.constants)
+        copies = self.writes.copies()
+        for constant in self.constants:
+            if not constant.is_as_read() and copies.of(constant.tensor) is None:
+                raise ValueError(
+                    f"{name}: the function reads a tensor of shape {tuple(constant.tensor.shape)} that it did not "
+                    "make and that is then written into in place by something else than a torch function, so "
+                    "running it again would see another value. Return the new value instead."
+                )
+
+    def undo_writes(self) -> None:
+        """Let what the call wrote into hold again what it held before."""
+        copies = self.writes.copies()
+        with torch.no_grad():
+            for constant in self.constants:
+                copy = copies.of(constant.tensor)
+                if copy is not None:
+                    constant.tensor.copy_(copy)
+
+    @contextlib.contextmanager
+    def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
+        """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
+        with unobserved():
+            constants = self._constants_again(name)
+        with self._generators_restored(), _Substitution(name, self, list(free), constants) as substitution:
+            yield
+        substitution.close()
+
+    def _constants_again(self, name: str) -> list[Tensor]:
+        """Return what the call read; to write into it again leaves the tensors themselves alone."""
+        copies = self.writes.copies()
+        constants = []
+        for constant in self.constants:
+            copy = copies.of(constant.tensor)
+            if copy is None and not constant.is_as_read():
+                raise RuntimeError(
+                    f"{name}: a tensor of shape {tuple(constant.tensor.shape)} that the function reads was modified "
+                    "in place between the forward pass and its recomputation. Modify a copy, or pass it as an "
+                    "argument."
+                )
+            constants.append(constant.tensor if copy is None else copy)
+        return constants
+
+    @contextlib.contextmanager
+    def _generators_restored(self) -> Iterator[None]:
+        """Set the generators that the call was seen to draw from back for the duration of a replay."""
+        now = [(generator, generator.get_state()) for generator, _ in self.generators.values()]
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            for generator, state in now:
+                generator.set_state(state)
+
+
+def unobserved() -> contextlib.AbstractContextManager:
+    """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
+    return _torch.without_torch_function()
+
+
+class FunctionModes:
+    """The modes of torch functions that are at work around a call, but for recordings and replays."""
+
+    def __init__(self) -> None:
+        self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
+        active = set(map(id, _torch.function_modes()))
+        missing = [mode for mode in self.modes if id(mode) not in active]
+        for mode in missing:
+            _torch.push_function_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in missing:
+                _torch.pop_function_mode()
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[list[Observer]]:
+    """Hide calls from enclosing recordings and replays, which count them, but from no other mode.
+
+    Yields:
+        Those that were at work, the outermost first.
+    """
+    hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())][::-1]
+    others = [mode for mode in hidden if not isinstance(mode, Observer)]
+    for mode in others:
+        _torch.push_function_mode(mode)
+    try:
+        yield [mode for mode in hidden if isinstance(mode, Observer)]
+    finally:
+        for _ in others:
+            _torch.pop_function_mode()
+        for mode in hidden:
+            _torch.push_function_mode(mode)
+
+
+def shown(tensor: Tensor, observers: Sequence[Observer]) -> Tensor:
+    """Let recordings and replays that are off the stack see a tensor, and replace it."""
+    if not observers:
+        return tensor
+    for observer in observers:
+        _torch.push_function_mode(observer)
+    try:
+        return tensor.view_as(tensor)
+    finally:
+        for _ in observers:
+            _torch.pop_function_mode()
+
+
+class _Active(threading.local):
+    """The recorders at work in this thread, the outermost first."""
+
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_active = _Active()
+
+
+def tell_recorders(made: Sequence[Tensor]) -> None:
+    """Tell enclosing recordings of the outputs of a ``Function.apply``, of which no mode is told."""
+    for recorder in _active.recorders:
+        recorder.note(made)
+
+
+class Observer(TorchFunctionMode):
+    """Is told of the torch functions that a function calls, the same ones each time it runs.
+
+    Modes that were at work before, which look at every operation or count it, may call functions of their own: within
+    a custom ``autograd.Function``, where torch saves its outputs, function modes are told of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modes_before = _torch.num_dispatch_modes()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        # A mode is off the stack while it looks at an operation.
+        if func in _METADATA or _torch.num_dispatch_modes() < self._modes_before:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        tensors: list[Tensor] = []
+        constants: list[Any] = [torch.is_grad_enabled(), func]
+        for value in args:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                constants.append(Tensor)
+            else:
+                take_apart(value, tensors, constants)
+        if kwargs:
+            take_apart(kwargs, tensors, constants)
+        return self._called(tuple(constants), tensors, func, args, kwargs or {})
+
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        raise NotImplementedError
+
+    def absorb(self, inner: Recorder) -> None:
+        """Take in what a recording inside this one, which hid its calls, was told of."""
+        raise NotImplementedError
+
+
+class Recorder(Observer):
+    """Finds the free tensors of a function while it runs.
+
+    Args:
+        reads: What to note them in.
+        arguments: The tensors that the function is handed.
+        enclosing: The recordings and replays that are told at the end, and not at every call: :func:`unrecorded`
+            hides calls from them.
+    """
+
+    def __init__(self, reads: Reads, arguments: Sequence[Tensor], enclosing: Sequence[Observer] = ()) -> None:
+        super().__init__()
+        self.reads = reads
+        self.enclosing = enclosing
+        self.arguments = {id(tensor): tensor for tensor in arguments}
+        self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
+        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.without_grad: set[int] = set()
+        self.own: set[Node] = set(self.entrances)
+        """Nodes of which everything that depends on them was made by the function: also what recordings inside this
+        one are handed, since a transform does not tell them of what it makes."""
+        self.outside: set[Node] = set(self.entrances)
+
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        if kwargs.get("generator") is not None:
+            self._note_generator(kwargs["generator"])
+        # Before the call, which may raise or leave the operator to the other operand.
+        number = self.reads.journal.append(entry)
+        free = self._free(tensors)
+        if free:
+            others = {i: self.reads.add(tensor, number, i, self.enclosing) for i, tensor in free.items()}
+            args, kwargs = _replace_tensors((args, kwargs), others)
+        targets = written_by(function, args, kwargs)
+        if targets:
+            with unobserved():
+                for recorder in (self, *self._enclosing_recorders()):
+                    recorder.reads.writes.protect(function, targets)
+        result = function(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
+        with_grad = False
+        for tensor in made:
+            with_grad = with_grad or tensor.requires_grad
+        self.reads.journal.with_grad[number] = with_grad
+        self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
+        return result
+
+    def _note_generator(self, generator: torch.Generator) -> None:
+        for recorder in (self, *self._enclosing_recorders()):
+            recorder.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
+
+    def _enclosing_recorders(self) -> list[Recorder]:
+        found = [observer for observer in self.enclosing if isinstance(observer, Recorder)]
+        return found + [other for recorder in found for other in recorder._enclosing_recorders()]
+
+    def absorb(self, inner: Recorder) -> None:
+        """Take in what a recording inside this one, which hid its calls, was told of."""
+        self.reads.journal.extend(inner.reads.journal)
+        self.made |= inner.made
+        self.without_grad.difference_update(inner.made)
+        self.without_grad |= inner.without_grad
+        self.note(inner.arguments.values())
+
+    def _free(self, tensors: list[Tensor]) -> dict[int, Tensor]:
+        """Return the free ones among tensors by their positions.
+
+        Most tensors are arguments, or were just made with a graph; to see that, nothing is asked of torch.
+        """
+        doubtful: dict[int, Tensor] = {}
+        for position, tensor in enumerate(tensors):
+            key = id(tensor)
+            if key not in self.arguments:
+                made = self.made.get(key)
+                if made is None or made() is not tensor or key in self.without_grad:
+                    doubtful[position] = tensor
+        if not doubtful:
+            return doubtful
+        with unobserved():
+            return {position: tensor for position, tensor in doubtful.items() if not self._is_own(tensor)}
+
+    def __enter__(self):
+        for recorder in _active.recorders:
+            recorder.own |= self.entrances
+        _active.recorders.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _active.recorders.remove(self)
+        super().__exit__(*error)
+        for observer in self.enclosing:
+            observer.absorb(self)
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Say whether a torch function of the call returned the tensor."""
+        made = self.made.get(id(tensor))
+        return made is not None and made() is tensor
+
+    def note(self, made: Iterable[Tensor]) -> None:
+        """Remember tensors as made by the function."""
+        mark = self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add
+        for tensor in made:
+            key = id(tensor)
+            self.made[key] = weakref.ref(tensor)
+            mark(key)
+
+    def _is_as_made(self, tensor: Tensor) -> bool:
+        """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
+        return id(tensor) not in self.without_grad or tensor.is_leaf
+
+    def _is_known(self, tensor: Tensor | None) -> bool:
+        """Recognise an argument, or what a torch function made."""
+        if tensor is None or id(tensor) in self.arguments:
+            return tensor is not None
+        made = self.made.get(id(tensor))
+        return made is not None and made() is tensor and self._is_as_made(tensor)
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        if self._is_known(tensor):
+            return True
+        if is_functorch_wrapped(tensor):
+            # Made by a torch.func transform inside the function; it cannot outlive the transform.
+            return True
+        return self._depends_on_arguments(tensor)
+
+    def _depends_on_arguments(self, tensor: Tensor) -> bool:
+        """Recognise the output of a custom ``autograd.Function`` or of a transform, of which no mode is told.
+
+        Its graph may also end at leaves that the function made: those of a recording inside this one.
+        """
+        if tensor.grad_fn in self.own:
+            return True
+        nodes = list(graph_nodes([tensor], self.outside))
+        found = any(self._is_known(getattr(node, "variable", None)) for node in nodes) or any(
+            successor in self.own for node in nodes for successor, _ in node.next_functions
+        )
+        if found:
+            self.outside.difference_update(nodes)
+        return found
+
+    def inputs(self) -> set[Node]:
+        """Return the nodes of what the function read, where its own graph ends."""
+        return self.entrances | {node for t in self.reads.differentiable if (node := t.grad_fn) is not None}
+
+    def refuse_unseen(self, name: str, nodes: Iterable[Node]) -> None:
+        """Raise if a graph ends at a tensor that was never seen: its gradient would be lost."""
+        leaves = {id(tensor) for tensor in self.reads.differentiable}
+        for node in nodes:
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and id(variable) not in leaves and not self._is_known(variable):
+                raise ValueError(
+                    f"{name}: the function depends on a tensor of shape {tuple(variable.shape)} that requires "
+                    "grad and that only a custom autograd.Function or a torch.func transform reads. Pass it "
+                    "as an argument, or its gradient would be lost."
+                )
+
+
+class _Substitution(Observer):
+    """Holds a second run of a function to the first, with other tensors where it reads its free ones."""
+
+    def __init__(self, name: str, reads: Reads, free: list[Tensor], constants: list[Tensor]) -> None:
+        super().__init__()
+        self.name = name
+        self.reads = reads
+        self.free = free
+        self.constants = constants
+        self.with_graph = torch.is_grad_enabled()
+        self.number = 0
+
+    def _called(
+        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        number = self.number
+        entries = self.reads.journal.entries
+        if number < len(entries) and entries[number] == entry:
+            self.number = number + 1
+        else:
+            number = self._advance(entry)
+        slots = self.reads.slots.get(number)
+        if slots is not None:
+            others = {
+                position: (self.free if differentiable else self.constants)[index]
+                for position, (differentiable, index) in slots.items()
+            }
+            args, kwargs = _replace_tensors((args, kwargs), others)
+        return function(*args, **kwargs)
+
+    def _advance(self, entry: Entry) -> int:
+        """Return the number that the next torch function had in the first run."""
+        if not self.with_graph:
+            entry = (None, *entry[1:])
+        number = self.reads.journal.find(self.number, entry)
+        if number is None:
+            raise self._astray(self.reads.journal.difference(self.number, entry))
+        self.number = number + 1
+        return number
+
+    def absorb(self, inner: Recorder) -> None:
+        """Hold the calls of a recording inside this replay to those of the first run."""
+        for entry in inner.reads.journal.entries:
+            self._advance(entry)
+
+    def close(self) -> None:
+        """Check that the run did not end early."""
+        if not self.reads.journal.is_complete(self.number):
+            raise self._astray(f"it ended after {self.number} torch functions")
+
+    def _astray(self, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name}: the function took another path when it was recomputed: {how}. {REPEAT}"
+        )
+
+
+def _replace_tensors(value: Any, others: dict[int, Tensor]) -> Any:
+    """Replace the tensors at some positions, counted as :func:`tensors_in` yields them."""
+    position = -1
+
+    def visit(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, Tensor):
+            position += 1
+            return others.get(position, value)
+        if isinstance(value, list):
+            return [visit(item) for item in value]
+        if isinstance(value, tuple):
+            items = [visit(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, dict):
+            return {key: visit(item) for key, item in value.items()}
+        return value
+
+    return visit(value)

@@ -1,0 +1,260 @@
+"""Recomputation instead of storage, closed under differentiation.
+
+A recomputed call keeps its operands and nothing else. Its derivative is the vector-Jacobian product of the
+call, which is again a function of operands alone: asked for a derivative that can be differentiated again, it
+is recomputed in its turn. So memory stays at the operands at every order, where keeping the graph of the first
+derivative would store everything after all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.recompute.captured_tensors import shown, tell_recorders, unobserved, unrecorded
+from metagrad.autograd.recompute.fingerprint import Fingerprint
+from metagrad.autograd.recompute.replay import record
+from metagrad.core import _torch
+from metagrad.core.tree import Structure, Tree, fresh_leaf
+
+T = TypeVar("T")
+
+
+class TensorFunction(Protocol):
+    """A deterministic function of a flat list of tensors; an output may be None where nothing flows."""
+
+    def __call__(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor | None]:
+        """Compute."""
+        ...
+
+
+def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
+    """Call ``fn(*args, **kwargs)``, keeping its inputs and recomputing everything else when differentiated.
+
+    Exact at every order, and recomputes at every order: the gradient's own graph (``create_graph=True``) is
+    not stored either. The recomputation sees what the call saw: the random numbers of torch, NumPy and Python;
+    autocast, and the flags of torch that choose dtypes and kernels; the same free tensors, such as the weights that
+    :func:`torch.func.functional_call` put into a module for the duration of an outer call; and of the modules that
+    ``fn`` can reach their flags, numbers and buffers, which it leaves as it finds them. Buffers that are written in
+    place, through ``.data`` or by batch normalisation, or bound anew, are updated once.
+
+    A recomputation that does not repeat the call is an error: it is compared by the torch functions that were called,
+    with all arguments that are not tensors, and by the values of the results.
+
+    A tensor that leaves ``fn`` by another way than its return value (an attribute, a list) keeps its own graph, so
+    that its gradient is right as well; that graph is stored.
+
+    Args:
+        fn: A function of trees of tensors, or a module, that does the same when it is called again.
+        *args: Trees of tensors and constants.
+        **kwargs: Likewise.
+
+    Returns:
+        What ``fn`` returns: a tree of tensors and constants.
+
+    Raises:
+        ValueError: ``fn`` writes in place into its arguments or into a tensor that requires grad, or reads a
+            tensor that requires grad only inside a custom ``autograd.Function`` or a ``torch.func`` transform.
+        RuntimeError: On differentiation, if something ``fn`` reads was modified in place since, or if ``fn`` does
+            something else than it did.
+
+    Note:
+        Not detected is what shows neither in the arguments of torch functions nor in results: a number that nothing
+        but a hook or the backward of a custom ``autograd.Function`` looks up when it runs; and an entry that changes,
+        other than by a torch function, in a result of more than 16384, of which a few entries are compared. Numbers
+        are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`, and
+        elsewhere to rounding. What ``fn`` does besides to objects that are no modules (it appends to a list, it
+        counts) it does again whenever it is recomputed.
+
+        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called as it is and
+        its graph is stored, with a warning: recompute outside, around the transform.
+
+    Example:
+        >>> x = torch.tensor(2.0, requires_grad=True)
+        >>> y = metagrad.checkpoint(lambda x: x**3, x)
+        >>> (g,) = torch.autograd.grad(y, x, create_graph=True)
+        >>> g.item(), torch.autograd.grad(g, x)[0].item()
+        (12.0, 12.0)
+
+    References:
+        Griewank, Walther, "Algorithm 799: Revolve", TOMS 26(1), 2000; Chen et al., "Training deep nets with
+        sublinear memory cost", arXiv:1604.06174.
+    """
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    if (why := cannot_recompute()) is not None:
+        warnings.warn(
+            f"checkpoint(fn, ...): called {why}, where nothing can be recomputed; its graph is stored. Put the "
+            "checkpoint around the transform.",
+            stacklevel=2,
+        )
+        return fn(*args, **kwargs)
+    return recording_call(fn, args, kwargs, name="checkpoint(fn, ...)")
+
+
+def recording_call(
+    fn: Callable[..., T],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    modules: list[nn.Module] | None = None,
+) -> T:
+    """Call a function, keeping its inputs alone; takes what :func:`metagrad.autograd.recompute.replay.record` does."""
+    recording = record(fn, args, kwargs, name=name, modules=modules)
+    with unrecorded():  # the recording has shown its tensors
+        return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
+
+
+def cannot_recompute() -> str | None:
+    """Say what is at work that a recomputed call cannot be part of; None if nothing is."""
+    if _torch.functorch_is_active():
+        return "inside a torch.func transform"
+    if _torch.forward_level() >= 0:
+        return "inside forward-mode differentiation"
+    return None
+
+
+def attach(
+    call: TensorFunction, tensors: Sequence[Tensor], outputs: Sequence[Tensor], structure: Structure
+) -> Tree:
+    """Put the known outputs of a call on the tape, as a recomputed function of its tensors."""
+    return structure.fill(apply_visibly(_Recomputed, (call, outputs), tensors))
+
+
+def apply_visibly(
+    function: type[torch.autograd.Function], constants: tuple, tensors: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Apply a custom function so that enclosing recordings see what goes in and what comes out.
+
+    Modes are not told of ``Function.apply``; they are of ``view_as``, and can replace what it is given.
+    """
+    with unrecorded() as enclosing:
+        results = function.apply(*constants, *(shown(tensor, enclosing) for tensor in tensors))
+    tell_recorders(results)
+    return results
+
+
+def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Run a call so that only its operands are kept for its derivatives."""
+    return _Recomputed.apply(_Repeatable(call), None, *operands)
+
+
+class Vjp:
+    r"""The vector-Jacobian product of a call: :math:`(x, \bar y) \mapsto \bar y^\top \partial y / \partial x`.
+
+    Args:
+        call: The function :math:`y(x)`.
+        num_tensors: How many of the operands are :math:`x`; the others are :math:`\bar y`.
+        wanted: Which of :math:`x` to differentiate with respect to.
+        present: Which outputs the cotangents belong to.
+    """
+
+    def __init__(
+        self, call: TensorFunction, num_tensors: int, wanted: Sequence[int], present: Sequence[int]
+    ) -> None:
+        self.call = call
+        self.num_tensors = num_tensors
+        self.wanted = wanted
+        self.present = present
+
+    def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return one cotangent for each wanted tensor, None where it has no influence."""
+        create_graph = torch.is_grad_enabled()
+        tensors, cotangents = operands[: self.num_tensors], operands[self.num_tensors :]
+        with torch.enable_grad():
+            inputs = [_private(t, create_graph) for t in tensors]
+            outputs = self.call(inputs)
+            pairs = [
+                (output, cotangent)
+                for output, cotangent in zip((outputs[i] for i in self.present), cotangents, strict=True)
+                if output is not None and output.requires_grad
+            ]
+        if not pairs or not self.wanted:
+            return [None] * len(self.wanted)
+        return torch.autograd.grad(
+            [output for output, _ in pairs],
+            [inputs[i] for i in self.wanted],
+            [cotangent for _, cotangent in pairs],
+            create_graph=create_graph,
+            allow_unused=True,
+        )
+
+
+class _Repeatable:
+    """A call whose results are held to those of its first run: backward passes have hooks, which may differ as well.
+
+    To rounding: with a graph of its own, some derivatives are computed by other operations.
+    """
+
+    def __init__(self, call: TensorFunction) -> None:
+        self.call = call
+        self.first: Fingerprint | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Compute, and compare."""
+        results = self.call(tensors)
+        with unobserved():
+            if self.first is None:
+                self.first = Fingerprint(results)
+            elif (difference := self.first.difference(results, exact=False)) is not None:
+                raise RuntimeError(
+                    f"A gradient did not repeat when it was recomputed, to be differentiated again: {difference}. "
+                    "Hooks on gradients and backward methods must do the same each time."
+                )
+        return results
+
+
+def vjp(
+    call: TensorFunction,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Pull cotangents back through a call, recomputing it; differentiable where grad mode is on.
+
+    Returns:
+        One cotangent for each of ``tensors``, None where it is not needed or not influenced.
+    """
+    wanted = [i for i, need in enumerate(needed) if need]
+    present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+    result: list[Tensor | None] = [None] * len(tensors)
+    if wanted and present:
+        product = Vjp(call, len(tensors), wanted, present)
+        operands = [*tensors, *(c for c in cotangents if c is not None)]
+        grads = recomputed(product, operands) if torch.is_grad_enabled() else product(operands)
+        for index, gradient in zip(wanted, grads, strict=True):
+            result[index] = gradient
+    return result
+
+
+def _private(tensor: Tensor, create_graph: bool) -> Tensor:
+    """Give each operand an identity of its own: the same tensor in two places has two derivatives."""
+    if create_graph and tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return fresh_leaf(tensor)
+
+
+class _Recomputed(torch.autograd.Function):
+    """A call whose derivative is recomputed from its operands."""
+
+    @staticmethod
+    def forward(ctx, call, outputs, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        if outputs is None:
+            return tuple(call(tensors))
+        results = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(
+            *(r for r, output in zip(results, outputs, strict=True) if not output.requires_grad)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return (None, None, *vjp(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:], cotangents))

@@ -1,0 +1,180 @@
+"""What is remembered of the results of a call, to recognise them when they are computed again.
+
+Of each tensor: its shape, its dtype, and a few of its entries; and the sum of all entries, but for tensors of very
+many. So a fingerprint takes microseconds, and keeps next to nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metagrad.core._torch import disabled_torch_dispatch, is_functorch_wrapped
+
+_NUM_SAMPLES = 32
+_MOST_TO_COPY = 2**10  # entries of a tensor that is summed together with others
+_MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
+
+RELATIVE_ERROR = 1e-5
+"""What two numbers may differ by that were computed alike, by operations that round differently every time."""
+
+
+def is_deterministic() -> bool:
+    """Say whether the same operations give the same bits: in one thread of a CPU, or where torch was asked to."""
+    if torch.are_deterministic_algorithms_enabled():
+        return True
+    return torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
+
+
+class Fingerprint:
+    """The fingerprint of some tensors; what is None, sparse, or of a ``torch.func`` transform has none."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.kinds = [_kind(tensor) for tensor in tensors]
+        groups: dict[tuple, list[Tensor]] = defaultdict(list)
+        for tensor, kind in zip(tensors, self.kinds, strict=True):
+            if tensor is not None and kind is not None and 0 not in kind.shape:
+                groups[tensor.device, kind.dtype].append(tensor)
+        with torch.no_grad():
+            self._groups = [_Group.of(group) for group in groups.values()]
+
+    def difference(self, tensors: Sequence[Tensor | None], *, exact: bool) -> str | None:
+        """Say what differs from tensors that should be the same; None if nothing does.
+
+        Args:
+            tensors: As many as there were.
+            exact: Whether they must be so bit by bit, and not to rounding.
+        """
+        other = Fingerprint(tensors)
+        if self.kinds != other.kinds:
+            for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
+                if kind is not None and now is not None and kind != now:
+                    return f"result {index} was {kind}, and became {now}"
+        for group, again in zip(self._groups, other._groups, strict=False):
+            difference = group.difference(again, exact)
+            if difference is not None:
+                return difference
+        return None
+
+
+class _Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}"
+
+
+def _kind(tensor: Tensor | None) -> _Kind | None:
+    if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    if getattr(type(tensor), "__torch_dispatch__", None) is not disabled_torch_dispatch:
+        return None  # a subclass with operations of its own
+    return _Kind(tensor.shape, tensor.dtype)
+
+
+class _Group(NamedTuple):
+    """Numbers from tensors of one device and dtype, in one transfer."""
+
+    shapes: list[torch.Size]
+    sizes: tuple[int, ...]
+    """How many entries of each are known or summed together."""
+    numbers: Tensor | bytes
+    """Entries of each tensor, then the sum, in the widest dtype. On a CPU bytes, which are no storage."""
+    dtype: torch.dtype
+    rounding: float
+    """The relative error of results that were computed in another order."""
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> _Group:
+        parts = [_part(tensor) for tensor in tensors]
+        sizes = tuple(part.numel() for part in parts)
+        dtype = tensors[0].dtype
+        wide, rounding = _widest(dtype)
+        shapes = [tensor.shape for tensor in tensors]
+        return cls(shapes, sizes, _numbers(torch.cat(parts).to(wide), _places(sizes)), wide, rounding)
+
+    def difference(self, other: _Group, exact: bool) -> str | None:
+        """Say which tensor differs."""
+        if isinstance(self.numbers, bytes) and self.numbers == other.numbers:
+            return None
+        first, second = self._listed(), other._listed()
+        error = 0.0 if exact else self.rounding
+        start = 0
+        for shape, size in zip(self.shapes, self.sizes, strict=True):
+            end = start + len(_steps(size))
+            if not _agree(first[start:end], second[start:end], error):
+                return f"a result of shape {tuple(shape)} has other values"
+            start = end
+        # Errors of the terms are independent.
+        if not _agree(first, second, error * max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))):
+            return (
+                f"results of shapes {', '.join(str(tuple(shape)) for shape in self.shapes)} have another sum"
+            )
+        return None
+
+    def _listed(self) -> list:
+        if isinstance(self.numbers, Tensor):
+            return self.numbers.tolist()
+        return torch.frombuffer(bytearray(self.numbers), dtype=self.dtype).tolist()
+
+
+def _numbers(entries: Tensor, places: np.ndarray) -> Tensor | bytes:
+    """Return the entries at some places, then the sum of all."""
+    if entries.device.type == "cpu":
+        array = entries.numpy()
+        return array.take(places).tobytes() + array.sum().tobytes()
+    return torch.cat([entries[torch.from_numpy(places).to(entries.device)], entries.sum().reshape(1)])
+
+
+@functools.lru_cache(maxsize=64)
+def _widest(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """Return the dtype that holds all numbers of another, and the error that recomputing them may have."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64, 0.0
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return wide, max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """Return all entries of a tensor, or of many a few, and their sum unless there are very many."""
+    size = tensor.numel()
+    if size <= _MOST_TO_COPY:
+        return tensor.reshape(-1)
+    step = -(-size // _NUM_SAMPLES)
+    if tensor.is_contiguous():
+        samples = tensor.as_strided((-(-size // step),), (step,))
+    else:
+        places = torch.arange(0, size, step, device=tensor.device)
+        samples = tensor[torch.unravel_index(places, tensor.shape)]
+    if size > _MOST_TO_SUM:
+        return samples
+    return torch.cat([samples, tensor.sum(dtype=_widest(tensor.dtype)[0]).reshape(1)])
+
+
+def _steps(size: int) -> range:
+    """Return which entries of a part are kept."""
+    return range(0, size, -(-size // (_NUM_SAMPLES + 1)))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(sizes: tuple[int, ...]) -> np.ndarray:
+    """Return where the entries to keep of several parts are, one after the other."""
+    starts = np.cumsum((0, *sizes))
+    return np.concatenate(
+        [start + np.array(_steps(size)) for start, size in zip(starts, sizes, strict=False)]
+    )
+
+
+def _agree(first: list, second: list, error: float) -> bool:
+    slack = error * max((abs(x) for x in first if math.isfinite(abs(x))), default=0.0)
+    return all(
+        x == y or (x != x and y != y) or abs(x - y) <= slack for x, y in zip(first, second, strict=True)
+    )

@@ -1,0 +1,163 @@
+"""What a function asks of torch while it runs, call by call, so that a second run can be held to the first.
+
+An entry holds the torch function, whether grad mode was on, and everything that the function was handed but tensors.
+A second run that draws another number, counts on, or finds another flag, differs in an entry before it differs in a
+value, and often where no value differs: a rate that only scales gradients, a branch that detaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_deterministic
+
+Entry: TypeAlias = tuple
+"""(grad mode, torch function, constants of its arguments ...)."""
+
+_ATOMS = frozenset(
+    {int, float, bool, complex, str, bytes, type(None), type(...)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_LONG = 256  # entries of a list of numbers beyond which their hash is kept
+
+
+def take_apart(value: Any, tensors: list[Tensor], constants: list[Any]) -> None:
+    """Append the tensors of nested arguments to one list, and to the other what else they hold, in order."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        constants.append(Tensor)
+    elif type(value) in _ATOMS:
+        constants.append(value)
+    elif isinstance(value, (list, tuple)):
+        if len(value) > _LONG and all(type(item) in _ATOMS for item in value):
+            constants.append(hash(tuple(value)))
+            return
+        constants.append(len(value))
+        for item in value:
+            take_apart(item, tensors, constants)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            constants.append(key)
+            take_apart(item, tensors, constants)
+    else:
+        constants.extend(_constants_of(value))
+
+
+def _constants_of(value: Any) -> Iterator[Any]:
+    """Yield what identifies an argument that is neither a tensor, a plain value nor a container."""
+    if isinstance(value, slice):
+        yield from (
+            item if type(item) in _ATOMS else type(item) for item in (value.start, value.stop, value.step)
+        )
+    elif isinstance(value, (np.ndarray, np.generic)):
+        yield (value.shape, value.dtype)
+        yield None if value.dtype == object else hash(value.tobytes())
+    elif isinstance(value, functools.partial):
+        yield from _constants_of(value.func)
+        yield from (item for item in (*value.args, *value.keywords.values()) if type(item) in _ATOMS)
+    elif isinstance(value, types.FunctionType):
+        yield value.__code__
+        yield from _captured_by(value)
+    else:
+        yield type(value)
+
+
+def _captured_by(function: Any) -> Iterator[Any]:
+    """Yield the plain values that a Python function has closed over, or has as defaults."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            if type(cell.cell_contents) in _ATOMS:
+                yield cell.cell_contents
+    yield from (default for default in function.__defaults__ or () if type(default) in _ATOMS)
+
+
+def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a namespace that are numbers, strings and the like."""
+    return {key: value for key, value in namespace.items() if type(value) in _ATOMS}
+
+
+class Journal:
+    """The torch functions that a call went through.
+
+    Attributes:
+        entries: One for each.
+        with_grad: Whether what it returned requires grad.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.with_grad: list[bool] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def append(self, entry: Entry) -> int:
+        """Note one torch function, and return its number."""
+        self.entries.append(entry)
+        self.with_grad.append(False)
+        return len(self.entries) - 1
+
+    def extend(self, other: Journal) -> None:
+        """Note all that another journal holds."""
+        self.entries += other.entries
+        self.with_grad += other.with_grad
+
+    def find(self, number: int, entry: Entry) -> int | None:
+        """Return where a second run stands that has come to ``number`` and goes on with ``entry``.
+
+        What does not require grad may be missing from it: it was computed once and kept, as a mask or a sparsity
+        pattern is. None says that the run has gone another way.
+        """
+        for place in range(number, len(self.entries)):
+            if self.entries[place] == entry or _is_same(self.entries[place], entry):
+                return place
+            if self.with_grad[place]:
+                return None
+        return None
+
+    def is_complete(self, number: int) -> bool:
+        """Say whether a run may end that has come to ``number``."""
+        return not any(self.with_grad[number:])
+
+    def difference(self, number: int, entry: Entry) -> str:
+        """Say how an entry differs from the one of the first run."""
+        if number >= len(self.entries):
+            return f"after {number} torch functions it went on with {describe(entry)}"
+        return f"torch function {number} was {describe(self.entries[number])} and became {describe(entry)}"
+
+
+def _is_same(first: Entry, second: Entry) -> bool:
+    """Compare entries, to rounding where numbers come of operations that round differently every time."""
+    if second[0] is None:  # a run for the values alone
+        first, second = first[1:], second[1:]
+    return len(first) == len(second) and all(map(_is_same_value, first, second))
+
+
+def _is_same_value(first: Any, second: Any) -> bool:
+    if type(first) is not type(second):
+        return False
+    if type(first) is not float or first == second:
+        return bool(first == second)
+    both_nan = first != first and second != second
+    return both_nan or (not is_deterministic() and math.isclose(first, second, rel_tol=RELATIVE_ERROR))
+
+
+def describe(entry: Entry) -> str:
+    """Write an entry as a call."""
+    grad_mode, function, *constants = entry
+    name = getattr(function, "__name__", None) or str(function)
+    if name in ("__get__", "__set__"):
+        name = f"{name} of {getattr(function.__self__, '__name__', 'an attribute')}"
+    shown = [
+        "..." if value is Tensor else getattr(value, "__name__", None) or repr(value) for value in constants
+    ]
+    return f"{name}({', '.join(shown)}){' without grad mode' if grad_mode is False else ''}"

@@ -1,0 +1,180 @@
+"""Recording one call of a function so that it can be run again on other values of what it read.
+
+Recomputation is right only if the second run does what the first one did. A :class:`Call` therefore captures, at
+call time, everything that can differ later: the arguments, the tensors that the function read without being handed
+them (:mod:`metagrad.autograd.recompute.captured_tensors`), random numbers, autocast and flags (:mod:`metagrad.core.capture`), and the
+modules (:mod:`metagrad.autograd.recompute.modules`). And it holds the second run to the first, by the torch functions that
+were called (:mod:`metagrad.autograd.recompute.journal`) and by their results (:mod:`metagrad.autograd.recompute.fingerprint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from metagrad.autograd.recompute.captured_tensors import (
+    REPEAT,
+    FunctionModes,
+    Observer,
+    Reads,
+    Recorder,
+    shown,
+    tell_recorders,
+    unobserved,
+    unrecorded,
+    version_of,
+)
+from metagrad.autograd.recompute.fingerprint import Fingerprint, is_deterministic
+from metagrad.autograd.recompute.journal import plain_values
+from metagrad.autograd.recompute.modules import ModuleState, modules_of
+from metagrad.core.capture import AutocastState, Flags, RandomState
+from metagrad.core.graph import graph_nodes
+from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf
+
+
+class Recording(NamedTuple):
+    """A call that was made.
+
+    Attributes:
+        call: The call, as a function of ``tensors``.
+        tensors: What it can be differentiated with respect to: the tensors among its arguments, then the
+            free tensors that require grad.
+        outputs: The tensors it returned, each a fresh leaf whose ``requires_grad`` says if it had a graph.
+        structure: Where these stand in the returned tree.
+    """
+
+    call: Call
+    tensors: list[Tensor]
+    outputs: list[Tensor]
+    structure: Structure
+
+
+class Call:
+    """A recorded call, as a function of a flat list of tensors that can be run any number of times."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Tree],
+        name: str,
+        arguments: Structure,
+        num_arguments: int,
+        modules: list[nn.Module],
+    ) -> None:
+        self.fn = fn
+        self.name = name
+        self.arguments = arguments
+        self.num_arguments = num_arguments
+        self.reads = Reads()
+        self.results = Fingerprint([])
+        self.constants: list[tuple] = []
+        self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
+        with unobserved():
+            self.modules = ModuleState(modules)
+            self.random = RandomState()
+            self.autocast = AutocastState()
+            self.flags = Flags()
+        self.modes = FunctionModes()
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the function again, on the recorded tensors or copies of them."""
+        handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
+        args, kwargs = self.arguments.fill(handed)
+        with self._surroundings(), self.reads.substituted(self.name, free):
+            outputs, _ = dissect(self.fn(*args, **kwargs))
+            outputs = [t.view_as(t) if read else t for t, read in zip(outputs, self.returned, strict=False)]
+        with unobserved():
+            self._verify(tensors, outputs)
+        return outputs
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Set up what was there when the call was made."""
+        with contextlib.ExitStack() as stack:
+            for state in (self.flags, self.autocast, self.random, self.modules, self.modes):
+                stack.enter_context(state.restored())
+            yield
+
+    def _verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        difference = self.results.difference(outputs, exact=is_deterministic())
+        if difference is None and self.constants:
+            inputs = {node for tensor in tensors if (node := tensor.grad_fn) is not None}
+            if self.constants != _constants_in(graph_nodes(outputs, inputs)):
+                difference = "a custom autograd.Function kept other numbers for its backward"
+        if difference is not None:
+            raise RuntimeError(
+                f"{self.name}: the function did not repeat when it was recomputed: {difference}. {REPEAT}"
+            )
+
+
+def record(
+    fn: Callable[..., Tree],
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    name: str,
+    modules: list[nn.Module] | None = None,
+) -> Recording:
+    """Call ``fn(*args, **kwargs)`` and record what it takes to call it again.
+
+    The graph of what is returned is dropped. A tensor that leaves by another way, such as a penalty that is appended
+    to a list, keeps its own, which leads to the arguments.
+
+    Args:
+        fn: Returns a tree of tensors, and does the same when it is run again.
+        args: Trees of tensors and constants.
+        kwargs: Likewise.
+        name: How errors name the call.
+        modules: The modules that ``fn`` calls, if they are known.
+
+    Raises:
+        ValueError: ``fn`` writes in place into an argument or a tensor that requires grad, or depends on a tensor
+            that requires grad and that no torch function was seen to read.
+    """
+    tensors, arguments = dissect((args, kwargs))
+    tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+    with unrecorded() as enclosing:
+        tensors = [shown(tensor, enclosing) for tensor in tensors]
+        recording = _record(fn, tensors, arguments, name, modules, enclosing)
+        tell_recorders(recording.outputs)
+    return recording
+
+
+def _record(
+    fn: Callable[..., Tree],
+    tensors: list[Tensor],
+    arguments: Structure,
+    name: str,
+    modules: list[nn.Module] | None,
+    enclosing: list[Observer],
+) -> Recording:
+    call = Call(fn, name, arguments, len(tensors), modules_of(fn) if modules is None else modules)
+    with torch.enable_grad():
+        handed = [t.view_as(t) if t.requires_grad else t.detach() for t in tensors]
+        versions = [version_of(tensor) for tensor in handed]
+        fresh_args, fresh_kwargs = arguments.fill(handed)
+        with Recorder(call.reads, handed, enclosing) as recorder:
+            outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
+            call.returned = [not recorder.has_made(output) for output in outputs]
+            # They pass a torch function, and so are read.
+            outputs = [t.view_as(t) if read else t for t, read in zip(outputs, call.returned, strict=True)]
+    with unobserved():
+        call.random.close()
+        call.reads.close(name, handed, versions)
+        nodes = list(graph_nodes(outputs, recorder.inputs()))
+        recorder.refuse_unseen(name, nodes)
+        call.constants = _constants_in(nodes)
+        call.results = Fingerprint(outputs)
+        outputs = [fresh_leaf(output) for output in outputs]
+    return Recording(call, tensors + call.reads.differentiable, outputs, structure)
+
+
+def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
+    """Return the plain values that custom functions keep for their backward: of ``apply`` no mode is told."""
+    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return [(type(node), values) for node in custom if (values := plain_values(vars(node)))]

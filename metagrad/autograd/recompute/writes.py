@@ -1,0 +1,153 @@
+"""What a function writes into that it did not make, known by storage: views, ``.data`` and ``detach()`` share it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from metagrad.core._torch import is_functorch_wrapped
+from metagrad.core.tree import tensors_in
+from metagrad.sparse.tables.touched import IN_PLACE_OPERATORS
+
+_STATISTICS = {F.batch_norm, F.instance_norm}
+_RENORMALISING = {F.embedding, F.embedding_bag}
+_WRITING_NAMES = IN_PLACE_OPERATORS | {"__set__"}
+_HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+# What hands the memory itself to others, who may write into it.
+_ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}
+
+
+def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a torch function may write into."""
+    found = tensors_in(kwargs["out"]) if "out" in kwargs else []
+    kind = _writing(function)
+    if kind is None:
+        return found
+    if kind == "first":
+        return found + tensors_in(args[:1])
+    bound = _bound(function, args, kwargs)
+    if kind == "statistics":
+        updated = bound.get("training") or bound.get("use_input_stats")
+        return found + (tensors_in((bound.get("running_mean"), bound.get("running_var"))) if updated else [])
+    if kind == "renormalised":
+        return found + (tensors_in(bound["weight"]) if bound.get("max_norm") is not None else [])
+    return found + (tensors_in(args[:1] or bound.get("input")) if bound.get("inplace") else [])
+
+
+@functools.lru_cache(maxsize=4096)
+def _writing(function: Callable) -> str | None:
+    """Say which arguments a torch function writes into; None is none, but for ``out``."""
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS_NAMES
+    if in_place or name in _WRITING_NAMES | _ALIASING_NAMES:
+        return "first"
+    if function in _STATISTICS:
+        return "statistics"
+    if function in _RENORMALISING:
+        return "renormalised"
+    is_layer = getattr(function, "__module__", None) == F.__name__
+    return "inplace" if is_layer and "inplace" in _parameters(function) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters(function: Callable) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(_parameters(function), args, strict=False)) | kwargs
+
+
+class Writes:
+    """The storages that a call writes into, or lets others write into, and what they held before.
+
+    Attributes:
+        written: Storages that torch functions wrote into; a weak reference keeps their identity from being given
+            to another once they are freed.
+        before: Copies of those that the call read and did not make.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, StorageWeakRef] = {}
+        self.before: dict[int, torch.UntypedStorage] = {}
+        self._known: dict[int, None] = {}
+
+    def know(self, tensor: Tensor) -> None:
+        """Note the storage of a tensor that the call reads: before it is written into, it is copied."""
+        key = storage_of(tensor)
+        if key is not None:
+            self._known[key] = None
+
+    def protect(self, function: Callable, targets: Iterable[Tensor]) -> None:
+        """Copy what a torch function is about to write into, where the call did not make it."""
+        is_alias = getattr(function, "__name__", "") in _ALIASING_NAMES
+        for tensor in targets:
+            key = storage_of(tensor)
+            if key is None:
+                continue
+            if not is_alias and key not in self.written:
+                self.written[key] = StorageWeakRef(tensor.untyped_storage())
+            if key in self._known and key not in self.before:
+                self.before[key] = tensor.untyped_storage().clone()
+
+    def reach(self, tensor: Tensor) -> bool:
+        """Say whether a torch function wrote into the storage of a tensor."""
+        return bool(self.written) and storage_of(tensor) in self.written
+
+    def keep_changes(self, read: Iterable[tuple[Tensor, bool]]) -> None:
+        """Forget the copies of storages that no read tensor shows a change of.
+
+        Args:
+            read: The tensors that were read, and whether their versions are as they were. Batch normalisation
+                writes its running statistics without a new version, so what they hold is compared as well.
+        """
+        changed = set()
+        for tensor, is_as_read in read:
+            key = storage_of(tensor)
+            if key in self.before and (not is_as_read or not _same_bytes(self.before[key], tensor)):
+                changed.add(key)
+        self.before = {key: copy for key, copy in self.before.items() if key in changed}
+
+    def copies(self) -> Copies:
+        """Return what was written into as it was before, to be written into again."""
+        return Copies({key: copy.clone() for key, copy in self.before.items()})
+
+
+class Copies:
+    """Storages to take in the place of others."""
+
+    def __init__(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        self.storages = storages
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor of the same strides on the copy of its storage; None if there is none."""
+        storage = self.storages.get(storage_of(tensor)) if self.storages else None  # type: ignore[arg-type]
+        if storage is None:
+            return None
+        with torch.no_grad():
+            return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Identify the storage of a tensor; None where it has none of its own."""
+    if is_functorch_wrapped(tensor) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def _same_bytes(copy: torch.UntypedStorage, tensor: Tensor) -> bool:
+    now = tensor.untyped_storage()
+    if now.nbytes() != copy.nbytes():
+        return False
+    views = (torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(s) for s in (copy, now))  # type: ignore[call-overload]
+    return torch.equal(*views)

@@ -1,0 +1,1 @@
+"""Differentiable inner loops, with memory as an argument."""

@@ -1,0 +1,65 @@
+"""What a loop holds its steps to, and how their reports are stacked."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_map, tree_structure, tree_unflatten
+
+
+def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
+    """Return what step ``t`` returned, if it is a pair."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"unroll(step, ...): step must return (state, aux), got {type(result).__name__} at t={t}. "
+            "Return (state, None) if there is nothing to report."
+        )
+    return result
+
+
+class StateCheck:
+    """Holds every state to the structure, shapes and dtypes of the first."""
+
+    def __init__(self, state: Tree) -> None:
+        self.places = tree_map(lambda leaf: 0, state)  # not the state itself, which would outlive its step
+        self.spec = tree_structure(state)
+        self.kinds = [_kind(leaf) for leaf in tree_flatten(state)[0]]
+
+    def __call__(self, state: Tree, t: int) -> None:
+        """Raise if the state that step ``t`` returned differs in one of them."""
+        leaves, spec = tree_flatten(state)
+        if spec != self.spec:
+            raise ValueError(
+                f"unroll(step, ...): step must return a state of the structure it takes, {self.spec}, "
+                f"got {spec} at t={t}."
+            )
+        for index, leaf in enumerate(leaves):
+            if _kind(leaf) != self.kinds[index]:
+                name = leaf_names(self.places, "state")[index]
+                raise ValueError(
+                    f"unroll(step, ...): step must keep shapes and dtypes; {name} was {self.kinds[index]}, "
+                    f"and is {_kind(leaf)} after t={t}."
+                )
+
+
+def _kind(leaf: object) -> tuple:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else ("a constant",)
+
+
+def stack(collected: list[Tree]) -> Tree:
+    """Stack the aux of all steps along a new first axis."""
+    flat = [tree_flatten(aux) for aux in collected]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ValueError("unroll(step, ...): aux must have the same structure at every step.")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_stack_column(column) for column in columns], flat[0][1])
+
+
+def _stack_column(column: tuple) -> Tensor | None:
+    if all(isinstance(value, Tensor) for value in column):
+        return torch.stack(column)
+    if all(value is None for value in column):
+        return None
+    kind = next(type(value).__name__ for value in column if not isinstance(value, Tensor))
+    raise TypeError(f"unroll(step, ...): aux must hold tensors or None, got {kind}.")

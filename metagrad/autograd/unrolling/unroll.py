@@ -1,0 +1,210 @@
+"""Differentiable inner loops: ``state = step(state, t, *args)``, as often as asked, with memory as an argument."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
+from metagrad.autograd.recompute.checkpoint import cannot_recompute
+from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
+from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.autograd.unrolling.schedule import Step, in_turn, plain, unroll_by
+from metagrad.autograd.unrolling.steps import checked_pair
+from metagrad.core.budget import Memory, Mode, checked_memory
+from metagrad.core.tree import Tree, detached, tree_map
+
+
+def unroll(
+    step: Step,
+    state: Tree,
+    *args: Tree,
+    steps: int,
+    memory: Memory = "full",
+    truncate: int | None = None,
+    create_graph: bool | None = None,
+    compile: Compile = False,
+) -> tuple[Tree, Tree]:
+    r"""Run an inner loop and make its result differentiable with respect to the state and the arguments.
+
+    .. math:: s_{t+1}, a_t = \mathrm{step}(s_t, t, \mathrm{args}), \qquad t = 0, \dots, \mathrm{steps} - 1
+
+    ========= ================================= ======================================================
+    memory    keeps                             cost
+    ========= ================================= ======================================================
+    "full"    every step's graph                a plain loop
+    "step"    one state a step                  each step again in the reverse sweep, at every order
+    "sqrt"    every :math:`\sqrt{T}`-th state   each step twice again
+    bytes     what fits                         the last steps, as many as fit, keep their graphs
+    "auto"    what fits into the free memory    likewise
+    ========= ================================= ======================================================
+
+    All return the same values and the same gradients, of any order: a step that does not do the same again when it is
+    recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
+    as ``"512MiB"``. The first two steps are measured (the storages that their graphs, states and aux hold), and all
+    graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the reverse sweep
+    needs, beside them, what the derivative of one step needs. ``"step"`` is not smaller than ``"full"`` where the
+    graph of a step holds less than a state does (a large table of which a few rows are read); budgets and ``"auto"``
+    keep the graphs there.
+
+    ``compile=True`` compiles one step and one vector-Jacobian product of a step, by ``torch.compile``, and reuses
+    them for any number of steps. The step must then be a pure function, which takes its inner gradient by
+    :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
+    rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
+    data, running statistics) runs as it is, with one warning that says why. Derivatives beyond the first of what
+    is returned are computed without compiled code.
+
+    Args:
+        step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
+            dtypes of the one it takes. ``aux`` is a tree of tensors (an inner loss, say) or None. A gradient
+            inside it needs ``create_graph=True`` to be differentiated through.
+        state: A tree of tensors and constants.
+        *args: Trees of tensors and constants, the same for every step (data, learning rates).
+        steps: How many steps, 0 or more.
+        memory: What is kept for the derivative.
+        truncate: Differentiate through the last so many steps alone and take the state before them as a constant
+            (truncated reverse mode); None differentiates through all.
+        create_graph: Whether the result is differentiable; None says: if grad mode is on. False detaches every
+            state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
+        compile: Whether to compile; ``"whole"`` makes one graph of all steps, for short loops; a dict holds options
+            of ``torch.compile``, such as ``{"mode": "max-autotune"}``, and ``"whole": True`` if meant.
+
+    Returns:
+        The last state, and ``aux`` with its tensors stacked along a new first axis, ``[steps, ...]``; None
+        when ``steps`` is 0.
+
+    Raises:
+        ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, ``memory`` is unknown or a budget
+            that is too small for one step (the message says how much is needed), ``step`` returns something
+            else than a pair, changes the structure, a shape or a dtype of the state, or (when recomputed)
+            writes in place; with ``compile``, ``step`` reads a tensor that requires grad and is not an argument.
+        TypeError: ``steps`` is not an int, or ``aux`` holds something that is neither a tensor nor None.
+
+    Example:
+        Two steps of gradient descent on :math:`w^2/2` give :math:`w (1 - \eta)^2`:
+
+        >>> w, lr = torch.tensor(1.0, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+        >>> def step(w, t, lr):
+        ...     loss = w**2 / 2
+        ...     return w - lr * metagrad.grad(loss, w, create_graph=True), loss
+        >>> w2, losses = metagrad.unroll(step, w, lr, steps=2, memory="step")
+        >>> w2.item(), losses.tolist(), metagrad.grad(w2, lr).item()
+        (0.25, [0.5, 0.125], -1.0)
+
+    References:
+        Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible learning",
+        ICML 2015; Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12; Shaban et al., "Truncated
+        back-propagation for bilevel optimization", AISTATS 2019 (``truncate``).
+    """
+    _check_steps(steps)
+    _check_truncate(truncate, steps)
+    mode = checked_memory("unroll(...)", memory)
+    options = checked_compile("unroll(...)", compile)
+    if options is not None and options.whole and mode != "full":
+        raise ValueError(f'unroll(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
+    if create_graph is None:
+        create_graph = torch.is_grad_enabled()
+    if steps == 0:
+        return state, None
+    if options is not None:
+        return _compiled(options, step, state, args, steps, mode, truncate, create_graph)
+    if not create_graph:
+        return _without_graphs(step, state, args, range(steps))
+    if mode != "full" and (why := cannot_recompute()) is not None:
+        warnings.warn(
+            f"unroll(..., memory={memory!r}): called {why}, where nothing can be recomputed; every step's graph is "
+            "stored. Put the loop around the transform.",
+            stacklevel=2,
+        )
+        mode = "full"
+    first = 0 if truncate is None else steps - truncate
+
+    def differentiable(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.enable_grad():
+            return unroll_by(mode, step, state, args, times)
+
+    return in_turn(
+        [(_without_graphs, range(first)), (differentiable, range(first, steps))], step, state, args
+    )
+
+
+def _code(step: Callable) -> object:
+    """Return what a step shares with those that are made anew each time: its code, or its class."""
+    while isinstance(step, functools.partial):
+        step = step.func
+    return getattr(step, "__code__", type(step))
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(code: object, options: CompileOptions) -> Kernels:
+    """Keep what was compiled of steps used lately; what they close over is guarded by torch.compile, not kept."""
+    return Kernels("unroll(step, ..., compile)", options)
+
+
+def _compiled(
+    options: CompileOptions,
+    step: Step,
+    state: Tree,
+    args: tuple,
+    steps: int,
+    mode: Mode | int,
+    truncate: int | None,
+    create_graph: bool,
+) -> tuple[Tree, Tree]:
+    """Run a loop by compiled code, or else as without ``compile``."""
+    kernels = _kernels(_code(step), options)
+    memory = "whole" if options.whole else mode
+    first = steps if not create_graph else 0 if truncate is None else steps - truncate
+
+    def piece(differentiable: bool, step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        with torch.set_grad_enabled(differentiable):
+            return unroll_compiled(kernels, step, state, args, times, memory, owner=step)
+
+    def compiled() -> tuple[Tree, Tree]:
+        pieces = [
+            (functools.partial(piece, False), range(first)),
+            (functools.partial(piece, True), range(first, steps)),
+        ]
+        last, aux = in_turn(pieces, step, state, args)
+        return tree_map(lambda old, new: int(new) if isinstance(old, int) else new, state, last), aux
+
+    return kernels.attempt(
+        compiled,
+        lambda: unroll(
+            step, state, *args, steps=steps, memory=mode, truncate=truncate, create_graph=create_graph
+        ),
+    )
+
+
+def _check_truncate(truncate: int | None, steps: int) -> None:
+    if truncate is None:
+        return
+    if not isinstance(truncate, int) or isinstance(truncate, bool) or not 1 <= truncate <= max(steps, 1):
+        raise ValueError(
+            f"unroll(..., truncate): expected None or an int from 1 to steps={steps}, the number of last steps to "
+            f"differentiate through, got {truncate!r}."
+        )
+
+
+def _check_steps(steps: int) -> None:
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"unroll(..., steps): expected an int, got {type(steps).__name__}.")
+    if steps < 0:
+        raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")
+
+
+def _without_graphs(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    def detached_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
+        with torch.enable_grad():
+            state, aux = checked_pair(step(state, t, *args), t)
+        return detached(state), tree_map(_without_graph, aux)
+
+    return plain(detached_step, state, args, times)
+
+
+def _without_graph(value: object) -> object:
+    return value.detach() if isinstance(value, Tensor) else value

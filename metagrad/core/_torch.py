@@ -1,0 +1,200 @@
+"""The private names of torch that the library depends on, under names of their own, each with what it is for.
+
+No other module under ``metagrad/`` uses a private name of torch, but for the compiler's, which stand in
+``_torch_compiler.py`` so that ``import metagrad`` does not load it. ``tests/test_torch_names.py`` holds them to that,
+and says which of these names an installed torch lacks.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._subclasses.fake_tensor
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import nn
+from torch.autograd import forward_ad
+
+_C: Any = torch._C
+_torch: Any = torch
+_overrides: Any = torch.overrides
+
+# Trees
+
+pytree = torch.utils._pytree
+"""Nested dicts, lists, tuples and named tuples, as torch.func takes them."""
+
+# torch.func
+
+functorch_is_active = _C._are_functorch_transforms_active
+"""Whether a transform is running: nothing can be recomputed in one."""
+
+is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor belongs to a transform, and ends with it."""
+
+is_batched = _C._functorch.is_batchedtensor
+"""Whether vmap added a dimension to a tensor."""
+
+is_legacy_batched = _C._functorch.is_legacy_batchedtensor
+"""Whether ``is_grads_batched`` added a dimension to a tensor."""
+
+get_unwrapped = _C._functorch.get_unwrapped
+"""The tensor one transform further out."""
+
+get_interpreter_stack = _C._functorch.get_interpreter_stack
+"""The transforms that are running, the outermost first."""
+
+TransformType = _C._functorch.TransformType
+"""Their kinds."""
+
+functorch_level = _C._functorch.maybe_current_level
+functorch_level_of = _C._functorch.maybe_get_level
+"""The number of the innermost transform, and of the one that a tensor belongs to."""
+
+# Modes
+
+without_torch_function = _C.DisableTorchFunction
+"""A context that hides our own bookkeeping from function modes and subclasses."""
+
+without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
+"""A context that hides it from subclasses alone."""
+
+function_modes = _overrides._get_current_function_mode_stack
+push_function_mode = _overrides._push_mode
+pop_function_mode = _overrides._pop_mode
+"""The modes at work, the outermost first, and how to change them without entering their blocks."""
+
+num_function_modes = _C._len_torch_function_stack
+num_dispatch_modes = _C._len_torch_dispatch_stack
+"""How many modes are at work: a mode is off its stack while it looks at an operation."""
+
+disabled_torch_function = _C._disabled_torch_function_impl
+disabled_torch_dispatch = _C._disabled_torch_dispatch_impl
+"""What a subclass has that lets operations pass."""
+
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""A mode that sees every operation below autograd."""
+
+is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
+"""Whether a tensor is made of others, which have the storages."""
+
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+"""A tensor without memory, of which torch.compile's tracing makes many."""
+
+included_dispatch_keys = _C._dispatch_tls_local_include_set
+excluded_dispatch_keys = _C._dispatch_tls_local_exclude_set
+force_dispatch_keys = _C._ForceDispatchKeyGuard
+DispatchKey = _C.DispatchKey
+"""What takes an operation on zero tensors below a mode to their kernels, as without one."""
+
+get_in_thread_state = _C._get_obj_in_tls
+is_in_thread_state = _C._is_key_in_tls
+put_in_thread_state = _C._stash_obj_in_tls
+"""Values that torch hands on to the threads of its backward passes."""
+
+# The tape
+
+saved_tensors_hooks_enabled = _C._autograd._saved_tensors_hooks_is_enabled
+enable_saved_tensors_hooks = _C._autograd._saved_tensors_hooks_enable
+innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
+"""The state of the hooks that say what a graph keeps."""
+
+functorch_config = torch._functorch.config
+"""What compiled code keeps for its backward pass."""
+
+keeps_graph = _C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass that is running was asked to retain its graph."""
+
+forward_mode = forward_ad._set_fwd_grad_enabled
+"""A context that switches forward mode on in the ``jvp`` of a Function."""
+
+
+def forward_level() -> int:
+    """Return the level of forward mode that is open, -1 if there is none."""
+    return forward_ad._current_level
+
+
+# Flags
+
+backend_flags = [
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+]
+"""What chooses kernels, read and set without the checks of ``torch.backends``."""
+
+# The compiler
+
+
+def teach_compiler(context: object) -> None:
+    """Let torch.compile know a context manager of torch's that was replaced while the compiler was imported.
+
+    Its tables are made on import, of what stands under a name then.
+    """
+    tables = sys.modules.get("torch._dynamo.variables.torch")
+    if tables is not None and context not in tables.supported_ctx_manager_classes:
+        tables.supported_ctx_manager_classes[context] = None
+        sys.modules["torch._dynamo.trace_rules"].get_torch_obj_rule_map.cache_clear()
+
+
+# Optimizers
+
+foreach_mul = _torch._foreach_mul
+foreach_norm = _torch._foreach_norm
+"""One call for a list of tensors."""
+
+# Kinds
+
+mkldnn = _torch._mkldnn
+"""A layout whose tensors have no storage that could be measured."""
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+InstanceNorm = nn.modules.instancenorm._InstanceNorm
+Dropout = nn.modules.dropout._DropoutNd
+"""The base classes of layers of every number of dimensions."""
+
+ATTRIBUTES: dict[object, dict[str, str]] = {
+    torch.Tensor: {
+        "_version": "counts writes in place",
+        "_base": "what a view is of",
+        "_is_view": "whether it is one",
+        "_is_zerotensor": "whether forward mode made it instead of zeros",
+        "_nnz": "entries of a sparse tensor",
+        "_indices": "of a COO tensor that was not coalesced",
+        "_values": "likewise",
+        "_make_wrapper_subclass": "makes a tensor without memory of its own, for RowSparse",
+    },
+    torch.UntypedStorage: {"_cdata": "the identity of a storage"},
+    nn.Module(): {
+        "_parameters": "where substitution of parameters writes",
+        "_buffers": "what a call may rebind",
+        "_modules": "the children of a Sequential",
+        "_forward_hooks": "a module with hooks is not its forward alone",
+        "_forward_pre_hooks": "likewise",
+        "_backward_hooks": "likewise",
+        "_backward_pre_hooks": "likewise",
+        "_apply": "sparse parameters follow .to()",
+        "_load_from_state_dict": "sparse parameters are loaded by their values",
+    },
+    nn.modules.module: {
+        "_global_forward_hooks": "hooks of all modules",
+        "_global_forward_pre_hooks": "likewise",
+        "_global_backward_hooks": "likewise",
+        "_global_backward_pre_hooks": "likewise",
+    },
+    torch.ops.aten: {
+        "_cdist_forward": "points without a derivative are looked for here",
+        "_pdist_forward": "likewise",
+        "_prelu_kernel": "likewise",
+        "_has_same_storage_numel": "torch.compile's question to a wrapper subclass",
+        "_to_copy": "`.to()` of rows",
+        "_values": "`.values()` of rows",
+    },
+    torch.autograd.Function._backward_cls: {"_forward_cls": "the Function that a node is of"},
+}
+"""The private attributes of torch's objects that are read, by what has them. What nodes save (``_saved_...``) is not
+among them: :mod:`metagrad.autograd.checks.lint_rules` has a test for each."""

@@ -1,0 +1,65 @@
+"""What ``memory=`` may say, and what a device has to give."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import Tree, dissect
+
+Mode = Literal["full", "step", "sqrt", "auto"]  # and "block", where the model and its loss are known
+
+Memory: TypeAlias = "Mode | str | int | float"
+"""A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
+
+_UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmg]?i?b|)\s*", re.IGNORECASE)
+
+
+class BudgetError(ValueError):
+    """A budget is smaller than what one step needs."""
+
+
+def checked_memory(call: str, memory: Memory) -> Mode | int:
+    """Return the mode that ``memory`` names, or its budget in bytes."""
+    if isinstance(memory, str):
+        if memory in get_args(Mode):
+            return memory  # type: ignore[return-value]
+        match = _BUDGET.fullmatch(memory)
+        if match and match[2].lower() in _UNITS:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    elif (
+        isinstance(memory, (int, float))
+        and not isinstance(memory, bool)
+        and math.isfinite(memory)
+        and memory > 0
+    ):
+        return int(memory)
+    if memory == "block":
+        raise ValueError(
+            f'{call}: memory="block" needs to know the model and its loss. Call metagrad.autograd.block_gradient in '
+            'the step and keep memory="full", or use MAML(..., memory="block").'
+        )
+    raise ValueError(
+        f'{call}: memory must be "full", "step", "sqrt", "auto", or a budget in bytes such as 2e9 or "512MiB", '
+        f"got {memory!r}."
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much memory a device has to give: what is free, and what torch keeps in reserve."""
+    if device.type == "cuda":
+        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserve
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_of(*trees: Tree) -> torch.device:
+    """Return where the first tensor is."""
+    tensors: list[Tensor] = dissect(trees)[0]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,100 @@
+"""Trees: nested dicts, lists, tuples and named tuples of tensors, flattened once and named for errors.
+
+The structure is torch's own pytree, so whatever torch.func takes, metagrad takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.core._torch import pytree
+
+Tree: TypeAlias = Any
+"""A tensor, or a dict, list, tuple or named tuple of trees."""
+
+TreeSpec = pytree.TreeSpec
+
+tree_flatten = pytree.tree_flatten
+tree_leaves = pytree.tree_leaves
+tree_map = pytree.tree_map
+tree_structure = pytree.tree_structure
+tree_unflatten = pytree.tree_unflatten
+
+
+def leaf_names(tree: Tree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
+    return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree, is_leaf)[0]]
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Collect the tensors in nested lists, tuples and dicts, as the arguments of a torch function hold them."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        # Without a call for each leaf: recorders look at the arguments of every torch function.
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple, dict)):
+            _collect(item, found)
+
+
+class _Hole:
+    """The place of a tensor among constants."""
+
+    def __repr__(self) -> str:
+        return "<tensor>"
+
+
+HOLE = _Hole()
+
+
+class Structure(NamedTuple):
+    """A tree without its tensors."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    def fill(self, tensors: Sequence[Tensor]) -> Tree:
+        """Put tensors into the places where the original had some."""
+        return tree_unflatten(_fill(self.leaves, tensors), self.spec)
+
+
+def dissect(tree: Tree) -> tuple[list[Tensor], Structure]:
+    """Take a tree apart into its tensors and its :class:`Structure`."""
+    leaves, spec = tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _fill(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    supply = iter(tensors)
+    return [next(supply) if leaf is HOLE else leaf for leaf in leaves]
+
+
+def detached(tree: Tree) -> Tree:
+    """Cut every tensor from its graph; a leaf that required grad still does."""
+    return tree_map(fresh_leaf, tree)
+
+
+def fresh_leaf(value: Any) -> Any:
+    """Return a graph leaf that shares the tensor's memory and its ``requires_grad``; constants pass."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Say whether a tensor of this dtype can carry a gradient."""
+    return torch.is_floating_point(tensor) or torch.is_complex(tensor)

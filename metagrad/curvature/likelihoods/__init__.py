@@ -1,0 +1,1 @@
+"""Which loss a callable computes, and its curvature in the outputs in closed form."""

@@ -1,0 +1,202 @@
+"""Which loss a callable computes: found by calling it and watching which function of torch.nn it ends in."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from metagrad.core.graph import graph_nodes
+from metagrad.core.tree import Tree, tensors_in
+from metagrad.curvature.likelihoods.output_losses import (
+    Bernoulli,
+    BernoulliProbability,
+    Categorical,
+    Gaussian,
+    OutputLoss,
+)
+
+_Arguments: TypeAlias = dict[str, Any]
+
+
+class Evaluated(NamedTuple):
+    """The value of a loss, and what is known of how it came about."""
+
+    value: Tensor
+    known: OutputLoss | None  # its output is what the known function was called with, on its tape
+
+
+def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Evaluated:
+    """Call ``loss_fn(output, target)``, and find the closed form of what it returns.
+
+    It is known if it is, itself and not as a function of it, what ``F.cross_entropy``, ``F.mse_loss``,
+    ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy``, ``F.gaussian_nll_loss``, or ``F.nll_loss`` of
+    log-probabilities returned. Modules such as ``nn.CrossEntropyLoss``, partials and lambdas end in these.
+
+    Args:
+        loss_fn: The loss.
+        output: What the model returned, on its tape.
+        target: What the loss takes beside it.
+    """
+    with _Watch() as watch:
+        value = loss_fn(output, target)
+    call = watch.calls.get(id(value))
+    if call is None or value.ndim != 0 or not _is_plain(call.arguments, tensors_in(output)):
+        return Evaluated(value, None)
+    return Evaluated(value, _MAKERS[call.function](call.arguments))
+
+
+def argument_of(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Tensor:
+    """Return what the known function that a loss ends in was called with."""
+    with _Watch() as watch:
+        value = loss_fn(output, target)
+    return watch.calls[id(value)].arguments["input"]
+
+
+# What maps linearly, so that a loss behind it has the Gauss-Newton matrix that it has in the output of the model.
+_LINEAR = {
+    *("Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T"),
+    *("ToCopy", "Transpose", "Unsqueeze", "UnsafeView", "View"),
+}
+
+
+def is_linear_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Say whether a tensor is one of some others, or made of one by reshaping, transposing, slicing, casting."""
+    ends = {output.grad_fn for output in outputs}
+    node = tensor.grad_fn
+    while node is not None and node not in ends:
+        if node.name().partition("Backward")[0] not in _LINEAR:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Tensor]
+    arguments: _Arguments
+    result: Tensor  # held, lest another tensor takes its id
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the calls of losses that have a closed form, by the id of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[int, _Call] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in _MAKERS:
+            bound = inspect.signature(func).bind(*args, **(kwargs or {}))
+            bound.apply_defaults()
+            self.calls[id(result)] = _Call(func, bound.arguments, result)
+        return result
+
+
+def _is_plain(arguments: _Arguments, outputs: Sequence[Tensor]) -> bool:
+    """Say whether the input alone depends on the outputs, and no deprecated argument is in use."""
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        return False
+    others = [v for name, v in arguments.items() if name != "input" and isinstance(v, Tensor)]
+    return _depend([arguments["input"]], outputs) and not _depend(others, outputs)
+
+
+def _depend(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    ends = {output.grad_fn for output in outputs if output.grad_fn is not None}
+    return any(node in ends for node in graph_nodes(tensors))
+
+
+def _cross_entropy(arguments: _Arguments) -> OutputLoss | None:
+    logits, target = arguments["input"], arguments["target"]
+    dim = min(logits.ndim - 1, 1)
+    weight = arguments["weight"]
+    weight = logits.new_ones(logits.shape[dim]) if weight is None else weight
+    smoothing = arguments["label_smoothing"]
+    if target.is_floating_point():
+        smooth = (1 - smoothing) * target + smoothing / logits.shape[dim]
+        scale = (smooth.movedim(dim, -1) * weight).sum(-1)
+        return _categorical(logits, scale, scale.numel(), arguments)
+    kept = target != arguments["ignore_index"]
+    chosen = weight[target.where(kept, 0)] * kept
+    count = kept.sum() if arguments["weight"] is None else chosen.sum()
+    scale = (1 - smoothing) * chosen + smoothing * weight.mean() * kept
+    return _categorical(logits, scale, count, arguments)
+
+
+def _categorical(logits: Tensor, scale: Tensor, count: Tensor | float, arguments: _Arguments) -> OutputLoss:
+    scale = scale.unsqueeze(min(logits.ndim - 1, 1))
+    if arguments["reduction"] == "mean":
+        return Categorical(logits, scale / count, count)
+    return Categorical(logits, scale)
+
+
+def _nll(arguments: _Arguments) -> OutputLoss | None:
+    # The softmax of normalised log-probabilities is the probabilities, and what J may have along the constant
+    # vector, which distinguishes them from the logits, lies in the kernel of diag(p) - p p^T.
+    log_probabilities = arguments["input"].detach()
+    totals = log_probabilities.logsumexp(min(log_probabilities.ndim - 1, 1))
+    if not bool((totals.abs() <= 1e-3).all()):
+        return None
+    return _cross_entropy({**arguments, "label_smoothing": 0.0})
+
+
+def _squares(arguments: _Arguments) -> OutputLoss | None:
+    z, weight = arguments["input"], arguments.get("weight")
+    return _elementwise(
+        arguments,
+        lambda scale: Gaussian(z, scale, z.new_tensor(2.0)),
+        None if weight is None else weight.sum(),
+    )
+
+
+def _gaussian(arguments: _Arguments) -> OutputLoss | None:
+    z, var = arguments["input"], arguments["var"]
+    var = var if isinstance(var, Tensor) else z.new_tensor(var)
+    if var.ndim and var.shape != z.shape:
+        var = var.unsqueeze(-1) if var.shape == z.shape[:-1] else var
+    precision = 1 / var.clamp(min=arguments["eps"])
+    return _elementwise(arguments, lambda scale: Gaussian(z, scale, precision))
+
+
+def _bernoulli(arguments: _Arguments) -> OutputLoss | None:
+    z, y, positive = arguments["input"], arguments["target"], arguments["pos_weight"]
+    factor = 1 if positive is None else 1 + (positive - 1) * y
+    return _elementwise(arguments, lambda scale: Bernoulli(z, scale * factor))
+
+
+def _bernoulli_probability(arguments: _Arguments) -> OutputLoss | None:
+    z, y = arguments["input"], arguments["target"]
+    return _elementwise(arguments, lambda scale: BernoulliProbability(z, scale, y))
+
+
+def _elementwise(
+    arguments: _Arguments, make: Callable[[Tensor], OutputLoss], count: Tensor | None = None
+) -> OutputLoss | None:
+    """Make a loss of independent outputs, whose mean is over all of them if nothing else is counted."""
+    z, target, weight = arguments["input"], arguments["target"], arguments.get("weight")
+    if torch.broadcast_shapes(z.shape, target.shape) != z.shape:
+        return None
+    scale = z.new_ones(()) if weight is None else weight
+    if arguments["reduction"] != "mean":
+        return make(scale)
+    divisor = z.numel() if count is None else count
+    return dataclasses.replace(make(scale / divisor), count=divisor)  # type: ignore[type-var]
+
+
+_MAKERS: dict[Callable[..., Tensor], Callable[[_Arguments], OutputLoss | None]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll,
+    F.mse_loss: _squares,
+    F.gaussian_nll_loss: _gaussian,
+    F.binary_cross_entropy_with_logits: _bernoulli,
+    F.binary_cross_entropy: _bernoulli_probability,
+}
+
+KNOWN_LOSSES = tuple(_MAKERS)
+"""The losses of which the curvature in the output is known in closed form."""

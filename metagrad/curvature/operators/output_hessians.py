@@ -1,0 +1,152 @@
+"""Matrices of a model's outputs that stand between its Jacobians: Hessians of losses, and Fisher matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
+from metagrad.core.graph import graph_nodes
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.operators.jacobian import batched_grad, filled
+from metagrad.curvature.operators.problem import Evaluation
+
+Middle: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
+"""``middle(vectors, together)``: multiply stacks ``[m, *output.shape]`` by a matrix of the outputs."""
+
+
+def loss_hessian(evaluation: Evaluation) -> Middle:
+    """Return the Hessian of the loss in the outputs, in closed form if there is one."""
+    known, on_tape = evaluation.known, evaluation.problem.create_graph
+    if known is None:
+        return _hessian_by_autodiff(evaluation)
+
+    def multiply(vectors: list[Tensor], together: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(on_tape):
+            return [known.hessian_product(vectors[0])]
+
+    return multiply
+
+
+def _hessian_by_autodiff(evaluation: Evaluation) -> Middle:
+    problem, on_tape = evaluation.problem, evaluation.problem.create_graph
+    with torch.enable_grad():
+        outputs = [z.view_as(z) if on_tape else z.detach().requires_grad_() for z in evaluation.outputs]
+        loss = problem.loss_fn(evaluation.output_of(outputs), evaluation.batch[1])
+        behind = [get_gradient_edge(z).node for z in outputs]
+        if not set(behind) & set(graph_nodes([loss])):
+            raise ValueError(
+                f"{problem.call}: the loss does not depend on what the model returns. It must be a function of "
+                "loss_fn(output, y); what it takes from elsewhere has no part in this matrix."
+            )
+        refuse_missing(problem.call, loss, order=3 if on_tape else 2, behind=behind)
+        gradients = torch.autograd.grad(
+            loss, outputs, torch.ones_like(loss), create_graph=True, allow_unused=True
+        )
+
+    def multiply(vectors: list[Tensor], together: bool) -> list[Tensor]:
+        curved = [
+            (g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad
+        ]
+        with named_if_missing(problem.call):
+            found = batched_grad(
+                [g for g, _ in curved],
+                outputs,
+                [v for _, v in curved],
+                together=together,
+                create_graph=on_tape,
+            )
+        return filled(found, outputs, len(vectors[0]))
+
+    return multiply
+
+
+def fisher_of_outputs(evaluation: Evaluation) -> Middle:
+    r"""Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
+    known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
+
+    def multiply(vectors: list[Tensor], together: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(on_tape):
+            return [known.fisher_product(vectors[0])]
+
+    return multiply
+
+
+def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Generator | None) -> Middle:
+    r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for labels that are drawn M times."""
+    known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
+    if bool(known.output.isnan().any()):
+        raise ValueError(
+            f"{evaluation.problem.call}: what the model returned has nan, so that no labels can be drawn from it."
+        )
+    with torch.set_grad_enabled(on_tape):
+        scores = torch.stack([known.score(generator) for _ in range(samples)]) / samples**0.5
+    return _outer_products([scores], known.num_data, on_tape)
+
+
+def observed_scores(evaluation: Evaluation, count: float | Tensor | None) -> Middle:
+    r"""Return :math:`\sum_n s_n g_n g_n^\top` for the labels in the data.
+
+    The gradient of the loss in the output is :math:`s_n g_n`.
+    """
+    known, on_tape = evaluation.known, evaluation.problem.create_graph
+    loss, outputs = evaluation.loss, evaluation.outputs
+    gradients = torch.autograd.grad(
+        loss, outputs, torch.ones_like(loss), create_graph=on_tape, retain_graph=True, allow_unused=True
+    )
+    with torch.set_grad_enabled(on_tape):
+        if known is not None:
+            root = known.scale.expand(outputs[0].shape).sqrt()
+            inverse = (1 / root).masked_fill(root == 0, 0)
+        else:
+            inverse = 1.0 if count is None else count**0.5
+        scores = [
+            (torch.zeros_like(z) if g is None else g * inverse).unsqueeze(0)
+            for g, z in zip(gradients, outputs, strict=True)
+        ]
+    return _outer_products(scores, _num_rows(evaluation), on_tape)
+
+
+def known_loss(evaluation: Evaluation) -> OutputLoss:
+    """Return the loss as a likelihood, or raise."""
+    if evaluation.known is None:
+        raise ValueError(
+            f"{evaluation.problem.call}: the loss is no likelihood that is known, so there is no distribution to "
+            "take labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
+            "F.gaussian_nll_loss with a given variance, F.binary_cross_entropy and "
+            "F.binary_cross_entropy_with_logits, when loss_fn returns what they return. "
+            'Multiply the operator, not the loss, by a factor; kind="empirical" takes any loss.'
+        )
+    return evaluation.known
+
+
+def _outer_products(scores: Sequence[Tensor], num_data: int, on_tape: bool) -> Middle:
+    r"""Return the sum over samples M and data n of :math:`a_{nM} a_{nM}^\top`, from ``[M, *output.shape]`` each."""
+    rows = [score.reshape(len(score), num_data, -1) for score in scores]
+
+    def multiply(vectors: list[Tensor], together: bool) -> list[Tensor]:
+        with torch.set_grad_enabled(on_tape):
+            parts = [vector.reshape(len(vector), num_data, -1) for vector in vectors]
+            inner = sum(torch.einsum("knd,Mnd->kMn", p, a) for p, a in zip(parts, rows, strict=True))
+            return [
+                torch.einsum("kMn,Mnd->knd", inner, a).view_as(vector)
+                for a, vector in zip(rows, vectors, strict=True)
+            ]
+
+    return multiply
+
+
+def _num_rows(evaluation: Evaluation) -> int:
+    if evaluation.known is not None:
+        return evaluation.known.num_data
+    sizes = {len(z) if z.ndim else 1 for z in evaluation.outputs}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{evaluation.problem.call}: the first dimension of every output must count the data, got sizes "
+            f"{sorted(sizes)}."
+        )
+    return sizes.pop()

@@ -1,0 +1,1 @@
+"""Functional optimizers that use an estimate of the Hessian's diagonal."""

@@ -1,0 +1,226 @@
+"""AdaHessian: Adam whose second moment is that of the Hessian's diagonal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from metagrad.optim.arithmetic import average
+from metagrad.optim.curvature import Diagonal, checked_diagonal
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.per_parameter import PerParameter, checked_gradients
+from metagrad.optim.rule import Hyperparameter, Params
+
+
+class AdaHessianState(NamedTuple):
+    """What :class:`AdaHessian` carries from step to step."""
+
+    step: int  # steps taken
+    mean: Params  # averages of the gradients, in the shapes of the parameters
+    square: Params  # averages of the squares of the Hessian's diagonal
+
+
+@dataclass(frozen=True, eq=False)
+class AdaHessian(PerParameter):
+    """The rule that :func:`adahessian` makes."""
+
+    lr: Hyperparameter = 0.15
+    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999)
+    eps: Hyperparameter = 1e-4
+    weight_decay: Hyperparameter = 0.0
+    hessian_power: Hyperparameter = 1.0
+    samples: int = 1
+    spatial_average: bool = True
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, State = "adahessian(...)", AdaHessianState
+    hyper = ("lr", "betas", "eps", "weight_decay", "hessian_power")
+    fractions = ("betas",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self.call, "samples", self.samples)
+
+    @property
+    def decays_linearly(self) -> bool:
+        """A step with a zero gradient is linear in the parameters and the state."""
+        return True
+
+    @property
+    def request(self) -> Diagonal:
+        """The estimate that the rule works with."""
+        return Diagonal("hessian", self.samples, "rademacher")
+
+    def needs_curvature(self, step: int) -> bool:
+        """Say that every step does."""
+        return True
+
+    def slots(self, param: Tensor) -> tuple[Tensor, Tensor]:
+        """Return averages of zero."""
+        zeros = torch.zeros_like(param)
+        return zeros, zeros
+
+    def update(
+        self, grads: Params, state: AdaHessianState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Take one step; ``curvature`` is a :class:`~metagrad.optim.curvature.Curvature`."""
+        gradients = checked_gradients(self.call, grads, params)
+        diagonals = checked_diagonal(self.call, curvature, self.request, params)
+        missing = [key for key, diagonal in diagonals.items() if diagonal is None]
+        if missing:
+            raise ValueError(
+                f"{self.call}.update: curvature.diagonal(...) has no {missing[0]!r}. Every parameter needs an "
+                "estimate at every step."
+            )
+        if self.maximize:
+            gradients = {key: -g for key, g in gradients.items()}
+        return self.moved(state, params, gradients, diagonals)  # type: ignore[arg-type]
+
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        diagonal: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        *,
+        lr: float | Tensor,
+        beta1: float | Tensor,
+        beta2: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+        hessian_power: float | Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return a parameter and its averages after one step."""
+        if self.spatial_average:
+            diagonal = spatially_averaged(diagonal, self.batch_ndim)
+        if is_used(weight_decay):
+            w = w * (1 - lr * weight_decay)
+        steps = step + 1
+        mean, square = averaged(mean, beta1, g), averaged_square(square, beta2, diagonal)
+        # Both corrections of bias as one factor of the step: a pass over the parameter less.
+        correction = (1 - beta2**steps) ** (hessian_power / 2)
+        scale = power(square, hessian_power / 2) + eps * correction
+        return minus_quotient(w, lr * correction / (1 - beta1**steps), mean, scale), mean, square
+
+
+def adahessian(
+    lr: Hyperparameter = 0.15,
+    *,
+    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999),
+    eps: Hyperparameter = 1e-4,
+    weight_decay: Hyperparameter = 0.0,
+    hessian_power: Hyperparameter = 1.0,
+    samples: int = 1,
+    spatial_average: bool = True,
+    maximize: bool = False,
+) -> AdaHessian:
+    r"""Make the rule of AdaHessian.
+
+    .. math::
+        D_t &= \frac{1}{S} \sum_{s=1}^{S} z_s \odot H_t z_s, \qquad z_s \in \{-1, 1\}^n \\
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar D_t^2 \\
+        w_t &= (1 - \eta \lambda) w_{t-1}
+               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
+
+    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel.
+
+    Args:
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest. A
+            step has the length of Newton's times ``lr``, so that it is larger than for Adam.
+        betas: How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.
+        eps: What is added to the diagonal; it bounds the step where there is no curvature.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 that of momentum without curvature.
+        samples: Probes for each step, :math:`S`; each costs a product with the Hessian.
+        spatial_average: Average the diagonal over the dimensions behind the first two of a parameter, which are the
+            positions in the kernel of a convolution of any number of dimensions. The paper's own program averages
+            absolute values there, this rule the values, as the paper says.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``.
+
+    Raises:
+        ValueError: A number is out of its range; in ``update``, there is no curvature, or a value for a step or a
+            parameter is missing.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse.
+
+    Example:
+        The first step is Newton's, whatever the scale of a parameter, if the Hessian is diagonal:
+
+        >>> from metagrad.optim.diagonal.adahessian import adahessian
+        >>> from metagrad.optim.tape_curvature import TapeCurvature
+        >>> rule = adahessian(lr=1.0, eps=0.0)
+        >>> params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+        >>> loss = (torch.tensor([1.0, 100.0]) * (params["w"] - 3) ** 2).sum()
+        >>> grads = metagrad.grad(loss, params, create_graph=True)
+        >>> new, state = rule.update(grads, rule.init(params), params, TapeCurvature(params, grads))
+        >>> new["w"].tolist()
+        [3.0, 3.0]
+
+    References:
+        Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "ADAHESSIAN: an adaptive second order optimizer for machine
+        learning", AAAI 2021, algorithm 1 and equations 8 to 12.
+    """
+    return AdaHessian(
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        hessian_power=hessian_power,
+        samples=samples,
+        spatial_average=spatial_average,
+        maximize=maximize,
+    )
+
+
+def spatially_averaged(diagonal: Tensor, batch_ndim: int = 0) -> Tensor:
+    """Average over the positions of convolution kernels ``[out, in, *positions]``; other shapes pass."""
+    positions = tuple(range(batch_ndim + 2, diagonal.ndim))
+    return diagonal.mean(positions, keepdim=True).expand_as(diagonal) if positions else diagonal
+
+
+def averaged(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
+    """Update a running average, of which the share ``kept`` stays, in one pass where that is a number."""
+    return average(old, kept, new) if isinstance(kept, Tensor) else torch.lerp(old, new, 1 - kept)
+
+
+def averaged_square(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
+    """Update a running average of squares."""
+    if isinstance(kept, Tensor):
+        return average(old, kept, new * new)
+    return torch.addcmul(kept * old, new, new, value=1 - kept)
+
+
+def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute ``base - factor * numerator / denominator``."""
+    if isinstance(factor, Tensor):
+        return base - factor * numerator / denominator
+    return torch.addcdiv(base, numerator, denominator, value=-factor)
+
+
+def power(value: Tensor, exponent: float | Tensor) -> Tensor:
+    """Raise to a power of 0 or more, with all derivatives 0 at zero, where a root's would be infinite."""
+    if not isinstance(exponent, Tensor) and not _is_differentiated(value):
+        return value**exponent  # a fifth of the time
+    zero = value == 0
+    at_zero = (exponent == 0).to(value.dtype) if isinstance(exponent, Tensor) else float(exponent == 0)
+    return torch.where(zero, at_zero, torch.where(zero, 1, value) ** exponent)
+
+
+def _is_differentiated(value: Tensor) -> bool:
+    return torch.is_grad_enabled() or unpack_dual(value).tangent is not None
+
+
+def check_count(call: str, name: str, value: int) -> None:
+    """Refuse what is not a whole number of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")

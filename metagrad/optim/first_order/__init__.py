@@ -1,0 +1,1 @@
+"""Functional optimizers that use gradients alone."""

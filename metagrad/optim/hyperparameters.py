@@ -1,0 +1,112 @@
+"""The forms of a hyper-parameter: what is refused, and its value at one step for one parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.rule import Hyperparameter, Params
+
+
+def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: float = math.inf) -> None:
+    """Refuse a value of an unknown form, or a number outside of [0, below); tensors may be learned, and pass."""
+    if isinstance(value, Tensor):
+        if value.ndim > 1:
+            raise ValueError(
+                f"{call}: {name} must be a scalar, or 1-d with a value for each step, got shape "
+                f"{tuple(value.shape)}. Values for each parameter are a dict by parameter name."
+            )
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(item, (int, float, Tensor)):
+                raise TypeError(
+                    f"{call}: {name}[{key!r}] must be a number or a tensor, got {type(item).__name__}."
+                )
+            if not isinstance(item, Tensor):
+                check_hyperparameter(call, f"{name}[{key!r}]", item, below=below)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            check_hyperparameter(call, name, item, below=below)
+    elif not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{call}: {name} must be a number, a tensor, a sequence with one value for each step, or a dict by "
+            f"parameter name, got {type(value).__name__}."
+        )
+    elif not value >= 0:
+        raise ValueError(f"{call}: {name} must be at least 0, got {value}.")
+    elif not value < below:
+        raise ValueError(f"{call}: {name} must be below {below:g}, got {value}.")
+
+
+def at_step(
+    name: str, value: Hyperparameter, step: int | Tensor
+) -> float | Tensor | Mapping[str, float | Tensor]:
+    """Choose the value of one step; its number is a tensor where the step is compiled."""
+    per_step = value.ndim == 1 if isinstance(value, Tensor) else isinstance(value, Sequence)
+    if not per_step:
+        return value  # type: ignore[return-value]
+    if isinstance(step, Tensor):
+        return _selected(value, step)  # type: ignore[arg-type]
+    if step >= len(value):  # type: ignore[arg-type]
+        raise ValueError(
+            f"rule.update: {name} has one value for each of {len(value)} steps, but this is "  # type: ignore[arg-type]
+            f"step {step} (the first is 0). Give more values, or take fewer steps."
+        )
+    return value[step]  # type: ignore[index]
+
+
+def _selected(values: Tensor | Sequence[Any], step: Tensor) -> Tensor | Mapping[str, Tensor]:
+    """Choose the value of a step without looking at its number; beyond the last it is NaN."""
+    if not isinstance(values, Tensor):
+        if isinstance(values[0], Mapping):
+            return {key: _selected([value[key] for value in values], step) for key in values[0]}  # type: ignore[misc]
+        values = torch.stack([torch.as_tensor(value, device=step.device) for value in values])
+    chosen = values.index_select(0, step.clamp(max=len(values) - 1).reshape(1)).squeeze(0)
+    return torch.where(step < len(values), chosen, torch.nan)
+
+
+def by_parameter(
+    name: str, value: float | Tensor | Mapping[str, float | Tensor], params: Params
+) -> list[float | Tensor]:
+    """Choose the value of each parameter, in the order of ``params``."""
+    if not isinstance(value, Mapping):
+        return [value] * len(params)
+    if value.keys() != params.keys():
+        unknown, missing = sorted(value.keys() - params.keys()), sorted(params.keys() - value.keys())
+        raise ValueError(
+            f"rule.update: {name} must have one entry for each parameter by name; "
+            f"unknown: {unknown}, missing: {missing}. The parameters are {sorted(params)}."
+        )
+    return [_fitting(name, key, value[key], param) for key, param in params.items()]
+
+
+def values_at(name: str, value: Hyperparameter, step: int | Tensor, params: Params) -> list[float | Tensor]:
+    """Choose the value of each parameter at one step, in the order of ``params``."""
+    return by_parameter(name, at_step(name, value, step), params)
+
+
+def is_used(value: Hyperparameter) -> bool:
+    """Say whether a hyper-parameter is anything but the number 0."""
+    return not (isinstance(value, (int, float)) and value == 0)
+
+
+def count(step: int | Tensor, dtype: torch.dtype) -> float | Tensor:
+    """Return a number of steps to calculate with; a compiled one would give powers of numbers in float32."""
+    if not isinstance(step, Tensor):
+        return step
+    return step.to(torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _fitting(name: str, key: str, value: float | Tensor, param: Tensor) -> float | Tensor:
+    if isinstance(value, Tensor) and value.ndim:
+        trailing = param.shape[max(param.ndim - value.ndim, 0) :]
+        if value.shape != trailing:
+            raise ValueError(
+                f"rule.update: {name}[{key!r}] must be a scalar or have the parameter's shape "
+                f"{tuple(trailing)}, got {tuple(value.shape)}."
+            )
+    return value

@@ -1,1 +1,0 @@
-"""K-FAC: natural gradients by Kronecker-factored Fisher matrices of layers."""

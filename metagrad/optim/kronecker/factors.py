@@ -1,0 +1,226 @@
+r"""Kronecker factors of a layer's Fisher matrix, and gradients multiplied with its inverse.
+
+The weights of a layer are a matrix ``[outputs, inputs]``, a bias its last column. With :math:`a` the inputs and
+:math:`g` the gradients of the outputs of an example, the gradient is :math:`g a^\top`, and the Fisher matrix is taken
+to be :math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Factors(NamedTuple):
+    """The two factors of a block of the Fisher matrix."""
+
+    inputs: Tensor  # A, [*tasks, inputs, inputs]
+    outputs: Tensor  # G, [*tasks, outputs, outputs]
+
+
+class Eigenbasis(NamedTuple):
+    """The eigenvectors of the factors, as columns, and the Fisher matrix's diagonal in that basis."""
+
+    inputs: Tensor  # [inputs, inputs]
+    outputs: Tensor  # [outputs, outputs]
+    scaling: Tensor  # [outputs, inputs]
+
+
+class Sums(NamedTuple):
+    """Sums over the rows of some examples, from which factors are made; those of two batches add up."""
+
+    inputs: Tensor  # of a a^T, [*tasks, inputs, inputs]
+    outputs: Tensor  # of g g^T, [*tasks, outputs, outputs]
+    num_examples: int
+    num_rows: int  # examples times positions
+
+
+def sums_of(inputs: Tensor, gradients: Tensor) -> Sums:
+    """Sum over the rows ``[*tasks, examples, positions, size]`` of inputs and output gradients, in each task."""
+    a, g = inputs.flatten(-3, -2), gradients.flatten(-3, -2)
+    return Sums(a.mT @ a, g.mT @ g, inputs.shape[-3], a.shape[-2])
+
+
+def added(one: Sums | None, other: Sums) -> Sums:
+    """Add the sums over two batches."""
+    if one is None:
+        return other
+    num_examples, num_rows = one.num_examples + other.num_examples, one.num_rows + other.num_rows
+    return Sums(one.inputs + other.inputs, one.outputs + other.outputs, num_examples, num_rows)
+
+
+def factors_of(sums: Sums, weight: float | Tensor) -> Factors:
+    r"""Return the factors of a layer.
+
+    .. math:: A = \frac{1}{N} \sum_{n, t} a_{n t} a_{n t}^\top, \qquad
+              G = \frac{w}{T} \sum_{n, t} g_{n t} g_{n t}^\top
+
+    over N examples and T positions, of which a linear layer on vectors has one.
+
+    Args:
+        sums: Over all examples of a step.
+        weight: What makes :math:`w \sum_n g_n g_n^\top` an average over examples: N for gradients of a mean, whose
+            own is :math:`1 / N`, and 1 for a sum.
+
+    Example:
+        >>> from metagrad.optim.kronecker.factors import factors_of, sums_of
+        >>> sums = sums_of(torch.tensor([[[2.0]], [[4.0]]]), torch.tensor([[[0.5]], [[0.5]]]))
+        >>> [float(factor) for factor in factors_of(sums, sums.num_examples)]
+        [10.0, 1.0]
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015,
+        section 3; Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML
+        2016, theorem 1.
+    """
+    num_positions = sums.num_rows / sums.num_examples
+    return Factors(sums.inputs / sums.num_examples, sums.outputs * (weight / num_positions))
+
+
+def averaged_factors(old: Factors, new: Factors, count: int, decay: float | Tensor) -> Factors:
+    r"""Return the running averages of the factors.
+
+    .. math:: A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
+
+    Args:
+        old: The averages before; of no consequence at the first.
+        new: Those of the step.
+        count: The number k of this estimate, from 1.
+        decay: How much is kept, :math:`\beta`.
+
+    Example:
+        >>> from metagrad.optim.kronecker.factors import Factors, averaged_factors
+        >>> old, new = (Factors(torch.tensor([[a]]), torch.tensor([[g]])) for a, g in ((1.0, 4.0), (3.0, 0.0)))
+        >>> averaged_factors(old, new, 2, 0.95)
+        Factors(inputs=tensor([[2.]]), outputs=tensor([[2.]]))
+
+    References:
+        Martens, Grosse, ICML 2015, section 5.
+    """
+    if count == 1:
+        return new
+    return Factors(*(averaged(*pair, count, decay) for pair in zip(old, new, strict=True)))
+
+
+def averaged(old: Tensor, new: Tensor, count: int, decay: float | Tensor) -> Tensor:
+    """Return the running average of which an estimate is the one of a number, from 1."""
+    most = 1 - 1 / count
+    if isinstance(decay, Tensor):
+        return torch.lerp(new, old, decay.clamp(max=most).to(new))
+    return torch.lerp(new, old, min(decay, most))
+
+
+def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Tensor]:
+    r"""Split a damping into what is added to the eigenvalues of each factor.
+
+    .. math:: \pi \sqrt{\gamma}, \quad \sqrt{\gamma} / \pi, \qquad
+              \pi = \sqrt{\frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G}}
+
+    which makes the smallest error under a trace norm. If a factor is zero, the ratio is 1.
+
+    Example:
+        >>> from metagrad.optim.kronecker.factors import Factors, split_damping
+        >>> split_damping(Factors(4 * torch.eye(3), torch.eye(2)), 0.01)
+        (tensor(0.2000), tensor(0.0500))
+
+    References:
+        Martens, Grosse, ICML 2015, section 6.3.
+    """
+    means = [factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in factors]
+    is_zero = (means[0] <= 0) | (means[1] <= 0)
+    ratio = torch.where(is_zero, 1, means[0] / torch.where(is_zero, 1, means[1])).sqrt()
+    return ratio * damping**0.5, damping**0.5 / ratio
+
+
+def inverses_of(factors: Factors, damping: float | Tensor) -> Factors:
+    """Return the inverses of the factors, each with its share of the damping.
+
+    Raises:
+        torch.linalg.LinAlgError: A damped factor is not positive definite: the damping is zero, or below the rounding
+            errors of the factor.
+    """
+    shares = split_damping(factors, damping)
+    damped = [
+        factor + share.to(factor.dtype)[..., None, None] * _eye(factor)
+        for factor, share in zip(factors, shares, strict=True)
+    ]
+    return Factors(*(torch.cholesky_inverse(torch.linalg.cholesky(matrix)) for matrix in damped))
+
+
+def preconditioned(gradient: Tensor, inverses: Factors) -> Tensor:
+    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse, :math:`G^{-1} \, \nabla W \, A^{-1}`."""
+    return inverses.outputs @ gradient @ inverses.inputs
+
+
+def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
+    r"""Return what a direction is multiplied with, so that predictions do not change by more than allowed.
+
+    .. math:: \nu = \min\Bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\Bigr)
+
+    Args:
+        change: :math:`\eta^2 D^\top \nabla`, over all layers, ``[*tasks]``.
+        kl_clip: The most, :math:`\kappa`.
+
+    Example:
+        >>> from metagrad.optim.kronecker.factors import kl_length
+        >>> kl_length(torch.tensor([4.0, 0.5]), 1.0)
+        tensor([0.5000, 1.0000])
+
+    References:
+        Ba, Grosse, Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR
+        2017, section 5.
+    """
+    # The root's derivative is infinite where nothing changes, and not wanted where nothing is too long.
+    is_long = change > kl_clip
+    return torch.where(is_long, (kl_clip / torch.where(is_long, change, 1)).sqrt(), 1)
+
+
+def eigenbasis_of(factors: Factors) -> tuple[Tensor, Tensor]:
+    """Return the eigenvectors of both factors."""
+    return torch.linalg.eigh(factors.inputs)[1], torch.linalg.eigh(factors.outputs)[1]
+
+
+def scaling_of(
+    inputs: Tensor, gradients: Tensor, basis: tuple[Tensor, Tensor], max_elements: int = 2**22
+) -> Tensor:
+    r"""Sum the squares of the examples' gradients in a basis.
+
+    .. math:: S = \sum_n \bigl(Q_G^\top \nabla W_n \, Q_A\bigr)^2, \qquad \nabla W_n = \sum_t g_{n t} a_{n t}^\top
+
+    which is the diagonal of :math:`\sum_n \operatorname{vec}(\nabla W_n) \operatorname{vec}(\nabla W_n)^\top` in that
+    basis, and of all diagonals the nearest to it in Frobenius norm.
+
+    Args:
+        inputs: Rows ``[examples, positions, inputs]``.
+        gradients: Rows ``[examples, positions, outputs]``.
+        basis: The eigenvectors of inputs and outputs.
+        max_elements: How many elements of the examples' gradients are held at a time.
+
+    Returns:
+        ``[outputs, inputs]``.
+
+    References:
+        George, Laurent, Bouthillier, Ballas, Vincent, "Fast approximate natural gradient descent in a
+        Kronecker-factored eigenbasis", NeurIPS 2018, section 3.
+    """
+    a, g = inputs @ basis[0], gradients @ basis[1]
+    if a.shape[1] == 1:
+        return g.squeeze(1).square().mT @ a.squeeze(1).square()
+    size = max(1, max_elements // (a.shape[-1] * g.shape[-1]))
+    chunks = zip(a.split(size), g.split(size), strict=True)
+    return torch.stack([(some_g.mT @ some_a).square().sum(0) for some_a, some_g in chunks]).sum(0)
+
+
+def preconditioned_in_basis(gradient: Tensor, basis: Eigenbasis, damping: float | Tensor) -> Tensor:
+    r"""Multiply a gradient with the inverse in the eigenbasis.
+
+    .. math:: Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
+    """
+    turned = basis.outputs.mT @ gradient @ basis.inputs
+    return basis.outputs @ (turned / (basis.scaling + damping)) @ basis.inputs.mT
+
+
+def _eye(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)

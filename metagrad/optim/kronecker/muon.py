@@ -1,0 +1,228 @@
+"""Muon: momentum whose matrix is made nearly orthogonal, for the weights of hidden layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.rule import Hyperparameter, Params
+
+Coefficients = Sequence["float | Tensor"]
+
+
+class MuonState(NamedTuple):
+    """What :class:`Muon` carries from step to step."""
+
+    step: int  # steps taken
+    momentum: Params  # averages of the gradients, in the shapes of the parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Muon(PerParameter):
+    """The rule that :func:`muon` makes."""
+
+    lr: Hyperparameter = 1e-3
+    weight_decay: Hyperparameter = 0.1
+    momentum: Hyperparameter = 0.95
+    ns_coefficients: tuple[Coefficients, ...] = ((3.4445, -4.775, 2.0315),) * 5  # of one iteration each
+    eps: Hyperparameter = 1e-7
+    nesterov: bool = True
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    ns_dtype: torch.dtype | None = None
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, State = "muon(...)", MuonState
+    hyper = ("lr", "weight_decay", "momentum", "eps")
+    nested = ("ns_coefficients",)
+
+    def check(self, key: str, param: Tensor) -> None:
+        """Refuse what is not a matrix."""
+        super().check(key, param)
+        shape = tuple(param.shape[self.batch_ndim :])
+        if len(shape) != 2:
+            raise ValueError(
+                f"muon(...).init: {key!r} must be a matrix, got shape {shape}. Give other parameters a rule of their "
+                "own: mask(muon(...), ['*.weight'], other=adamw(...))."
+            )
+
+    def slots(self, param: Tensor) -> tuple[Tensor]:
+        """Return an average of zero."""
+        return (torch.zeros_like(param),)
+
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        velocity: Tensor,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+        momentum: float | Tensor,
+        eps: float | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a parameter and its momentum after one step."""
+        if isinstance(eps, Tensor) and eps.ndim:
+            raise ValueError(
+                "muon(...).update: eps bounds the norm of a matrix, so it has no elements, got shape "
+                f"{tuple(eps.shape)}."
+            )
+        self._check_dtype(w, g)
+        velocity = average(velocity, momentum, g)
+        direction = average(velocity, momentum, g) if self.nesterov else velocity
+        matrices = direction.reshape(-1, *w.shape[-2:]) if self.batch_ndim else direction
+        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self.ns_coefficients, eps)
+        if is_used(weight_decay):
+            w = w * (1 - lr * weight_decay)
+        direction = matrices.to(w.dtype).reshape(w.shape)
+        return plus_scaled(w, lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
+
+    def _check_dtype(self, w: Tensor, g: Tensor) -> None:
+        dtype = self.ns_dtype or w.dtype
+        if g.requires_grad and torch.is_grad_enabled() and torch.finfo(dtype).eps > torch.finfo(w.dtype).eps:
+            raise ValueError(
+                f"muon(...).update: ns_dtype={dtype} rounds the iterations, whose derivatives are wrong then, and "
+                f"this step is differentiated. Use ns_dtype=None, which is {w.dtype} here."
+            )
+
+    def _adjustment(self, num_rows: int, num_columns: int) -> float:
+        if self.adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(num_rows, num_columns))
+        return math.sqrt(max(1.0, num_rows / num_columns))
+
+
+def orthogonalized(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float | Tensor) -> Tensor:
+    r"""Bring all singular values of ``[m, n]`` or ``[tasks, m, n]`` near 1, by Newton-Schulz iterations.
+
+    .. math:: X \leftarrow a X + (b X X^\top + c \, (X X^\top)^2) X, \qquad X_0 = G / \max(\|G\|_F, \epsilon)
+    """
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / matrix_norm(x).clamp(min=eps).to(x.dtype)  # type: ignore[arg-type]
+    for a, b, c in coefficients:
+        gram = x @ x.mT
+        x = _plus_product(a, x, 1.0, _plus_product(b, gram, c, gram, gram), x)
+    return x.mT if is_tall else x
+
+
+def _plus_product(
+    beta: float | Tensor, base: Tensor, alpha: float | Tensor, left: Tensor, right: Tensor
+) -> Tensor:
+    """Compute ``beta * base + alpha * left @ right``; of numbers in one rounding, which bfloat16 shows."""
+    if isinstance(beta, Tensor) or isinstance(alpha, Tensor):
+        return (beta * base + alpha * (left @ right)).to(base.dtype)
+    multiply = torch.addmm if base.ndim == 2 else torch.baddbmm
+    return multiply(base, left, right, beta=beta, alpha=alpha)
+
+
+def muon(
+    lr: Hyperparameter = 1e-3,
+    *,
+    weight_decay: Hyperparameter = 0.1,
+    momentum: Hyperparameter = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Coefficients | Sequence[Coefficients] = (3.4445, -4.775, 2.0315),
+    eps: Hyperparameter = 1e-7,
+    ns_steps: int = 5,
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+    ns_dtype: torch.dtype | None = None,
+    maximize: bool = False,
+) -> Muon:
+    r"""Make the rule of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
+
+    .. math::
+        m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
+        w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
+
+    where :math:`\mathrm{NS}` brings all singular values of a matrix near 1, between about 0.7 and 1.2, by iterating
+    a polynomial; and :math:`\kappa` depends on the shape. It takes matrices alone: :func:`mask` gives biases,
+    embeddings and the last layer another rule. With tasks stacked every task has matrices of its own.
+
+    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
+    optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
+    the dtype of the parameters, or is refused.
+
+    Args:
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        momentum: How much of the average gradient is kept, :math:`\mu`.
+        nesterov: Look ahead along the new average.
+        ns_coefficients: Those of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration: three
+            numbers or 0-d tensors; or three for each of the ``ns_steps`` iterations.
+        eps: The least norm that a matrix is divided by before the iterations.
+        ns_steps: How many iterations.
+        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
+            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
+        ns_dtype: The dtype of the iterations; None takes the parameter's. A narrower one is for steps that nobody
+            differentiates.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        ValueError: A number is negative, ``ns_steps`` is, or ``ns_coefficients`` are not three, or three for each
+            iteration, or ``adjust_lr_fn`` is unknown; in ``init``, a parameter is not a matrix; in ``update``, a
+            value for a step or a parameter is missing, or ``ns_dtype`` is narrower than the dtype of a parameter and
+            the step is differentiated.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse.
+
+    Example:
+        Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
+
+        >>> rule = metagrad.optim.rules.muon(
+        ...     lr=1.0, weight_decay=0.0, ns_coefficients=(1.5, -0.5, 0.0), ns_steps=2, ns_dtype=None)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[4.0, 0.0], [0.0, 3.0]])}, rule.init(params), params)
+        >>> new["w"]
+        tensor([[-0.9954,  0.0000],
+                [ 0.0000, -0.9396]])
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024,
+        https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is scalable for LLM training",
+        arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
+    """
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        raise ValueError(
+            f"muon(...): adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got {adjust_lr_fn!r}."
+        )
+    return Muon(
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        ns_coefficients=_each_iteration(ns_coefficients, ns_steps),
+        eps=eps,
+        nesterov=nesterov,
+        adjust_lr_fn=adjust_lr_fn,
+        ns_dtype=ns_dtype,
+        maximize=maximize,
+    )
+
+
+def _each_iteration(
+    coefficients: Coefficients | Sequence[Coefficients], num_iterations: int
+) -> tuple[Coefficients, ...]:
+    if num_iterations < 0:
+        raise ValueError(f"muon(...): ns_steps must be at least 0, got {num_iterations}.")
+    each = [coefficients] * num_iterations if _are_three(coefficients) else list(coefficients)
+    if len(each) != num_iterations or not all(map(_are_three, each)):
+        raise ValueError(
+            "muon(...): ns_coefficients must be three numbers, or three for each of ns_steps="
+            f"{num_iterations} iterations, got {coefficients!r}."
+        )
+    return tuple(tuple(three) for three in each)  # type: ignore[arg-type]
+
+
+def _are_three(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 3 and not any(isinstance(v, Sequence) for v in value)

@@ -1,0 +1,137 @@
+"""Rules that keep matrices for the axes of a parameter: what they share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.core._torch import pytree
+from metagrad.optim.hyperparameters import count, values_at
+from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.rule import Params
+
+
+class AxisMatrices(PerParameter):
+    """A rule whose slots may be tuples of matrices, as many as a parameter has axes.
+
+    The matrices of parameters of half precision are float32, in which they can be decomposed. Parameters without
+    axes are taken as vectors of one element.
+    """
+
+    batch_ndim: int
+
+    def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
+        """Move every parameter; ``inputs``, the gradients, come before the slots."""
+        keywords, names, values = zip(*self._hyperparameters(), strict=True)
+        at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
+        news: Params = {}
+        fields: list[Any] = [None if slot is None else {} for slot in state[1:]]
+        for (key, w), *chosen in zip(params.items(), *at, strict=True):
+            slots = [None if slot is None else slot[key] for slot in state[1:]]
+            given = [tensors[key] for tensors in inputs]
+            if not w.numel():  # without elements there are no matrices to decompose
+                news[key] = w
+                for field, slot in zip(fields, slots, strict=True):
+                    if field is not None:
+                        field[key] = slot
+                continue
+            chosen_by_keyword = dict(zip(keywords, chosen, strict=True))
+            new, *moved = self.move(count(state.step, w.dtype), w, *given, *slots, **chosen_by_keyword)
+            news[key] = new.to(w.dtype)
+            for field, slot, result in zip(fields, slots, moved, strict=True):
+                if field is not None:
+                    field[key] = pytree.tree_map(lambda old, value: value.to(old.dtype), slot, result)
+        return news, self.State(state.step + 1, *fields)
+
+    def refuse_elements(self, **values: float | Tensor) -> None:
+        """Refuse values that differ within a parameter, where they belong to its matrices."""
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:
+                raise ValueError(
+                    f"{self.call}.update: {name} belongs to the matrices of a parameter, so it has no elements, got "
+                    f"shape {tuple(value.shape)}."
+                )
+
+    def axes_of(self, param: Tensor) -> tuple[int, ...]:
+        """Return the sizes of the axes that are not tasks."""
+        return tuple(param.shape[self.batch_ndim :]) or (1,)
+
+    def in_axes(self, value: Tensor) -> Tensor:
+        """Give a scalar an axis, and half precision the dtype of matrices."""
+        axes = self.axes_of(value)
+        return value.reshape((*value.shape[: self.batch_ndim], *axes)).to(matrix_dtype(value))
+
+    def identities(self, param: Tensor, sizes: Sequence[int], scale: float = 1.0) -> tuple[Tensor, ...]:
+        """Return multiples of the identity for axes of some sizes, and for each task."""
+        batch = param.shape[: self.batch_ndim]
+        dtype, device = matrix_dtype(param), param.device
+        return tuple(scale * torch.eye(n, dtype=dtype, device=device).repeat(*batch, 1, 1) for n in sizes)
+
+
+def matrix_dtype(param: Tensor) -> torch.dtype:
+    """Return the dtype in which the matrices of a parameter are kept."""
+    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+def axis_gram(value: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:
+    r"""Compute :math:`G_{(i)} G_{(i)}^\top` for the unfolding of a tensor along an axis.
+
+    Args:
+        value: ``[*tasks, n_1, ..., n_k]``.
+        axis: From 0; tasks are not counted.
+        batch_ndim: How many axes count tasks.
+
+    Returns:
+        ``[*tasks, n_axis, n_axis]``.
+    """
+    rows = value.movedim(batch_ndim + axis, batch_ndim)
+    rows = rows.reshape(*rows.shape[: batch_ndim + 1], -1)
+    return rows @ rows.mT
+
+
+def axis_product(value: Tensor, matrix: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:
+    r"""Multiply every fibre of a tensor along an axis with a matrix, from the right: :math:`x \mapsto x M`.
+
+    Args:
+        value: ``[*tasks, n_1, ..., n_k]``.
+        matrix: ``[*tasks, n_axis, n_axis]``.
+        axis: From 0; tasks are not counted.
+        batch_ndim: How many axes count tasks.
+
+    Returns:
+        Of the shape of ``value``.
+    """
+    last = value.movedim(batch_ndim + axis, -1)
+    product = last.reshape(*last.shape[:batch_ndim], -1, last.shape[-1]) @ matrix
+    return product.reshape(last.shape).movedim(-1, batch_ndim + axis)
+
+
+def blocks_of(sizes: Sequence[int], block_size: int) -> Iterator[tuple[slice, ...]]:
+    """Cut axes into parts of at most ``block_size``, as equal as they can be, and yield all blocks."""
+    return itertools.product(*[_parts(size, block_size) for size in sizes])
+
+
+def block_at(value: Tensor, block: tuple[slice, ...]) -> Tensor:
+    """Return a block; axes of tasks stand before those of the block."""
+    return value[(..., *block)]
+
+
+def joined_blocks(blocks: Sequence[Tensor], sizes: Sequence[int], block_size: int) -> Tensor:
+    """Put blocks together again, in the order of :func:`blocks_of`."""
+    parts = list(blocks)
+    for axis in reversed(range(len(sizes))):
+        num = len(_parts(sizes[axis], block_size))
+        dim = axis - len(sizes)
+        parts = [
+            parts[i] if num == 1 else torch.cat(parts[i : i + num], dim) for i in range(0, len(parts), num)
+        ]
+    return parts[0]
+
+
+def _parts(size: int, block_size: int) -> list[slice]:
+    num = max(1, -(-size // block_size))
+    return [slice(i * size // num, (i + 1) * size // num) for i in range(num)]

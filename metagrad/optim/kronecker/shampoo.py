@@ -1,0 +1,306 @@
+"""Shampoo: a matrix for each axis of a parameter, whose inverse roots precondition the gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled, root
+from metagrad.optim.diagonal.adahessian import check_count
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.kronecker.matrix_roots import inverse_root
+from metagrad.optim.kronecker.per_axis import (
+    AxisMatrices,
+    axis_gram,
+    axis_product,
+    block_at,
+    blocks_of,
+    joined_blocks,
+)
+from metagrad.optim.rule import Hyperparameter, Params
+
+Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
+"""For each block of a parameter, a matrix for each axis."""
+
+
+class ShampooState(NamedTuple):
+    """What :class:`Shampoo` carries from step to step."""
+
+    step: int  # steps taken
+    velocity: Params  # of the steps, in the shapes of the parameters
+    square: Params | None  # of the gradients, for the length of a step; None unless grafted on it
+    statistics: dict[str, Matrices]  # sums or averages of the products of gradients along each axis
+    roots: dict[str, Matrices]  # their inverse roots, as of the last time
+
+
+@dataclass(frozen=True, eq=False)
+class Shampoo(AxisMatrices):
+    """The rule that :func:`shampoo` makes."""
+
+    lr: Hyperparameter = 0.1
+    momentum: Hyperparameter = 0.9
+    decay: Hyperparameter = 1.0
+    eps: Hyperparameter = 1e-6
+    weight_decay: Hyperparameter = 0.0
+    graft_decay: Hyperparameter = 0.999
+    graft_eps: Hyperparameter = 1e-8
+    graft: Literal["sgd", "adagrad", "adam"] | None = None
+    exponent: int | None = None
+    block_size: int = 1024
+    root_every: int = 1
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, State = "shampoo(...)", ShampooState
+    hyper = ("lr", "momentum", "decay", "eps", "weight_decay", "graft_decay", "graft_eps")
+    fractions = ("graft_decay",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.decay, (int, float)) and self.decay > 1:
+            raise ValueError(f"{self.call}: decay must be at most 1, which sums, got {self.decay}.")
+        for name in ("block_size", "root_every"):
+            check_count(self.call, name, getattr(self, name))
+        if self.exponent is not None:
+            check_count(self.call, "exponent", self.exponent)
+        if self.graft not in (None, "sgd", "adagrad", "adam"):
+            raise ValueError(
+                f"{self.call}: graft must be 'sgd', 'adagrad', 'adam' or None, got {self.graft!r}."
+            )
+
+    def slots(self, param: Tensor) -> tuple[Tensor | Matrices | None, ...]:
+        """Return a momentum and statistics of zero, and the roots of the identity."""
+        zeros = torch.zeros_like(param)
+        blocks = [
+            [part.stop - part.start for part in block]
+            for block in blocks_of(self.axes_of(param), self.block_size)
+        ]
+        return (
+            zeros,
+            zeros if self.graft in ("adagrad", "adam") else None,
+            tuple(self.identities(param, sizes, 0.0) for sizes in blocks),
+            tuple(self.identities(param, sizes) for sizes in blocks),
+        )
+
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        velocity: Tensor,
+        square: Tensor | None,
+        statistics: Matrices,
+        roots: Matrices,
+        *,
+        lr: float | Tensor,
+        momentum: float | Tensor,
+        decay: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+        graft_decay: float | Tensor,
+        graft_eps: float | Tensor,
+    ) -> tuple[Tensor | Matrices | None, ...]:
+        """Return a parameter and what is carried of it after one step."""
+        self.refuse_elements(decay=decay, eps=eps)
+        blocks = self._blocks(g)
+        statistics = tuple(self._gathered(*pair, decay) for pair in zip(statistics, blocks, strict=True))
+        roots = self._roots(step, statistics, roots, decay, eps)
+        direction = self._preconditioned(g, roots)
+        if self.graft is not None:
+            square = self._squared(g, square, graft_decay)
+            other = self._unlike_zero(g)
+            grafted = self._grafted(step, other, square, graft_decay, graft_eps)
+            own = direction if other is g else self._preconditioned(other, roots)
+            direction = direction * self._ratio(grafted, own)
+        velocity = plus_scaled(direction, momentum, velocity)
+        if is_used(weight_decay):
+            w = w * (1 - lr * weight_decay)
+        return plus_scaled(w, lr, velocity, sign=-1), velocity, square, statistics, roots
+
+    def _gathered(
+        self, statistics: tuple[Tensor, ...], block: Tensor, decay: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        grams = [axis_gram(block, axis, self.batch_ndim) for axis in range(len(statistics))]
+        pairs = zip(statistics, grams, strict=True)
+        if _sums(decay):
+            return tuple(old + gram for old, gram in pairs)
+        return tuple(average(old, decay, gram) for old, gram in pairs)
+
+    def _roots(
+        self,
+        step: float | Tensor,
+        statistics: Matrices,
+        roots: Matrices,
+        decay: float | Tensor,
+        eps: float | Tensor,
+    ) -> Matrices:
+        # Statistics of few gradients have no full rank, and old roots would blow up what is outside of it: so long
+        # as there are fewer than the steps between two times, roots are new at every step.
+        is_due = (step % self.root_every == 0) | (step < self.root_every)
+        if is_due is False:
+            return roots
+        correction = 1.0 if _sums(decay) else 1 - decay ** (step + 1)
+        new = tuple(
+            tuple(
+                inverse_root(matrix / correction + eps * _eye(matrix), self.exponent or 2 * len(block))
+                for matrix in block
+            )
+            for block in statistics
+        )
+        if is_due is True:
+            return new
+        return tuple(
+            tuple(torch.where(is_due, *pair) for pair in zip(*blocks, strict=True))
+            for blocks in zip(new, roots, strict=True)
+        )
+
+    def _blocks(self, value: Tensor) -> list[Tensor]:
+        blocks = blocks_of(self.axes_of(value), self.block_size)
+        return [block_at(self.in_axes(value), block) for block in blocks]
+
+    def _preconditioned(self, value: Tensor, roots: Matrices) -> Tensor:
+        blocks = self._blocks(value)
+        for axis in range(len(self.axes_of(value))):
+            matrices = [matrices[axis] for matrices in roots]
+            blocks = [
+                axis_product(*pair, axis, self.batch_ndim) for pair in zip(blocks, matrices, strict=True)
+            ]
+        return (
+            joined_blocks(blocks, self.axes_of(value), self.block_size).reshape(value.shape).to(value.dtype)
+        )
+
+    def _squared(self, g: Tensor, square: Tensor | None, decay: float | Tensor) -> Tensor | None:
+        if square is None:
+            return None
+        return square + g * g if self.graft == "adagrad" else average(square, decay, g * g)
+
+    def _grafted(
+        self,
+        step: float | Tensor,
+        g: Tensor,
+        square: Tensor | None,
+        decay: float | Tensor,
+        eps: float | Tensor,
+    ) -> Tensor:
+        """Return the step of the rule whose length is to be taken."""
+        if square is None:
+            return g
+        correction = (1 - decay ** (step + 1)) ** 0.5 if self.graft == "adam" else 1
+        return g / (root(square) / correction + eps)
+
+    def _unlike_zero(self, g: Tensor) -> Tensor:
+        """Replace a gradient of zero by ones, where it matters.
+
+        The ratio of two lengths of zero is that of what the two rules make of any direction, since before the first
+        gradient both only scale it; so the step has there the derivative that it has nearby.
+        """
+        if not torch.is_grad_enabled():
+            return g
+        own = tuple(range(self.batch_ndim, g.ndim))
+        return torch.where((g == 0).all(own, keepdim=True) if own else g == 0, 1, g)
+
+    def _ratio(self, wanted: Tensor, own: Tensor) -> Tensor:
+        """Divide the lengths of what each task has of a parameter; by a length of 0, as 0."""
+        batch = own.shape[: self.batch_ndim]
+        numerator, divisor = (matrix_norm(value.reshape((*batch, 1, -1))) for value in (wanted, own))
+        ratio = torch.where(divisor == 0, 0, numerator / torch.where(divisor == 0, 1, divisor))
+        return ratio.reshape((*batch, *[1] * (own.ndim - self.batch_ndim)))
+
+
+def _sums(decay: float | Tensor) -> bool:
+    return isinstance(decay, (int, float)) and decay == 1
+
+
+def _eye(matrix: Tensor) -> Tensor:
+    return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def shampoo(
+    lr: Hyperparameter = 0.1,
+    *,
+    momentum: Hyperparameter = 0.9,
+    decay: Hyperparameter = 1.0,
+    eps: Hyperparameter = 1e-6,
+    weight_decay: Hyperparameter = 0.0,
+    graft: Literal["sgd", "adagrad", "adam"] | None = None,
+    graft_decay: Hyperparameter = 0.999,
+    graft_eps: Hyperparameter = 1e-8,
+    exponent: int | None = None,
+    block_size: int = 1024,
+    root_every: int = 1,
+    maximize: bool = False,
+) -> Shampoo:
+    r"""Make the rule of Shampoo.
+
+    For a matrix, with :math:`p = 4`,
+
+    .. math::
+        L_t &= L_{t-1} + G_t G_t^\top, \qquad R_t = R_{t-1} + G_t^\top G_t \\
+        V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
+        W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
+
+    A tensor of k axes has k matrices, and :math:`p = 2 k`; a vector one, a convolution kernel four or so; a scalar is
+    a vector of one element, moved as by Adagrad. The rule can be differentiated at every order, also where
+    eigenvalues of the statistics are equal.
+
+    Args:
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
+        momentum: How much of the last steps is kept, :math:`\mu`.
+        decay: How much of the statistics is kept: 1, the number, sums them as the paper does; below 1 they are
+            averages :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
+        eps: What is added to the eigenvalues of the statistics; in the paper :math:`L_0 = \epsilon I`. It should be
+            above 0, for statistics of few gradients are singular.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        graft: Give each parameter's step the length that it has with another rule: ``"sgd"``, ``"adagrad"`` or
+            ``"adam"`` (without momentum); then ``lr`` is that rule's. None keeps Shampoo's own.
+        graft_decay: How much of the average of squares is kept, by ``"adam"``.
+        graft_eps: What is added to the root of the squares, by ``"adagrad"`` and ``"adam"``.
+        exponent: The p of the roots, for all parameters; None is 2 k.
+        block_size: Longer axes are cut into parts of at most so many, and each block of the parameter has matrices of
+            its own.
+        root_every: Steps from one computation of the roots to the next; they are computed at each of the first so
+            many steps as well, when statistics change fast.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        ValueError: A number is out of its range, or ``graft`` is unknown; in ``update``, a value for a step or a
+            parameter is missing, or ``decay`` or ``eps`` have one for each element.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse.
+
+    Example:
+        The first step is the gradient with all singular values 1:
+
+        >>> from metagrad.optim.kronecker.shampoo import shampoo
+        >>> rule = shampoo(lr=1.0, eps=0.0)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
+        >>> new["w"].round(decimals=4) + 0.0
+        tensor([[ 0., -1.],
+                [-1.,  0.]])
+
+    References:
+        Gupta, Koren, Singer, "Shampoo: preconditioned stochastic tensor optimization", ICML 2018, algorithms 1 and 2;
+        Anil, Gupta, Koren, Regan, Singer, "Scalable second order optimization for deep learning", arXiv:2002.09018,
+        for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
+    """
+    return Shampoo(
+        lr=lr,
+        momentum=momentum,
+        decay=decay,
+        eps=eps,
+        weight_decay=weight_decay,
+        graft_decay=graft_decay,
+        graft_eps=graft_eps,
+        graft=graft,
+        exponent=exponent,
+        block_size=block_size,
+        root_every=root_every,
+        maximize=maximize,
+    )

@@ -1,0 +1,267 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.arithmetic import average, plus_scaled, root
+from metagrad.optim.diagonal.adahessian import check_count
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.kronecker.matrix_roots import eigenvectors
+from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
+from metagrad.optim.rule import Hyperparameter, Params
+
+Matrices = tuple[Tensor, ...]
+
+
+class SOAPState(NamedTuple):
+    """What :class:`SOAP` carries from step to step."""
+
+    step: int  # steps taken
+    mean: Params  # averages of the gradients, in the shapes and the coordinates of the parameters
+    square: Params  # averages of the squares of the gradients, in the coordinates of the bases
+    statistics: dict[
+        str, Matrices
+    ]  # for each axis with a basis, the average of the products of gradients along it
+    bases: dict[str, Matrices]  # their eigenvectors, nearly
+
+
+@dataclass(frozen=True, eq=False)
+class SOAP(AxisMatrices):
+    """The rule that :func:`soap` makes."""
+
+    lr: Hyperparameter = 1e-2
+    betas: tuple[Hyperparameter, Hyperparameter] = (0.95, 0.95)
+    eps: Hyperparameter = 1e-8
+    weight_decay: Hyperparameter = 0.01
+    shift: Hyperparameter = 1e-6
+    basis_every: int = 10
+    max_size: int = 10000
+    precondition_1d: bool = False
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, State = "soap(...)", SOAPState
+    hyper = ("lr", "betas", "eps", "weight_decay", "shift")
+    fractions = ("betas",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("basis_every", "max_size"):
+            check_count(self.call, name, getattr(self, name))
+
+    def slots(self, param: Tensor) -> tuple[Tensor | Matrices, ...]:
+        """Return averages of zero, and the parameter's own coordinates as bases."""
+        axes = self.axes_of(param)
+        sizes = [axes[axis] for axis in self._turned(axes)]
+        zeros = torch.zeros_like(param)
+        return zeros, zeros, self.identities(param, sizes, 0.0), self.identities(param, sizes)
+
+    def move(
+        self,
+        step: float | Tensor,
+        w: Tensor,
+        g: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        statistics: Matrices,
+        bases: Matrices,
+        *,
+        lr: float | Tensor,
+        beta1: float | Tensor,
+        beta2: float | Tensor,
+        eps: float | Tensor,
+        weight_decay: float | Tensor,
+        shift: float | Tensor,
+    ) -> tuple[Tensor | Matrices, ...]:
+        """Return a parameter and what is carried of it after one step."""
+        value, second = self.in_axes(g), self.in_axes(square)
+        turned = self._turned(self.axes_of(g))
+        if turned:
+            self.refuse_elements(**{"betas[1]": beta2, "eps": eps, "shift": shift})
+        grams = [axis_gram(value, axis, self.batch_ndim) for axis in turned]
+        statistics = tuple(average(old, beta2, gram) for old, gram in zip(statistics, grams, strict=True))
+        bases = _chosen(step == 0, lambda: tuple(first_basis(matrix, shift) for matrix in statistics), bases)
+        mean = average(mean, beta1, g).to(g.dtype)
+        second = average(second, beta2, self._multiplied(value, turned, bases) ** 2)
+        steps = step + 1
+        known = second + self._rounding(second) if turned else second
+        scale = root(known) / (1 - beta2**steps) ** 0.5 + eps
+        first = self._multiplied(self.in_axes(mean), turned, bases) / scale
+        direction = self._multiplied(first, turned, tuple(basis.mT for basis in bases))
+        if is_used(weight_decay):
+            w = w * (1 - lr * weight_decay)
+        direction = direction.reshape(w.shape).to(w.dtype)
+        new = plus_scaled(w, lr / (1 - beta1**steps), direction, sign=-1)
+        is_due = (step % self.basis_every == 0) & (step > 0)
+        second, *rest = _chosen(
+            is_due, lambda: self._turned_on(second, turned, statistics, bases, shift), (second, *bases)
+        )
+        return new, mean, second.reshape(square.shape), statistics, tuple(rest)
+
+    def _rounding(self, second: Tensor) -> Tensor:
+        """Return the square of the rounding errors of a gradient in new coordinates, for each task.
+
+        Gradients in the null space of the statistics are nothing else, and divided by their own root they would be
+        steps as long as any.
+        """
+        axes = tuple(range(self.batch_ndim, second.ndim))
+        return torch.finfo(second.dtype).eps ** 2 * second.detach().sum(axes, keepdim=True)
+
+    def _turned(self, axes: tuple[int, ...]) -> list[int]:
+        """Return the axes that have a basis of their own."""
+        if len(axes) == 1 and not self.precondition_1d:
+            return []
+        return [axis for axis, size in enumerate(axes) if size <= self.max_size]
+
+    def _multiplied(self, value: Tensor, axes: list[int], matrices: Matrices) -> Tensor:
+        for axis, matrix in zip(axes, matrices, strict=True):
+            value = axis_product(value, matrix, axis, self.batch_ndim)
+        return value
+
+    def _turned_on(
+        self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the second moment in the order of the new bases, and these, by a step of the power iteration."""
+        new = []
+        for axis, matrix, basis in zip(axes, statistics, bases, strict=True):
+            order = by_curvature(matrix, basis)
+            second = self._ordered(second, axis, order)
+            new.append(iterated(matrix, torch.take_along_dim(basis, order.unsqueeze(-2), -1), shift))
+        return second, *new
+
+    def _ordered(self, value: Tensor, axis: int, order: Tensor) -> Tensor:
+        last = value.movedim(self.batch_ndim + axis, -1)
+        num_others = last.ndim - order.ndim
+        at = order.reshape(*order.shape[:-1], *[1] * num_others, order.shape[-1])
+        return torch.take_along_dim(last, at, -1).movedim(-1, self.batch_ndim + axis)
+
+
+def first_basis(matrix: Tensor, shift: float | Tensor) -> Tensor:
+    r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``; s is the share ``shift`` of the mean eigenvalue.
+
+    Where A has no full rank its null space has many bases, and which of them a decomposition gives changes at random
+    with A; the second term, however small, chooses one that changes as smoothly as A.
+    """
+    n = matrix.shape[-1]
+    ramp = torch.arange(n, dtype=matrix.dtype, device=matrix.device) / n
+    return eigenvectors(matrix + shift * _mean_eigenvalue(matrix) * torch.diag(ramp))
+
+
+def by_curvature(matrix: Tensor, basis: Tensor) -> Tensor:
+    """Return the order of the columns of a basis in which :math:`q^T A q` descends."""
+    quotients = torch.einsum("...ij,...ij->...j", basis, matrix @ basis)
+    return quotients.detach().argsort(dim=-1, descending=True, stable=True)
+
+
+def iterated(matrix: Tensor, basis: Tensor, shift: float | Tensor) -> Tensor:
+    r"""Take a step of the power iteration, ``qr((A + s I) Q)``, with s the share ``shift`` of the mean eigenvalue.
+
+    The eigenvectors of the sum are those of A; and its columns are independent, also where A has no full rank and
+    the derivative of a QR decomposition would be infinite.
+    """
+    mean = _mean_eigenvalue(matrix)
+    shifted = matrix @ basis + shift * mean * basis
+    return torch.linalg.qr(torch.where(mean == 0, basis, shifted))[0]
+
+
+def _mean_eigenvalue(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+
+
+def _chosen(
+    condition: bool | Tensor, compute: Callable[[], tuple[Tensor, ...]], old: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Choose what is computed, or what there was; both where the number of the step is a tensor."""
+    if isinstance(condition, Tensor):
+        return tuple(torch.where(condition, *pair) for pair in zip(compute(), old, strict=True))
+    return compute() if condition else old
+
+
+def soap(
+    lr: Hyperparameter = 1e-2,
+    *,
+    betas: tuple[Hyperparameter, Hyperparameter] = (0.95, 0.95),
+    eps: Hyperparameter = 1e-8,
+    weight_decay: Hyperparameter = 0.01,
+    shift: Hyperparameter = 1e-6,
+    basis_every: int = 10,
+    max_size: int = 10000,
+    precondition_1d: bool = False,
+    maximize: bool = False,
+) -> SOAP:
+    r"""Make the rule of SOAP.
+
+    .. math::
+        L_t &= \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^\top, \qquad
+        R_t = \beta_2 R_{t-1} + (1 - \beta_2) G_t^\top G_t \\
+        M_t &= \beta_1 M_{t-1} + (1 - \beta_1) G_t, \qquad
+        V_t = \beta_2 V_{t-1} + (1 - \beta_2) (Q_L^\top G_t Q_R)^2 \\
+        W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
+               \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
+
+    and every so many steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`, with the columns
+    first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
+    the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
+    parameter's own coordinates, so that it is in those of a new basis by itself.
+
+    To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
+    space of the statistics, where gradients are nothing else, has no steps.
+
+    A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are moved as by AdamW. The rule
+    can be differentiated, through the bases too.
+
+    Args:
+        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest. In
+            the paper 3e-3, for language models of 360 million parameters and more.
+        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
+        eps: What is added to the root.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        shift: The share of their mean eigenvalue that is added to statistics where bases are computed, which makes
+            them a smooth function also where statistics have no full rank; 0 is the paper's. Derivatives there are as
+            exact as the machine's precision divided by it: in float32 it should be 1e-3 if they matter.
+        basis_every: Steps from one iteration of the bases to the next.
+        max_size: Longer axes have no basis.
+        precondition_1d: Give vectors a basis too.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing, or
+            ``betas[1]``, ``eps`` or ``shift`` have one for each element of a parameter with bases.
+        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
+            gradient is sparse.
+
+    Example:
+        The first step is Adam's in the eigenbasis: singular values become 1.
+
+        >>> from metagrad.optim.kronecker.soap import soap
+        >>> rule = soap(lr=1.0, weight_decay=0.0)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
+        >>> new["w"].round(decimals=4) + 0.0
+        tensor([[ 0., -1.],
+                [-1.,  0.]])
+
+    References:
+        Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade, "SOAP: improving and stabilizing Shampoo
+        using Adam", arXiv:2409.11321, algorithms 3 and 4.
+    """
+    return SOAP(
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        shift=shift,
+        basis_every=basis_every,
+        max_size=max_size,
+        precondition_1d=precondition_1d,
+        maximize=maximize,
+    )

@@ -1,0 +1,157 @@
+"""Newton's method with a cubic term in place of damping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.newton.flat import dot, norm
+from metagrad.optim.newton.krylov import check_solver
+from metagrad.optim.newton.lanczos_rows import minimize_cubic
+from metagrad.optim.newton.second_order import (
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    Report,
+    SecondOrder,
+    check_can_evaluate,
+    no_report,
+)
+from metagrad.optim.rule import Hyperparameter, Params
+
+_SUFFICIENT, _POOR, _GOOD = 1e-4, 0.25, 0.75
+
+
+class CubicNewtonState(NamedTuple):
+    """What :class:`CubicNewton` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+
+    step: int  # steps taken
+    factor: Tensor  # of the cubic term: what the ratios of reduction have made of 1
+    report: Report  # what the last step did
+
+
+@dataclass(frozen=True, eq=False)
+class CubicNewton(SecondOrder):
+    """The rule that :func:`cubic_newton` makes."""
+
+    lr: Hyperparameter = 1.0
+    weight_decay: Hyperparameter = 0.0
+    cubic: Hyperparameter = 1.0
+    adapt: bool = True
+    rtol: float = 1e-10
+    max_steps: int = 50
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, hyper, above_zero = "cubic_newton(...)", ("lr", "weight_decay", "cubic"), ("cubic",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_solver(self.call, self.rtol, None, self.max_steps)
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step."""
+        factor = self.begun(params, 1.0)
+        return CubicNewtonState(0, factor, no_report(factor))
+
+    def update(
+        self, grads: Params, state: CubicNewtonState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
+        if not params:
+            return {}, state._replace(step=state.step + 1)
+        problem = self.problem(grads, params, curvature, "products", state.step)
+        each = problem.space.each
+        factor = each(state.factor)
+        cubic = factor * each(self.value("cubic", state.step))
+        found = minimize_cubic(problem.products, problem.g, cubic, rtol=self.rtol, max_steps=self.max_steps)
+        curved = 2 * (found.model - dot(problem.g, found.x) - cubic * norm(found.x) ** 3 / 6)
+        step = problem.step(found.x, curved)
+        ratio, length = None, torch.ones_like(factor)
+        if self.adapt:
+            check_can_evaluate(self.call, curvature, "set adapt=False")
+            predicted = step.predicted + cubic * norm(step.d) ** 3 / 6
+            ratio = problem.ratio(problem.after(step.d), predicted)
+            length = (ratio > _SUFFICIENT).to(factor)
+            less = torch.where(ratio > _GOOD, factor / 2, factor)
+            factor = torch.where(ratio < _POOR, 2 * factor, less).clamp(LEAST_FACTOR, MOST_FACTOR)
+        products = found.products + problem.products_of_step
+        report = problem.report(None, ratio, length, products=products)
+        report = report._replace(steps=problem.for_task(found.steps))
+        return problem.moved(step.times(length).d), CubicNewtonState(
+            state.step + 1, problem.for_task(factor), report
+        )
+
+
+def cubic_newton(
+    lr: Hyperparameter = 1.0,
+    *,
+    weight_decay: Hyperparameter = 0.0,
+    cubic: Hyperparameter = 1.0,
+    adapt: bool = True,
+    rtol: float = 1e-10,
+    max_steps: int = 50,
+    maximize: bool = False,
+) -> CubicNewton:
+    r"""Make the rule of Newton's method with cubic regularisation.
+
+    .. math::
+        d_t = \operatorname*{argmin}_d \; g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3, \qquad
+        w_t = w_{t-1} + \eta \, d_t
+
+    the least of all minima, in the Krylov space of the gradient. Where the Hessian changes by at most
+    :math:`M |d|` over a step, the model bounds the loss from above, and every step descends, from saddle points too,
+    unless the gradient has no part along the negative curvature. With ``adapt``, :math:`M` doubles where the
+    ratio of the reduction of the loss by that of the model is below 1/4, and halves above 3/4 (between
+    :math:`10^{-10}` and :math:`10^{10}` of where it began); a step is taken where the ratio is above :math:`10^{-4}`.
+
+    Ratio and model are those of the step :math:`\eta d`.
+
+    Derivatives go through the Lanczos process, and are right up to the third; factors are constants.
+
+    Args:
+        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
+            the next two. Of a dict, the direction is that of all parameters together.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
+        cubic: :math:`M_0`, above 0: a bound of the Hessian's Lipschitz constant, or a first guess of it. A schedule
+            of it is multiplied by what the ratios have made of 1.
+        adapt: Look at the loss at the end of a step; else every step is taken and :math:`M` stays.
+        rtol: The process ends when the gradient of the model is so small, relative to that of the loss.
+        max_steps: The most steps of the Lanczos process, which keeps so many vectors.
+        maximize: Climb.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
+        what the step did.
+
+    Raises:
+        ValueError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+
+    Example:
+        The model of :math:`w + w^2 / 2` with M = 2 is least at -0.618, where :math:`1 + d - d^2 = 0`:
+
+        >>> from metagrad.optim.newton.cubic_newton import cubic_newton
+        >>> from metagrad.optim.objective import TapeObjective
+        >>> rule, params = cubic_newton(cubic=2.0, adapt=False), {"w": torch.zeros(1, requires_grad=True)}
+        >>> objective = TapeObjective(lambda p: (p["w"] + p["w"] ** 2 / 2).sum(), params)
+        >>> rule.update(objective.grads, rule.init(params), params, objective)[0]["w"].detach()
+        tensor([-0.6180])
+
+    References:
+        Nesterov, Polyak, "Cubic regularization of Newton method and its global performance", Mathematical
+        Programming 108, 2006, equations 2.4 and 2.5; Cartis, Gould, Toint, Mathematical Programming 127, 2011, for
+        the adaptation and the Krylov space.
+    """
+    return CubicNewton(
+        lr=lr,
+        weight_decay=weight_decay,
+        cubic=cubic,
+        adapt=adapt,
+        rtol=rtol,
+        max_steps=max_steps,
+        maximize=maximize,
+    )

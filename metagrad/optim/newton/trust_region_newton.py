@@ -1,0 +1,179 @@
+"""Newton's method within a trust region, by Steihaug's conjugate gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.newton.flat import dot, norm
+from metagrad.optim.newton.krylov import check_solver, conjugate_gradients
+from metagrad.optim.newton.second_order import (
+    LEAST_FACTOR,
+    MOST_FACTOR,
+    Report,
+    SecondOrder,
+    check_can_evaluate,
+    no_report,
+)
+from metagrad.optim.rule import Hyperparameter, Params
+
+_POOR, _GOOD, _ON_BOUNDARY = 0.25, 0.75, 0.99
+
+
+class TrustRegionState(NamedTuple):
+    """What :class:`TrustRegionNewton` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+
+    step: int  # steps taken
+    factor: Tensor  # of the radius: what the ratios of reduction have made of 1
+    report: Report  # what the last step did
+
+
+@dataclass(frozen=True, eq=False)
+class TrustRegionNewton(SecondOrder):
+    """The rule that :func:`trust_region_newton` makes."""
+
+    lr: Hyperparameter = 1.0
+    weight_decay: Hyperparameter = 0.0
+    radius: Hyperparameter = 1.0
+    max_radius: float = 1e3
+    accept: float = 1e-4
+    adapt: bool = True
+    rtol: float = 1e-10
+    progress: float | None = None
+    max_steps: int = 250
+    maximize: bool = False
+    batch_ndim: int = 0
+
+    call, hyper, above_zero = "trust_region_newton(...)", ("lr", "weight_decay", "radius"), ("radius",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.max_radius > 0:
+            raise ValueError(f"{self.call}: max_radius must be above 0, got {self.max_radius}.")
+        if not 0 <= self.accept < _POOR:
+            raise ValueError(f"{self.call}: accept must be from 0 to below 1/4, got {self.accept}.")
+        check_solver(self.call, self.rtol, self.progress, self.max_steps)
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step."""
+        factor = self.begun(params, 1.0)
+        return TrustRegionState(0, factor, no_report(factor))
+
+    def update(
+        self, grads: Params, state: TrustRegionState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
+        if not params:
+            return {}, state._replace(step=state.step + 1)
+        problem = self.problem(grads, params, curvature, "products", state.step)
+        each = problem.space.each
+        factor = each(state.factor)
+        given = each(self.value("radius", state.step))
+        radius = (factor * given).clamp(max=self.max_radius)
+        run = conjugate_gradients(
+            problem.products,
+            -problem.g,
+            radius=radius,
+            rtol=self.rtol,
+            progress=self.progress,
+            max_steps=self.max_steps,
+        )
+        slope = dot(problem.g, run.x)
+        step = problem.step(run.x, 2 * (run.model - slope))
+        ratio, length = None, torch.ones_like(radius)
+        if self.adapt:
+            check_can_evaluate(self.call, curvature, "set adapt=False")
+            ratio = problem.ratio(problem.after(step.d), step.predicted)
+            length = (ratio > self.accept).to(radius)
+            reach = norm(run.x)
+            grows = (ratio > _GOOD) & (reach > _ON_BOUNDARY * radius) & (2 * radius <= self.max_radius)
+            # A poor step shorter than the radius shrinks it to a quarter of the step, for it to be felt at once.
+            shrunk = 0.25 * torch.minimum(reach, radius) / given
+            factor = torch.where(ratio < _POOR, shrunk, torch.where(grows, 2 * factor, factor))
+            factor = factor.clamp(LEAST_FACTOR, MOST_FACTOR)
+        report = problem.report(run, ratio, length, products=problem.products_of_step)
+        return problem.moved(step.times(length).d), TrustRegionState(
+            state.step + 1, problem.for_task(factor), report
+        )
+
+
+def trust_region_newton(
+    lr: Hyperparameter = 1.0,
+    *,
+    weight_decay: Hyperparameter = 0.0,
+    radius: Hyperparameter = 1.0,
+    max_radius: float = 1e3,
+    accept: float = 1e-4,
+    adapt: bool = True,
+    rtol: float = 1e-10,
+    progress: float | None = None,
+    max_steps: int = 250,
+    maximize: bool = False,
+) -> TrustRegionNewton:
+    r"""Make the rule of Newton steps within a trust region.
+
+    .. math::
+        d_t \approx \operatorname*{argmin}_{|d| \le \Delta_t} \; m_t(d) = g_t^\top d + \tfrac{1}{2} d^\top H_t d,
+        \qquad \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{m_t(d_t)}
+
+    by conjugate gradients that end where they leave the region, or meet negative curvature and follow it to the
+    boundary. The step is taken where :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where
+    :math:`\rho > 3/4` and the step reaches the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
+
+    With a step size :math:`\eta`, ratio and step are those of :math:`\eta d`.
+
+    Derivatives are those of the steps that conjugate gradients took, the one to the boundary included; ratios and
+    factors are constants.
+
+    Args:
+        lr: A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next two. Of
+            a dict, the direction is that of all parameters together.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
+            and ratio; forms as for ``lr``.
+        radius: :math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.
+        max_radius: The largest radius.
+        accept: The ratio above which a step is taken, below 1/4.
+        adapt: Look at the loss at the end of a step; else every step is taken and the radius stays.
+        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
+        max_steps: The most steps of conjugate gradients.
+        maximize: Climb.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
+        what the step did.
+
+    Raises:
+        ValueError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+
+    Example:
+        The minimum at distance 5 is beyond the radius of 1, and the step ends on it:
+
+        >>> from metagrad.optim.objective import TapeObjective
+        >>> from metagrad.optim.newton.trust_region_newton import trust_region_newton
+        >>> rule, params = trust_region_newton(), {"w": torch.zeros(2, requires_grad=True)}
+        >>> objective = TapeObjective(lambda p: (p["w"] - torch.tensor([3.0, 4.0])).pow(2).sum(), params)
+        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
+        >>> new["w"], float(state.factor)
+        (tensor([0.6000, 0.8000], grad_fn=<AddBackward0>), 2.0)
+
+    References:
+        Steihaug, "The conjugate gradient method and trust regions in large scale optimization", SIAM J. Numer. Anal.
+        20(3), 1983; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
+    """
+    return TrustRegionNewton(
+        lr=lr,
+        weight_decay=weight_decay,
+        radius=radius,
+        max_radius=max_radius,
+        accept=accept,
+        adapt=adapt,
+        rtol=rtol,
+        progress=progress,
+        max_steps=max_steps,
+        maximize=maximize,
+    )

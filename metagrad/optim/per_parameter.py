@@ -1,0 +1,134 @@
+"""Rules that move one parameter at a time: what they share, so that each is its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
+from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class PerParameter(RuleNode):
+    """A rule that is given by how it moves one parameter.
+
+    A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
+    ``move``; hyper-parameters reach ``move`` as keywords, chosen for the step and the parameter, ``betas`` as
+    ``beta1`` and ``beta2``.
+    """
+
+    call: ClassVar[str]
+    """What makes the rule, for errors: ``"adam(...)"``."""
+    State: ClassVar[type]
+    """A named tuple of ``step`` and, by parameter name, the slots; those that are not needed are None."""
+    fractions: ClassVar[tuple[str, ...]] = ()
+    """The hyper-parameters that must be below 1."""
+    takes_rows: ClassVar[bool] = False
+    """Whether a gradient may be RowSparse."""
+    maximize: bool
+
+    def __post_init__(self) -> None:
+        for _, name, value in self._hyperparameters():
+            fraction = name.partition("[")[0] in self.fractions
+            check_hyperparameter(self.call, name, value, **({"below": 1.0} if fraction else {}))
+
+    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+        """Return what is carried for a parameter, before the first step."""
+        raise NotImplementedError
+
+    def move(self, step: float | Tensor, w: Tensor, g: Tensor, *slots: Any, **values: Any) -> tuple[Any, ...]:
+        """Return a parameter and its slots after one step; ``step`` counts those before."""
+        raise NotImplementedError
+
+    def check(self, key: str, param: Tensor) -> None:
+        """Refuse a parameter that the rule does not know how to move."""
+        if param.is_complex():
+            raise TypeError(
+                f"{self.call}.init: {key!r} is {param.dtype}, and rules move real parameters. Make it real by "
+                "torch.view_as_real, and complex again in the model."
+            )
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step."""
+        for key, param in params.items():
+            self.check(key, param)
+        rows = [self.slots(param) for param in params.values()]
+        return self.State(0, *_by_name(params, rows, self.slots(torch.empty(0))))
+
+    def update(
+        self, grads: Params, state: Any, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Take one step; ``curvature`` is not used."""
+        gradients = checked_gradients(self.call, grads, params, takes_rows=self.takes_rows)
+        if self.maximize:
+            gradients = {key: -g for key, g in gradients.items()}
+        return self.moved(state, params, gradients)
+
+    def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
+        """Move every parameter; ``inputs``, the gradients and what else there is, come before the slots."""
+        keywords, names, values = zip(*self._hyperparameters(), strict=True)
+        at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
+        slots = state[1:]
+        rows = []
+        for (key, w), *chosen in zip(params.items(), *at, strict=True):
+            own = [None if slot is None else slot[key] for slot in slots]
+            if not w.numel():
+                rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
+                continue
+            dtype = w.dtype
+            results = self.move(
+                count(state.step, dtype),
+                w,
+                *[given[key] for given in inputs],
+                *own,
+                **dict(zip(keywords, chosen, strict=True)),
+            )
+            rows.append([result if result is None else _in_dtype(result, dtype) for result in results])
+        news, *fields = _by_name(params, rows, (params, *slots))
+        return news, self.State(state.step + 1, *fields)
+
+    def _hyperparameters(self) -> Iterator[tuple[str, str, Hyperparameter]]:
+        """Yield the keyword that ``move`` knows, the name that users know, and the value."""
+        for name in self.hyper:
+            value = getattr(self, name)
+            if name == "betas":
+                yield "beta1", "betas[0]", value[0]
+                yield "beta2", "betas[1]", value[1]
+            else:
+                yield name, name, value
+
+
+def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:
+    """Return the gradients in the order of ``params``; refuse missing ones, and sparse ones that would be dense."""
+    for key in params:
+        gradient = grads.get(key)
+        if gradient is None:
+            raise ValueError(
+                f"{call}.update: there is no gradient of {key!r}. Of a parameter that the loss does not use it is "
+                "zero: metagrad.grad(..., materialize_grads=True) returns that."
+            )
+        if isinstance(gradient, RowSparse) and not takes_rows:
+            raise TypeError(
+                f"{call}.update: the gradient of {key!r} is RowSparse, and this rule moves every row. Use "
+                f"rowwise({call}) for its table, or make the gradient dense by .to_dense()."
+            )
+    return {key: grads[key] for key in params}
+
+
+def _in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
+    # A 0-d tensor as hyper-parameter widens a 0-d parameter, which in place would keep its dtype.
+    return result if result.dtype == dtype else result.to(dtype)
+
+
+def _by_name(params: Params, rows: Sequence[Iterable[Any]], pattern: Iterable[object | None]) -> list[Any]:
+    """Turn what each parameter has into a dict for each slot; None where the pattern has None."""
+    wanted = list(pattern)
+    columns = list(zip(*rows, strict=True)) or [()] * len(wanted)
+    return [
+        None if like is None else dict(zip(params, column, strict=True))
+        for like, column in zip(wanted, columns, strict=True)
+    ]

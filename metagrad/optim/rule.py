@@ -1,0 +1,133 @@
+"""What a rule is, and how one knows of tasks that are stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from metagrad.core._torch import pytree
+
+Params: TypeAlias = dict[str, Tensor]
+"""Parameters by name, as ``dict(model.named_parameters())`` gives them; stacked tasks come first in a shape."""
+
+Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Sequence[Any]"
+"""A number; a 0-d tensor; a 1-d tensor or a sequence with one value for each step; or a mapping with one value
+for each parameter by name: a number, a 0-d tensor, or a tensor of the parameter's shape, for its elements."""
+
+R = TypeVar("R")
+
+
+class Rule(Protocol):
+    """An optimizer as two pure functions; its hyper-parameters are the fields of a frozen dataclass.
+
+    A rule that treats an element of a parameter by itself does not care whether tasks are stacked. Any other
+    (matrices, norms) declares a field ``batch_ndim: int = 0``, says in ``init`` and ``update`` that so many first
+    axes of each parameter count tasks, and :func:`with_batch_ndim` sets it wherever it occurs in a rule.
+    """
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step: a tree of tensors and constants."""
+        ...
+
+    def update(
+        self, grads: Params, state: Any, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Return new parameters and a new state, both differentiable; nothing is written in place."""
+        ...
+
+
+class Transform(Protocol):
+    """What stands before the rule in a chain: it makes other gradients of the gradients."""
+
+    def init(self, params: Params) -> Any:
+        """Return the state before the first step: a tree of tensors and constants."""
+        ...
+
+    def transform(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        """Return new gradients and a new state, both differentiable; nothing is written in place."""
+        ...
+
+
+class RuleNode:
+    """A rule, or a part of one, that is a node of torch's trees.
+
+    So whatever takes trees (``unroll``, ``torch.func``, a compiled loop) finds the hyper-parameters of a rule, also
+    within the rules that it is made of. Subclasses are frozen dataclasses; all fields but ``hyper`` and ``nested``
+    are structure: flags, counts, names, functions.
+    """
+
+    hyper: ClassVar[tuple[str, ...]] = ()
+    """The fields that are hyper-parameters."""
+    nested: ClassVar[tuple[str, ...]] = ()
+    """The fields that are trees of anything else: rules, and constants."""
+
+    def __init_subclass__(cls, **keywords: object) -> None:
+        super().__init_subclass__(**keywords)
+        pytree.register_pytree_node(
+            cls,
+            _flatten,
+            lambda children, context: _unflatten(cls, children, context),
+            flatten_with_keys_fn=_flatten_with_keys,  # type: ignore[reportArgumentType]
+        )
+
+
+def _flatten(node: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    leaves = (*node.hyper, *node.nested)
+    names = [field.name for field in dataclasses.fields(node)]
+    # A mapping of another kind would be a leaf: nn.ParameterDict is one.
+    children = [_plain(getattr(node, name)) for name in names if name in leaves]
+    return children, tuple((name, None if name in leaves else getattr(node, name)) for name in names)
+
+
+def _flatten_with_keys(node: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    children, context = _flatten(node)
+    keys = [pytree.GetAttrKey(name) for name, _ in context if name in (*node.hyper, *node.nested)]
+    return list(zip(keys, children, strict=True)), context
+
+
+def _unflatten(cls: Any, children: Any, context: tuple[Any, ...]) -> Any:
+    supply = iter(children)
+    leaves = (*cls.hyper, *cls.nested)
+    return cls(**{name: next(supply) if name in leaves else static for name, static in context})
+
+
+def _plain(value: object) -> object:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def with_batch_ndim(rule: R, batch_ndim: int) -> R:
+    """Return a rule for parameters whose first axes, so many, count tasks.
+
+    Args:
+        rule: Any rule, or a chain or another composition of rules.
+        batch_ndim: 1 for parameters ``[tasks, ...]``; 0 for those of one task.
+
+    Returns:
+        The rule, with every field ``batch_ndim`` in it set; the rule itself where it has none, which is to say that
+        it treats elements one by one.
+
+    Example:
+        >>> from metagrad.optim.rule import with_batch_ndim
+        >>> rules = metagrad.optim.rules
+        >>> stacked = with_batch_ndim(rules.chain(rules.clip_by_norm(1.0), rules.sgd(1.0)), 1)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> gradients = {"w": torch.tensor([[0.0, 4.0], [0.5, 0.0]])}
+        >>> stacked.update(gradients, stacked.init(params), params)[0]["w"]
+        tensor([[ 0.0000, -1.0000],
+                [-0.5000,  0.0000]])
+    """
+    if isinstance(rule, tuple):
+        parts = tuple(with_batch_ndim(part, batch_ndim) for part in rule)
+        return rule if all(new is old for new, old in zip(parts, rule, strict=True)) else parts  # type: ignore[return-value]
+    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+        return rule
+    changes = {}
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        new = batch_ndim if field.name == "batch_ndim" else with_batch_ndim(value, batch_ndim)
+        if new is not value:
+            changes[field.name] = new
+    return dataclasses.replace(rule, **changes) if changes else rule

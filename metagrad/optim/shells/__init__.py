@@ -1,1 +1,0 @@
-"""Optimizers of ``torch.optim``'s kind, made of rules."""

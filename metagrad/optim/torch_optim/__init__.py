@@ -1,0 +1,1 @@
+"""Functional optimizers as `torch.optim.Optimizer`."""

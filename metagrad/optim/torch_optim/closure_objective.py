@@ -1,0 +1,327 @@
+"""What second-order rules are told of the loss that a closure computes: its curvature, and its values elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from metagrad.optim.curvature import Diagonal
+from metagrad.optim.objective import fisher_products
+from metagrad.optim.probes import Generators, drawn_like, torchs_own
+from metagrad.optim.rule import Params
+from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
+from metagrad.optim.torch_optim.gradients import Recording
+from metagrad.optim.torch_optim.move import working
+
+
+class KnownPart(NamedTuple):
+    """A loss of known form, and the parameters that its output depends on."""
+
+    loss: WeightedLoss
+    leaves: frozenset[Tensor]
+
+
+class BackwardPass(NamedTuple):
+    """One call of ``backward``, whose graph is alive."""
+
+    value: Tensor  # what was differentiated, 0-d
+    grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
+    parts: Sequence[KnownPart]
+
+
+class GraphCurvature:
+    """The curvature of a sum of losses whose graphs are alive, in some of the parameters.
+
+    Args:
+        params: Parameters by name.
+        passes: The losses.
+        curved: Those whose curvature is taken, if others: of a part of the data.
+        inverse_scale: What undoes the scale of the losses.
+        generators: Where the random numbers of estimates come from.
+
+    Attributes:
+        total: The sum of the elements of all products so far, which is finite if they are.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        passes: Sequence[BackwardPass],
+        curved: Sequence[BackwardPass] | None = None,
+        *,
+        inverse_scale: float = 1.0,
+        generators: Generators = torchs_own,
+    ) -> None:
+        self._params = params
+        self._passes = passes
+        self._curved = passes if curved is None else curved
+        self._inverse_scale = inverse_scale
+        self._generators = generators
+        self.total = next(iter(params.values())).new_zeros(())
+
+    @property
+    def value(self) -> Tensor:
+        """The sum of the losses."""
+        return self._inverse_scale * torch.stack([working(one.value) for one in self._passes]).sum()
+
+    def products(self, v: Params) -> Params:
+        """Return the Hessian times ``v``."""
+        total = {key: torch.zeros_like(value) for key, value in v.items()}
+        for one in self._curved:
+            params = {key: p for key, p in self._params.items() if p in one.grads}
+            if params:
+                tape = TapeCurvature(params, {key: one.grads[p] for key, p in params.items()})
+                self._add(total, tape.products(_in_dtypes_of(params, v)))
+        return total
+
+    def gauss_newton_products(self, v: Params) -> Params:
+        """Return the Gauss-Newton matrix times ``v``."""
+        return self._of_parts(lambda tape, params: tape.gauss_newton_products(_in_dtypes_of(params, v)))
+
+    def fisher_products(self, v: Params) -> Params:
+        """Return the Fisher matrix times ``v``."""
+        return self._of_parts(lambda tape, params: fisher_products(tape, _in_dtypes_of(params, v)))
+
+    def diagonal(self, request: Diagonal) -> Params:
+        """Return an estimate of a diagonal."""
+        if request.matrix == "gauss_newton":
+            return self._of_parts(lambda tape, _: tape.diagonal(request))
+        total = self._zeros()
+        for _ in range(request.samples):
+            # One probe for all losses, so that micro-batches have the estimate of the whole batch.
+            probe = {
+                key: drawn_like(zero, request.distribution, self._generators(zero.device))
+                for key, zero in total.items()
+            }
+            product = self.products(probe)
+            total = {key: total[key] + probe[key] * product[key] / request.samples for key in total}
+        return total
+
+    def _zeros(self) -> Params:
+        return {key: torch.zeros_like(working(p)) for key, p in self._params.items()}
+
+    def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
+        """Add up what there is of each loss of known form, in the parameters that it depends on."""
+        total = self._zeros()
+        for one in self._curved:
+            for part in one.parts:
+                params = {key: p for key, p in self._params.items() if p in part.leaves and p in one.grads}
+                if params:
+                    grads = {key: one.grads[p] for key, p in params.items()}
+                    tape = TapeCurvature(params, grads, losses=[part.loss], generators=self._generators)
+                    self._add(total, result(tape, params))
+        return total
+
+    def _add(self, total: Params, products: Params) -> None:
+        for key, product in products.items():
+            product = self._inverse_scale * working(product)
+            total[key] = total[key] + product
+            self.total = self.total + product.detach().sum().to(self.total)
+
+
+def _in_dtypes_of(params: Params, v: Params) -> Params:
+    return {key: v[key].to(p.dtype) for key, p in params.items()}
+
+
+class ClosureObjective(GraphCurvature):
+    """The same, with the values of the loss at other parameters, by calling the closure again.
+
+    Args:
+        params: Parameters by name.
+        passes: The losses.
+        curved: Those whose curvature is taken, if others.
+        closure: Computes them, and calls ``backward``, which does nothing here.
+        every: All parameters of the optimizer, and what else has gradients of the losses; ``.grad`` is left alone.
+        random: The states of random numbers that the closure began with, so that dropout is that of the step.
+        buffers: Of the modules that it calls, which move with its first call alone.
+        generators: Where the random numbers of estimates come from.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        passes: Sequence[BackwardPass],
+        curved: Sequence[BackwardPass] | None,
+        closure: Callable[[], object],
+        every: Sequence[Tensor],
+        random: RandomState,
+        buffers: ModuleBuffers,
+        generators: Generators = torchs_own,
+    ) -> None:
+        super().__init__(params, passes, curved, generators=generators)
+        self._closure = closure
+        self._every = every
+        self._random = random
+        self._buffers = buffers
+
+    def evaluate(self, params: Params) -> Tensor:
+        """Return the loss at other parameters."""
+        return self._evaluated(params, with_gradient=False)[0]
+
+    def gradient(self, params: Params) -> tuple[Tensor, Params]:
+        """Return the loss and its gradient at other parameters."""
+        return self._evaluated(params, with_gradient=True)
+
+    def called(self, params: Params) -> tuple[Tensor, Params]:
+        """Return the loss that the closure returns at other parameters, and the gradients that it leaves there."""
+        with self._elsewhere(params):
+            value = cast(Tensor, self._closure())
+            found = {key: self._params[key].grad for key in params}
+        grads = {key: torch.zeros_like(params[key]) if g is None else working(g) for key, g in found.items()}
+        return working(value.detach().reshape(())), grads
+
+    @contextlib.contextmanager
+    def _elsewhere(self, params: Params) -> Iterator[None]:
+        """Make a call of the closure one at other parameters, which leaves no trace."""
+        with (
+            self._random.again(),
+            self._buffers.kept(),
+            without_gradients(self._every),
+            _at(self._params, params),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def _evaluated(self, params: Params, *, with_gradient: bool) -> tuple[Tensor, Params]:
+        first = next(iter(params.values()))
+        total = first.new_zeros(())
+        grads = {key: torch.zeros_like(p) for key, p in params.items()}
+
+        def backward(
+            loss: Tensor, gradient: Tensor | None = None, retain_graph=None, create_graph=False, inputs=None
+        ) -> None:
+            nonlocal total
+            total = total + working(scalar_of(loss, gradient)).detach()
+            if not with_gradient:
+                return
+            leaves = [self._params[key] for key in grads]
+            found = torch.autograd.grad(loss, leaves, gradient, retain_graph=retain_graph, allow_unused=True)
+            for key, g in zip(grads, found, strict=True):
+                if g is not None:
+                    grads[key] = grads[key] + working(g)
+
+        with self._elsewhere(params), Recording(backward, note_losses=False):
+            self._closure()
+        return total, grads
+
+
+class RandomState:
+    """The states of the random number generators of the CPU and of some devices."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type != "cpu"]
+        self._states = self._read()
+
+    def _read(self) -> list[Tensor]:
+        modules = [torch.get_device_module(device) for device in self._devices]
+        found = [m.get_rng_state(d) for m, d in zip(modules, self._devices, strict=True)]
+        return [torch.get_rng_state(), *found]
+
+    def _write(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Return to the states for a while."""
+        now = self._read()
+        self._write(self._states)
+        try:
+            yield
+        finally:
+            self._write(now)
+
+
+_CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
+
+
+def _ignore_hooks_of_compiled_modules() -> None:
+    """Silence the warning that a compiled module calls hooks on all modules twice, which changes nothing here."""
+    # Not by catch_warnings at each step, which makes Python forget what it has warned of once.
+    if not any(getattr(f[1], "pattern", f[1]) == _CALLS_HOOKS_TWICE for f in warnings.filters):
+        warnings.filterwarnings("ignore", _CALLS_HOOKS_TWICE)
+
+
+class ModuleBuffers:
+    """The buffers of the modules that a closure calls, such as the running statistics of BatchNorm."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Note the modules that are called meanwhile, with their parts."""
+        _ignore_hooks_of_compiled_modules()
+        handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _notice(self, called: nn.Module) -> None:
+        if id(called) in self._modules:
+            return
+        for module in called.modules():
+            self._modules[id(module)] = module
+            # Those of functional_call are not the modules' own later on.
+            self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
+        modules = self._modules.values()
+        bound = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+        own = {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}
+        kept = [(buffer, buffer.data) for buffer in (self._tensors | own).values()]
+        for buffer, data in kept:
+            buffer.data = data.clone()
+        try:
+            yield
+        finally:
+            for buffer, data in kept:
+                buffer.data = data
+            for buffers, before in bound:
+                buffers.update(before)
+
+
+def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the number that ``loss.backward(gradient)`` differentiates."""
+    return loss.reshape(()) if gradient is None else (loss * gradient).sum()
+
+
+@contextlib.contextmanager
+def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give parameters other values for a while.
+
+    Their storages are exchanged, not written: graphs of the loss hold the parameters, and shall find them as they
+    were.
+    """
+    kept: dict[str, Any] = {key: p.data for key, p in params.items()}
+    try:
+        for key, p in params.items():
+            p.data = values[key].to(p.dtype)
+        yield
+    finally:
+        for key, p in params.items():
+            p.data = kept[key]
+
+
+@contextlib.contextmanager
+def without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+    """Keep what a closure does to ``.grad`` from it."""
+    kept = [p.grad for p in params]
+    try:
+        for p in params:
+            p.grad = None
+        yield
+    finally:
+        for p, g in zip(params, kept, strict=True):
+            p.grad = g

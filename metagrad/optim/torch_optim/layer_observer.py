@@ -1,0 +1,182 @@
+"""What an optimizer sees of the layers of a model: their inputs, and the gradients of their outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from metagrad.optim.kronecker.calls import Call, LayerHook
+from metagrad.optim.kronecker.factors import Sums, added, sums_of
+from metagrad.optim.kronecker.layers import input_rows, known_layers, output_rows
+from metagrad.optim.tape_curvature import WeightedLoss
+from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.torch_optim.move import working
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups
+from metagrad.optim.torch_optim.randomness import generators_of
+
+Rows = tuple[Tensor, Tensor]
+
+
+class LayerOptimizer(CurvatureOptimizer):
+    """An optimizer that hooks tell what the layers of a model are given, and what gradients come back.
+
+    It does so at the steps whose number is a multiple of ``curvature_every`` of a layer's group, and wherever the
+    state of a layer has no ``updates`` yet. With ``fisher="empirical"`` the gradients are those of every backward
+    pass; with ``"sampled"``, those for labels that are drawn. Calls are kept until the next call of the layer, which
+    is that of the next micro-batch, and as sums until the step; with ``eigen`` all of them until the step.
+
+    Args:
+        model: What is hooked.
+        params: Groups of the model's parameters; None takes all of them as one.
+        hyperparameters: The defaults of a group.
+        seed: Of the drawn labels.
+    """
+
+    notes_losses = True
+    differentiates_twice = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: ParameterGroups | None,
+        hyperparameters: Mapping[str, Any],
+        *,
+        seed: int | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
+                "Pass the model itself; params= takes groups of its parameters."
+            )
+        self._layers = known_layers("KFAC(model)", model, stacklevel=4)
+        self._handles: list[RemovableHandle] = []
+        super().__init__(model.named_parameters() if params is None else params, hyperparameters, seed=seed)
+        self._set_hooks()
+
+    def close(self) -> None:
+        """Remove the hooks from the model; the factors stay as they are."""
+        _remove(self._handles)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_layers": self._layers, "_handles": self._handles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._handles:
+            _remove(self._handles)  # those of a copy, which tell nobody
+            self._set_hooks()
+
+    def _called(self, name: str, inputs: Tensor) -> Call | None:
+        """Return a note of a layer's call, if its gradient is wanted."""
+        group = self._group_of(self._layers[name].weight)
+        if group is None or not (self._is_due(group) or self._lacks_factors(name)):
+            return None
+        if not group["eigen"]:
+            self._reduce(name)  # a micro-batch before: what is left of it are sums
+        waiting = self._waiting.setdefault(name, weakref.WeakSet())
+        call = Call(inputs.detach(), weakref.WeakSet(waiting))
+        waiting.add(call)
+        return call
+
+    def _returned(self, name: str, call: Call, gradient: Tensor) -> None:
+        """Take the gradient of what a call returned."""
+        if not (self._draws or self.param_groups[0]["fisher"] == "empirical"):
+            return
+        if call.gradient is not None:
+            call.gradient = call.gradient + gradient
+            return
+        calls = self._calls.setdefault(name, [])
+        if any(call.overlaps(other) for other in calls):
+            raise ValueError(
+                f"KFAC: the layer {name!r} was called twice in one backward pass, and the factors of shared layers "
+                "are not known. Use a layer of its own for each call, call backward() for each micro-batch, or use "
+                "another optimizer."
+            )
+        call.gradient = gradient
+        calls.append(call)
+        self._waiting[name].discard(call)
+
+    def _reduce(self, name: str, *, keep_calls: bool = False) -> None:
+        for rows in self._rows(name):
+            self._sums[name] = added(self._sums.get(name), sums_of(*rows))
+        if not keep_calls:
+            self._calls.pop(name, None)
+
+    def _rows(self, name: str) -> Iterator[Rows]:
+        layer = self._layers[name]
+        for call in self._calls.get(name, []):
+            dtype = torch.promote_types(working(layer.weight).dtype, torch.float32)
+            with torch.no_grad():
+                yield (
+                    input_rows(layer, call.inputs).to(dtype),
+                    output_rows(layer, call.gradient).to(dtype),  # type: ignore[arg-type]
+                )
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._waiting: dict[str, weakref.WeakSet[Call]] = {}
+        self._calls: dict[str, list[Call]] = {}
+        self._sums: dict[str, Sums] = {}
+        self._draws = False
+
+    def _set_hooks(self) -> None:
+        self._handles.extend(
+            layer.register_forward_hook(LayerHook(self, name), with_kwargs=True)
+            for name, layer in self._layers.items()
+        )
+        weakref.finalize(self, _remove, self._handles)
+
+    def _is_curvature_due(self) -> bool:
+        return self.param_groups[0]["fisher"] == "sampled" and any(map(self._is_due, self.param_groups))
+
+    def _observe(
+        self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
+    ) -> None:
+        if not losses:
+            raise ValueError(
+                'KFAC(fisher="sampled"): the loss contains none from which labels can be drawn. Compute it inside '
+                "the closure, or within `with opt.recording():`, by F.cross_entropy, F.mse_loss, F.nll_loss, "
+                "F.gaussian_nll_loss, F.binary_cross_entropy or F.binary_cross_entropy_with_logits, reduced to a "
+                "mean or a sum."
+            )
+        first = self.param_groups[0]
+        generators = generators_of(first["seed"], first["step"])
+        weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
+        if not weights:
+            return
+        with self._drawing():
+            for index, (loss, weight) in enumerate(losses):
+                score = weight.abs().sqrt() * loss.score(generators(loss.output.device))
+                keep = retain_graph or index + 1 < len(losses)
+                torch.autograd.grad(
+                    loss.output, weights, score.detach(), retain_graph=keep, allow_unused=True
+                )
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        self._draws = True
+        try:
+            yield
+        finally:
+            self._draws = False
+
+    def _group_of(self, param: Tensor) -> Group | None:
+        return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
+
+    def _is_due(self, group: Group) -> bool:
+        return group["step"] % group["curvature_every"] == 0
+
+    def _lacks_factors(self, name: str) -> bool:
+        return "updates" not in self.state.get(self._layers[name].weight, {})
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,289 @@
+"""L-BFGS as an optimizer of torch's kind."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import metagrad.optim.rules as rules
+from metagrad.optim.probes import torchs_own
+from metagrad.optim.rule import Params
+from metagrad.optim.torch_optim.closure_objective import BackwardPass, scalar_of
+from metagrad.optim.torch_optim.gradients import leaves_behind
+from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, Options, flat
+from metagrad.optim.torch_optim.lbfgs_history import History
+from metagrad.optim.torch_optim.move import Change, working
+from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
+from metagrad.optim.torch_optim.optimizer import ParameterGroups, as_number
+
+
+class LBFGS(NewtonOptimizer):
+    r"""Optimize by L-BFGS, up to ``max_iter`` iterations a step, as ``torch.optim.LBFGS`` does.
+
+    .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
+
+    see :func:`~metagrad.optim.newton.lbfgs.lbfgs`, whose steps the iterations are. ``step(closure)`` calls the closure
+    for loss and gradient where it begins, and then for both at other parameters, and iterates until the largest
+    element of the gradient is at most ``tolerance_grad``, neither the loss nor any parameter changes by more than
+    ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are made. It returns the loss at its
+    beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
+    iteration, with gradients that may be clipped or accumulated.
+
+    What a closure differentiates is observed at its first step. If that is what it returns, it is the loss at later
+    steps without being observed, also of closures defined anew by the same code; if it is not, every step is
+    observed, and the loss is what is differentiated, whatever is returned.
+
+    Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
+    Groups may differ in step size and weight decay.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which make one vector.
+        lr: The factor :math:`\eta` of every direction.
+        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
+        max_iter: The most iterations of a step.
+        max_eval: The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is
+            enough for a line search.
+        tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
+        tolerance_change: A step ends where neither loss nor parameters change by more.
+        history_size: How many pairs are kept, in twice as many vectors of the size of the parameters. They are made
+            as iterations are.
+        line_search_fn: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
+        maximize: Climb.
+        nonfinite: Where the loss or the gradient is NaN or infinite where a step begins, parameters and state stay as
+            they were, and there is an error (``"raise"``) or no step (``"skip"``).
+
+    Raises:
+        ValueError: As for :class:`NewtonCG`.
+        TypeError: As for :class:`NewtonCG`.
+        RuntimeError: In a step, a closure that has returned its loss returns something else.
+
+    Example:
+        >>> import torch
+        >>> from metagrad.optim.torch_optim.lbfgs import LBFGS
+        >>> w = torch.tensor([-1.2, 1.0], dtype=torch.float64, requires_grad=True)
+        >>> opt = LBFGS([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = 100 * (w[1] - w[0] ** 2) ** 2 + (1 - w[0]) ** 2
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(3):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.ones_like(w), atol=1e-4)
+        True
+
+    References:
+        Liu, Nocedal, Mathematical Programming 45, 1989.
+    """
+
+    make_rule = staticmethod(rules.lbfgs)
+    differentiates_twice = False
+    # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
+    implied = ("place", "gradient", "moves", "changes", "products")
+    shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
+    _known: object = None
+    """What the closures have in common that return the loss that they differentiate, and no graph of the gradient."""
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        weight_decay: float | Tensor = 0.0,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "max_iter": max_iter,
+                "max_eval": max_eval,
+                "tolerance_grad": tolerance_grad,
+                "tolerance_change": tolerance_change,
+                "history_size": history_size,
+                "line_search_fn": line_search_fn,
+                "maximize": maximize,
+                "nonfinite": nonfinite,
+            },
+        )
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._differentiated: list[Tensor] = []
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        name, group = type(self).__name__, self.param_groups[index]
+        for option in ("max_iter", "max_eval"):
+            value = group[option]
+            if (option, value) != ("max_eval", None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"{name}(params): {option} must be a whole number of at least 1, got {value!r}."
+                )
+        if not group["tolerance_grad"] >= 0:
+            raise ValueError(
+                f"{name}(params): tolerance_grad must be at least 0, got {group['tolerance_grad']!r}."
+            )
+
+    def _is_curvature_due(self) -> bool:
+        closure = self.__dict__.get("_closure")
+        return super()._is_curvature_due() if closure is None else self._known != _code_of(closure)
+
+    def _evaluated(self, closure: Callable[..., Any]) -> Any:
+        """Call the closure, and observe what it differentiates, unless that is known to be what it returns."""
+        is_observed = self._is_curvature_due()
+        result = super()._evaluated(closure)
+        if is_observed:
+            returns_loss = _is_the_loss(result, self._passes) and not self._asked_for_graph
+            self._known = _code_of(closure) if returns_loss else None
+        elif isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
+            self._differentiated = [result]
+            self._passes = [BackwardPass(result.detach(), {}, ())]
+        else:
+            self._known = None
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): the closure has returned the loss that it differentiates, and "
+                "now returns something else. Return the loss at every call."
+            )
+        return result
+
+    def _backward_with_curvature(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        retain_graph: bool | None,
+        inputs: Tensor | Sequence[Tensor] | None,
+    ) -> None:
+        """Accumulate gradients as torch does: there is no curvature to be taken of the graph."""
+        self._differentiated = [*self._differentiated, loss]
+        loss.backward(gradient, retain_graph, inputs=inputs)
+        self._losses = [*self._losses, loss.detach()]
+        own = BackwardPass(scalar_of(loss, gradient).detach(), {}, ())
+        self._passes = [*(self._passes or []), own]
+
+    def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, ...]]:
+        """Iterate from where all parameters are."""
+        for index in range(1, len(self.param_groups)):
+            self._check_agreement(index)
+        value, evaluate = self._objective_at(params)
+        values = {key: working(p) for key, p in params.items()}
+        descent = Descent(values, grads, value, evaluate, self._options(values, evaluate is None))
+        step, last = self._resume(params, descent.at.w)
+        descent.run(self._history, last)
+        if not descent.report.length and descent.report.evaluations:
+            self._known = (
+                None  # the loss and the gradient of a closure that has changed may be of different losses
+            )
+        return self._change(params, descent, step), (descent, evaluate is not None)
+
+    def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
+        """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
+        if self._closure is None or self._passes is None:
+            self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
+            return math.nan, None
+        evaluation = functools.cache(lambda: self._evaluation(params))  # observed when it is asked for
+        return sum(one.value.item() for one in self._passes), lambda at: evaluation()(at)
+
+    def _evaluation(self, params: Params) -> Evaluate:
+        """Return what calls the closure at other parameters, for its loss and its gradients."""
+        leaves = [leaf for loss in self._differentiated for leaf in leaves_behind(loss)]
+        every = list(dict.fromkeys([*self._all_params(), *leaves]))
+        objective = self._objective(params, torchs_own, every)
+        # Hooks that see what is accumulated see it once a step.
+        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in every)
+        return objective.gradient if self._known is None or has_hooks else objective.called
+
+    def _options(self, values: Params, is_single: bool) -> Options:
+        first, rules = self.param_groups[0], [self._rule(group) for group in self.param_groups]
+        max_iter = 1 if is_single else first["max_iter"]
+        return Options(
+            self._of_all("lr", rules, values),
+            self._of_all("weight_decay", rules, values),
+            first["maximize"],
+            max_iter,
+            first["max_eval"] or max(max_iter * 5 // 4, 25),
+            first["tolerance_grad"],
+            first["tolerance_change"],
+            first["history_size"],
+            first["line_search_fn"],
+        )
+
+    def _of_all(self, name: str, rules: Sequence[Any], values: Params) -> float | Tensor:
+        """Return a hyper-parameter, as a vector where groups have several."""
+        numbers = {float(getattr(rule, name)) for rule in rules}
+        if len(numbers) == 1:
+            return numbers.pop()
+        named = self._groups_by_name()
+        return flat(torch.full_like(p, float(named[key][0][name])) for key, p in values.items())
+
+    def _resume(self, params: Params, w: Tensor) -> tuple[int, tuple[Tensor, Tensor] | None]:
+        """Take up the history, and return the number of iterations and the last place of an earlier step."""
+        states = [self.state.get(p, {}) for p in params.values()]
+        first, steps = states[0], {state.get("step") for state in states}
+        known = self.__dict__.get("_history")
+        if len(steps) > 1 or "place" not in first or first["place"].shape != w.shape:
+            self._history = History(w)  # of other parameters: they come and go
+            return 0, None
+        if known is None or known.moves is not first["moves"]:
+            self._history = History.of(first["moves"], first["changes"], first["products"])
+        return first["step"], (first["place"], first["gradient"])
+
+    def _change(self, params: Params, descent: Descent, step: int) -> Change:
+        if descent.last is None:
+            return Change({}, {}, {})
+        states: dict[str, Any] = {key: {"step": step + descent.num_iterations} for key in params}
+        place, gradient = descent.last
+        history = self._history
+        next(iter(states.values())).update(
+            place=place,
+            gradient=gradient,
+            moves=history.moves,
+            changes=history.changes,
+            products=history.products,
+        )
+        moved = descent.tensors(descent.at.w) if descent.report.length else {}
+        return Change(params, moved, states, implied=self.implied)
+
+    def _described(self, descent: Descent, has_closure: bool) -> dict[str, float | int | str]:
+        """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
+        length, evaluations = descent.report
+        found: dict[str, float | int | str] = {
+            "steps": evaluations,
+            "products": 0,
+            "ending": "NONE",
+            "ratio": math.nan,
+            "length": length * max(float(as_number(group["lr"])) for group in self.param_groups),
+            "direction": "quasi_newton" if length else "none",
+        }
+        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
+        return {**found, **(counts if has_closure else {})}
+
+
+def _code_of(closure: Callable[..., Any]) -> object:
+    """Return what closures have in common that are defined anew at every step."""
+    return getattr(closure, "__code__", closure)
+
+
+def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
+    """Say whether what a closure returns is what it differentiates, and not a part of it or a number."""
+    return (
+        passes is not None
+        and len(passes) == 1
+        and isinstance(result, Tensor)
+        and result.numel() == 1
+        and result.requires_grad
+        and result.data_ptr() == passes[0].value.data_ptr()
+    )

@@ -1,0 +1,156 @@
+"""One step of a rule: computed for whole parameters, or the touched rows of tables, and then written into them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import tree_leaves
+from metagrad.optim.curvature import Curvature, KnownDiagonal
+from metagrad.optim.rule import Params, Rule
+from metagrad.optim.torch_optim.state import ParameterState, apart, joined
+from metagrad.sparse.kernels.rows import gather_rows
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a step makes of some parameters and of what is kept of them, computed and not yet written.
+
+    Attributes:
+        params: The parameters.
+        moved: Their new values; of a table, those of ``rows``.
+        states: What is new in the state of each.
+        rows: Which rows of a table moved; None of whole parameters.
+        used: What else it was made of, and must be finite, by description.
+        implied: The slots that are finite where the other ones are.
+    """
+
+    params: Params
+    moved: Params
+    states: Mapping[str, ParameterState]
+    rows: Tensor | None = None
+    used: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    implied: Collection[str] = ()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all that must be finite, with a description."""
+        yield from self.used.items()
+        for key, value in self.moved.items():
+            yield f"the new value of {key!r}", value
+        for key, state in self.states.items():
+            for slot, value in state.items():
+                if slot in self.implied:
+                    continue
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                        yield f"the new state {slot!r} of {key!r}", leaf
+
+    def write(self, kept: MutableMapping[Tensor, ParameterState]) -> None:
+        """Write parameters in place, and their state into that of an optimizer."""
+        for key, state in self.states.items():
+            kept[self.params[key]].update(state)
+        for key, value in self.moved.items():
+            p = self.params[key]
+            if self.rows is None:
+                p.copy_(value)
+            else:
+                p.index_copy_(0, self.rows, value.to(p.dtype))
+
+
+@dataclass(frozen=True)
+class Later:
+    """A change of a large parameter, which is computed as it is written, so that memory is that of its parts.
+
+    It is free of NaN and infinities where gradient and curvature are, but for an overflow.
+    """
+
+    write: Callable[[MutableMapping[Tensor, ParameterState]], None]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: its values are not known yet."""
+        return iter(())
+
+
+def step_whole(
+    rule: Rule,
+    params: Params,
+    grads: Params,
+    states: Mapping[str, ParameterState],
+    curvature: Curvature | None,
+) -> Change:
+    """Compute a step of parameters that have taken the same number of steps."""
+    values = {key: working(p) for key, p in params.items()}
+    is_new = "step" not in next(iter(states.values()))
+    state = rule.init(values) if is_new else joined(rule, states)
+    moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    return Change(params, moved, apart(state, params))
+
+
+def step_rows(
+    rule: Rule,
+    key: str,
+    table: Tensor,
+    gradient: Tensor,
+    kept: ParameterState,
+    curvature: Curvature | None,
+) -> Change:
+    """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
+
+    The state has a slot ``rows``, int64 and ascending, and holds of every other slot those rows alone.
+    """
+    known = _known_rows(kept, table)
+    rows = torch.unique(torch.cat([known, _touched_rows(gradient)]))
+    values = {key: working(table.index_select(0, rows))}
+    state = rule.init(values)
+    if "step" in kept:
+        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))})
+    g = {key: working(_gathered(gradient, rows))}
+    moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
+    states = {key: {**apart(state, [key])[key], "rows": rows}}
+    return Change({key: table}, moved, states, rows)
+
+
+def working(value: Tensor) -> Tensor:
+    """Return a tensor in the dtype that steps are calculated in: float32 for half precision."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
+    """Return the rows that the state holds: of a table whose gradients were dense, all of them."""
+    if "step" not in kept:
+        return torch.empty(0, dtype=torch.int64, device=table.device)
+    return kept["rows"] if "rows" in kept else torch.arange(len(table), device=table.device)
+
+
+def _touched_rows(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, RowSparse):
+        return gradient.rows
+    return torch.arange(len(gradient), device=gradient.device)
+
+
+def _gathered(value: Tensor, rows: Tensor) -> Tensor:
+    if isinstance(value, RowSparse):
+        return gather_rows(value, rows, unique=True)
+    return value.index_select(0, rows)
+
+
+def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> ParameterState:
+    """Put what is kept of rows into the state of more of them."""
+    grown = dict(kept)
+    for field, value in zip(fresh._fields, fresh, strict=True):  # type: ignore[attr-defined]
+        if isinstance(value, dict):
+            grown[field] = value[key].index_copy(0, places, kept[field])
+    return grown
+
+
+def _at_rows(rule: Rule, curvature: Curvature | None, key: str, rows: Tensor) -> Curvature | None:
+    """Return the estimates of some rows of a table; like its gradient, they may be sparse."""
+    if curvature is None:
+        return None
+    found = curvature.diagonal(rule.request).get(key)  # type: ignore[attr-defined]
+    return KnownDiagonal({} if found is None else {key: _gathered(found, rows)})

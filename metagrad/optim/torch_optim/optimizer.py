@@ -1,0 +1,338 @@
+"""What makes a ``torch.optim.Optimizer`` of a rule."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.optim.curvature import Curvature
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.probes import as_rows
+from metagrad.optim.rule import Params
+from metagrad.optim.torch_optim.move import Change, Later, step_rows, step_whole
+from metagrad.optim.torch_optim.sizes import is_large, is_small, move_pieces, step_flat
+from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
+"""Parameters, parameters with their names, or groups of them with hyper-parameters of their own."""
+
+Group: TypeAlias = dict[str, Any]
+"""One of an optimizer's ``param_groups``."""
+
+Computed = TypeVar("Computed")
+
+_FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
+
+
+class Work(NamedTuple):
+    """The parameters of a group that have gradients, by name."""
+
+    group: Group
+    params: Params
+    grads: Params
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` whose steps are those of a rule.
+
+    A subclass names what makes its rule, and its constructor passes on every hyper-parameter: these live in
+    ``param_groups`` alone, where schedulers find them, and a rule is made of a group's at each step. The rule does
+    the arithmetic; here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
+
+    A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
+    infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
+    (``nonfinite``). To know so costs the norms
+    of gradients and of new values, and on an accelerator a wait for them.
+
+    Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
+    loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
+    moved at every step, which equals the dense rule.
+
+    Args:
+        params: Parameters, or groups of them.
+        hyperparameters: The defaults of a group.
+        foreach: Move parameters as one long vector, which costs a copy and saves operations; False, each by itself;
+            None, small ones as one vector, and large ones on a CPU in pieces.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or not a number or a 0-d tensor.
+        TypeError: A parameter is complex.
+    """
+
+    make_rule: ClassVar[Callable[..., Any]]
+    """What makes the rule of hyper-parameters by keyword."""
+    elementwise: ClassVar[bool] = True
+    """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
+    alone whose gradient has always been zero."""
+    shell_options: ClassVar[frozenset[str]] = frozenset({"step", "foreach", "nonfinite", "differentiable"})
+    """The keys of ``defaults`` that the rule does not know: ``step`` counts the steps, torch adds the last."""
+    _losses: Sequence[Tensor] = ()
+    """What is known of the loss of this step."""
+
+    def __init__(
+        self, params: ParameterGroups, hyperparameters: Mapping[str, Any], *, foreach: bool | None = None
+    ) -> None:
+        defaults = {"nonfinite": "raise", **hyperparameters, "foreach": foreach, "step": 0}
+        super().__init__(params, defaults)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(len(self.param_groups) - 1)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        param_group["step"] = max(group["step"] for group in self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns the loss.
+
+        Returns:
+            What the closure returned, without its graph.
+
+        Raises:
+            ValueError: The loss is complex.
+            FloatingPointError: The loss, a gradient, the curvature or what is made of them is NaN or infinite.
+                Parameters and state are left as they were. With ``nonfinite="skip"`` the step is left out instead,
+                and counted in :attr:`stats`.
+            torch.linalg.LinAlgError: A matrix of finite numbers could not be factorised; likewise.
+        """
+        try:
+            loss = None if closure is None else self._evaluated(closure)
+            if isinstance(loss, Tensor):
+                refuse_complex(f"{type(self).__name__}.step(closure)", loss)
+            self._losses = [*self._losses, *_numbers(loss)]
+            self._move()
+        finally:
+            self._losses = []
+        return loss.detach() if isinstance(loss, Tensor) else loss
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """``skipped``: how many steps were left out, as not all was finite or a factorisation failed."""
+        return {"skipped": self._num_skipped()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
+        with keeping_dtypes(self):
+            super().load_state_dict(state_dict)
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            return closure()
+
+    def _move(self) -> None:
+        """Move every parameter that has a gradient; or none, if anything is not finite."""
+        work = [self._work(index) for index in range(len(self.param_groups))]
+        if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
+            return
+        changes = self._factorised(
+            lambda: list(chain.from_iterable(self._changes(*one) for one in work if one.params))
+        )
+        if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
+            return
+        # What is computed as it is written comes last: an error before leaves everything as it was.
+        for change in sorted(changes, key=lambda change: isinstance(change, Later)):
+            change.write(self.state)
+        for group in self.param_groups:
+            group["step"] += 1
+
+    def _work(self, index: int) -> Work:
+        """Return the parameters of a group that have gradients, and elements to move."""
+        group = self.param_groups[index]
+        params = {key: p for key, p in self._named(index).items() if p.grad is not None and p.numel()}
+        grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
+        for key, g in grads.items():
+            if isinstance(g, RowSparse):
+                self._check_rows(group, key)
+        return Work(group, params, grads)
+
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a step of a group is made of, and must be finite: gradients, and curvature where there is."""
+        for key, g in work.grads.items():
+            yield f"the gradient of {key!r}", g
+
+    def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
+        if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not
+            for loss in self._losses:
+                yield "the loss", loss
+
+    def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
+        """Say whether the step may go on; raise or count where it may not."""
+        if is_finite([tensor for _, tensor in described]):
+            return True
+        if not self._skips():
+            what = next(name for name, tensor in described if not is_finite([tensor]))
+            raise FloatingPointError(
+                f"{type(self).__name__}.step: {what} is NaN or infinite; parameters and state are left as they were. "
+                "Lower the learning rate, or look in the loss for a root, a logarithm or a division at zero; "
+                'nonfinite="skip" leaves such steps out, and counts them in opt.stats["skipped"].'
+            )
+        self._skipped = self._num_skipped() + 1
+        return False
+
+    def _factorised(self, compute: Callable[[], Computed]) -> Computed | None:
+        """Return what is computed; or None, and count the step as skipped, where a factorisation in it fails."""
+        try:
+            return compute()
+        except _FAILED_FACTORISATIONS:
+            if not self._skips():
+                raise
+            self._skipped = self._num_skipped() + 1
+            return None
+
+    def _skips(self) -> bool:
+        return self.param_groups[0].get("nonfinite", "raise") == "skip"
+
+    def _num_skipped(self) -> int:
+        return self.__dict__.get("_skipped", 0)
+
+    def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
+        """Compute the step of a group."""
+        rule, curvature = self._rule(group), self._curvature(group, params, grads)
+        together: dict[Hashable, list[str]] = defaultdict(list)
+        for key, p in params.items():
+            state, alike = self.state.get(p, {}), self._flat_with(group, rule, p)
+            if isinstance(grads[key], RowSparse) or "rows" in state:
+                self._check_rows(group, key)
+                yield step_rows(rule, key, p, grads[key], state, curvature)
+            elif self.elementwise and alike is None:
+                yield self._later(group, rule, key, p, grads[key], curvature)
+            else:
+                together[state.get("step"), alike].append(key)
+        for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
+            step = step_whole if alike is None or len(keys) == 1 else step_flat
+            some, gradients = {key: params[key] for key in keys}, {key: grads[key] for key in keys}
+            yield step(
+                rule, some, gradients, {key: self.state.get(params[key], {}) for key in keys}, curvature
+            )
+
+    def _later(
+        self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None
+    ) -> Later:
+        """Put off the step of a large parameter, so that memory is given back before the next one needs some."""
+
+        def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
+            if group["foreach"] is None and is_large(param):
+                move_pieces(rule, key, param, gradient, kept[param], curvature)
+            else:
+                step_whole(rule, {key: param}, {key: gradient}, {key: kept[param]}, curvature).write(kept)
+
+        return Later(write)
+
+    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> Hashable:
+        """Return what parameters have in common that are moved as one vector; None of one that is not."""
+        # A rule with batch_ndim treats the dimensions behind the first two of a parameter in a way of its own.
+        if not self.elementwise or (hasattr(rule, "batch_ndim") and param.ndim > 2):
+            return None
+        is_flat = is_small(param) if group["foreach"] is None else group["foreach"]
+        return (param.device, param.dtype) if is_flat else None
+
+    def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
+        """Return what the rule is told of the curvature: here, nothing."""
+        return None
+
+    def _rule(self, group: Group) -> Any:
+        """Make the rule of a group's hyper-parameters."""
+        names = [name for name in self.defaults if name not in self.shell_options]
+        return _made(type(self).make_rule, tuple((name, as_number(group[name])) for name in names))
+
+    def _named(self, index: int) -> Params:
+        """Return the parameters of a group by name; those without are named by their place."""
+        group = self.param_groups[index]
+        places = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+        return dict(zip(group.get("param_names", places), group["params"], strict=True))
+
+    def _check_group(self, index: int) -> None:
+        name, group = type(self).__name__, self.param_groups[index]
+        for option in self.defaults:
+            _check_form(name, option, group[option])
+        _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
+        rule = self._rule(group)
+        for key, p in self._named(index).items():
+            if not p.is_floating_point():
+                raise TypeError(
+                    f"{name}(params): {key!r} is {p.dtype}, and must be of a real floating point dtype. A complex "
+                    "parameter can be kept as a real one of shape [..., 2], and made complex by "
+                    "torch.view_as_complex in the model."
+                )
+            if hasattr(rule, "check"):
+                rule.check(key, p)
+
+    def _check_rows(self, group: Group, key: str) -> None:
+        name = type(self).__name__
+        if not self.elementwise:
+            raise TypeError(
+                f"{name}.step: the gradient of {key!r} is sparse, and a step of {name} is not one of its rows. Use "
+                "nn.Embedding(sparse=False), or SparseAdam for this table."
+            )
+        if is_used(group.get("weight_decay", 0)):
+            raise ValueError(
+                f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
+                "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
+            )
+
+
+def _numbers(loss: object) -> list[Tensor]:
+    """Return what can be looked at of what a closure returns."""
+    if isinstance(loss, Tensor):
+        return [loss.detach()] if loss.is_floating_point() else []
+    return [torch.tensor(loss)] if isinstance(loss, float) else []
+
+
+def _check_nonfinite(name: str, value: object, first: object) -> None:
+    if value not in ("raise", "skip"):
+        raise ValueError(f"{name}(params): nonfinite must be 'raise' or 'skip', got {value!r}.")
+    if value != first:
+        raise ValueError(
+            f"{name}(params): nonfinite must be the same in all groups, which move together or not at all; got "
+            f"{first!r} and {value!r}."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _made(make: Callable[..., Any], hyperparameters: tuple[tuple[str, Hashable], ...]) -> Any:
+    return make(**dict(hyperparameters))
+
+
+def as_number(value: Any) -> Any:
+    """Read a tensor on the CPU, which costs no wait and spares parameters elsewhere a mixture of devices."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(as_number, value))
+    if not isinstance(value, Tensor):
+        return value
+    return value.item() if value.device.type == "cpu" else value.reshape(())
+
+
+def _check_form(name: str, option: str, value: Any) -> None:
+    """Refuse the forms of a hyper-parameter that an optimizer's group has no use for, and negative tensors."""
+    if isinstance(value, (tuple, list)) and option.startswith(("betas", "ns_")):
+        for item in value:
+            _check_form(name, option, item)
+    elif isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"{name}(params): {option} must have one element, got shape {tuple(value.shape)}."
+            )
+        if not float(value) >= 0:
+            raise ValueError(f"{name}(params): {option} must be at least 0, got {float(value)}.")
+    elif isinstance(value, (tuple, list, dict)):
+        raise TypeError(
+            f"{name}(params): {option} must be a number or a 0-d tensor, got {type(value).__name__}. Values for "
+            "some parameters go into a group, values for each step into a scheduler."
+        )

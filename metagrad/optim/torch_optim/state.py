@@ -1,0 +1,96 @@
+"""The state of a rule, kept by parameter as ``torch.optim`` keeps it, and put together for a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.core._torch import pytree
+from metagrad.optim.rule import Rule
+
+ParameterState: TypeAlias = dict[str, Any]
+"""What an optimizer keeps of one parameter: the ``step`` that it is at, and a tensor or tree for each slot."""
+
+
+def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
+    """Put the state of a rule together from those of parameters at one step.
+
+    Fields of the rule's state that are dicts have an entry for each parameter. What else there is, such as a damping
+    that all parameters share, is kept with the first.
+    """
+    pattern = pattern_of(rule)
+    first = next(iter(states.values()))
+    fields = {
+        field: {key: state[field] for key, state in states.items()}
+        if isinstance(value, dict)
+        else first.get(field, value)
+        for field, value in zip(pattern._fields, pattern, strict=True)
+    }
+    return type(pattern)(**fields)
+
+
+@functools.lru_cache(maxsize=64)
+def pattern_of(rule: Rule) -> Any:
+    """Return the state of a rule that has no parameters."""
+    return rule.init({})
+
+
+def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
+    """Take the state of a rule apart again, into those of the parameters."""
+    states: dict[str, ParameterState] = {}
+    for index, key in enumerate(keys):
+        states[key] = {
+            field: value[key] if isinstance(value, dict) else value
+            for field, value in zip(state._fields, state, strict=True)
+            if isinstance(value, dict) or field == "step" or (index == 0 and value is not None)
+        }
+    return states
+
+
+def keep(state: Any, states: Mapping[str, ParameterState]) -> None:
+    """Take the state of a rule apart into states that there are."""
+    for key, own in apart(state, states).items():
+        states[key].update(own)
+
+
+@contextlib.contextmanager
+def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo what ``load_state_dict`` does inside: it casts floating point state to the dtype of the parameter.
+
+    An average in float32 of a parameter in bfloat16 would lose 16 bits at every resume, and row numbers would become
+    floating point. Tensors are copied, so that two optimizers never write into one.
+    """
+    given: dict[str, Any] = {}
+
+    def remember(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
+
+    def restore(optimizer: torch.optim.Optimizer) -> None:
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for number, p in zip(numbers, params, strict=True):
+            if number in given["state"]:
+                optimizer.state[p] = pytree.tree_map(_copied_to(p.device), given["state"][number])
+
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _copied_to(device: torch.device) -> Any:
+    def copied(value: object) -> object:
+        return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+
+    return copied

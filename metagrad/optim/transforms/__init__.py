@@ -1,0 +1,1 @@
+"""Transforms of functional optimizers: clipping, chains, masks, schedules, Lookahead."""

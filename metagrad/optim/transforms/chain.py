@@ -1,0 +1,80 @@
+"""A rule that sees gradients through transforms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from metagrad.optim.rule import Params, Rule, RuleNode, Transform
+
+
+class ChainState(NamedTuple):
+    """What :class:`Chain` carries from step to step."""
+
+    transforms: tuple[Any, ...]  # the states of the transforms
+    rule: Any  # that of the rule
+
+
+@dataclass(frozen=True, eq=False)
+class Chain(RuleNode):
+    """The rule that :func:`chain` makes."""
+
+    transforms: tuple[Transform, ...]
+    rule: Rule
+
+    nested = ("transforms", "rule")
+
+    def init(self, params: Params) -> ChainState:
+        """Return the state before the first step."""
+        return ChainState(tuple(t.init(params) for t in self.transforms), self.rule.init(params))
+
+    def update(
+        self, grads: Params, state: ChainState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, ChainState]:
+        """Take one step; ``curvature`` goes to the rule as it is."""
+        states = []
+        for transform, before in zip(self.transforms, state.transforms, strict=True):
+            grads, after = transform.transform(grads, before, params)
+            states.append(after)
+        params, rule_state = self.rule.update(grads, state.rule, params, curvature)
+        return params, ChainState(tuple(states), rule_state)
+
+
+def chain(*links: Transform | Rule) -> Chain:
+    """Make a rule of transforms of gradients, one after the other, and the rule that takes the last of them.
+
+    Args:
+        *links: Transforms, such as :func:`clip_by_norm`, and at the end a rule. A transform has ``init(params)`` and
+            ``transform(grads, state, params) -> (grads, state)``.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        TypeError: A link before the last is not a transform, or the last is not a rule.
+
+    Example:
+        >>> rules = metagrad.optim.rules
+        >>> rule = rules.chain(rules.clip_by_value(1.0), rules.clip_by_norm(1.0), rules.sgd(lr=1.0))
+        >>> params = {"w": torch.zeros(4)}
+        >>> rule.update({"w": torch.tensor([9.0, -9.0, 9.0, 1.0])}, rule.init(params), params)[0]["w"]
+        tensor([-0.5000,  0.5000, -0.5000, -0.5000])
+
+    References:
+        Hessel et al., "Optax: composable gradient transformation and optimisation, in JAX", 2020.
+    """
+    *transforms, rule = links or (None,)
+    for index, link in enumerate(transforms):
+        if not hasattr(link, "transform"):
+            raise TypeError(
+                f"chain(*transforms, rule): link {index} must be a transform, such as clip_by_norm(1.0), got "
+                f"{type(link).__name__}."
+            )
+    check_rule("chain(*transforms, rule)", rule)
+    return Chain(tuple(transforms), rule)  # type: ignore[arg-type]
+
+
+def check_rule(call: str, rule: object) -> None:
+    """Refuse what has no ``init`` and ``update``."""
+    if not hasattr(rule, "init") or not hasattr(rule, "update"):
+        raise TypeError(f"{call}: rule must be a rule, such as sgd(lr=0.1), got {type(rule).__name__}.")

@@ -1,0 +1,156 @@
+"""Transforms of gradients that bound them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.arithmetic import root
+from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
+from metagrad.optim.per_parameter import checked_gradients
+from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.sparse.kernels.rows import scatter_rows
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class ClipState(NamedTuple):
+    """What a clip carries from step to step."""
+
+    step: int  # steps taken
+
+
+@dataclass(frozen=True, eq=False)
+class ClipByNorm(RuleNode):
+    """The transform that :func:`clip_by_norm` makes."""
+
+    max_norm: Hyperparameter
+    batch_ndim: int = 0
+
+    hyper = ("max_norm",)
+
+    def __post_init__(self) -> None:
+        check_hyperparameter("clip_by_norm(...)", "max_norm", self.max_norm)
+
+    def init(self, params: Params) -> ClipState:
+        """Return the state before the first step."""
+        return ClipState(0)
+
+    def transform(self, grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
+        """Shorten the gradients of all parameters together."""
+        grads = checked_gradients("clip_by_norm(...)", grads, params, takes_rows=self.batch_ndim == 0)
+        limit = at_step("max_norm", self.max_norm, state.step)
+        if not isinstance(limit, (int, float, Tensor)):
+            raise TypeError(
+                "clip_by_norm(...).transform: max_norm bounds the norm of all parameters together, got a dict by "
+                "parameter name. Use mask(chain(clip_by_norm(...), rule), names, other=...)."
+            )
+        if grads:
+            norm = self._norm(grads)
+            is_long = norm > limit
+            factor = torch.where(is_long, limit / torch.where(is_long, norm, 1), 1)
+            grads = {key: g * _like(factor, g).to(g.dtype) for key, g in grads.items()}
+        return grads, ClipState(state.step + 1)
+
+    def _norm(self, grads: Params) -> Tensor:
+        tensors = [g.values if isinstance(g, RowSparse) else g for g in grads.values()]
+        # The squares of what float16 can hold are more than it can.
+        wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        first, *others = [t.reshape(*t.shape[: self.batch_ndim], -1).square().sum(-1) for t in wide]
+        return root(sum(others, first))
+
+
+def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
+    r"""Make the transform that shortens gradients that are too long, for :func:`chain`.
+
+    .. math:: g \leftarrow g \, \min(1, \, c / \|g\|)
+
+    with the Euclidean norm over all parameters; with tasks stacked, that of each task. Unlike
+    ``torch.nn.utils.clip_grad_norm_`` it adds nothing to the norm. It can be differentiated, also at a gradient of
+    zero, which stays what it is.
+
+    Args:
+        max_norm: The longest that a gradient may be, :math:`c`: a number, a tensor that may require grad, or a value
+            for each step.
+
+    Raises:
+        ValueError: ``max_norm`` is negative.
+        TypeError: ``max_norm`` is of an unknown form.
+
+    Example:
+        >>> rules = metagrad.optim.rules
+        >>> rule = rules.chain(rules.clip_by_norm(1.0), rules.sgd(lr=1.0))
+        >>> params = {"a": torch.tensor(0.0), "b": torch.tensor(0.0)}
+        >>> gradients = {"a": torch.tensor(30.0), "b": torch.tensor(-40.0)}
+        >>> rule.update(gradients, rule.init(params), params)[0]
+        {'a': tensor(-0.6000), 'b': tensor(0.8000)}
+
+    References:
+        Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm 1.
+    """
+    return ClipByNorm(max_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class ClipByValue(RuleNode):
+    """The transform that :func:`clip_by_value` makes."""
+
+    max_value: Hyperparameter
+
+    hyper = ("max_value",)
+
+    def __post_init__(self) -> None:
+        check_hyperparameter("clip_by_value(...)", "max_value", self.max_value)
+
+    def init(self, params: Params) -> ClipState:
+        """Return the state before the first step."""
+        return ClipState(0)
+
+    def transform(self, grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
+        """Bound every element."""
+        grads = checked_gradients("clip_by_value(...)", grads, params, takes_rows=True)
+        limits = values_at("max_value", self.max_value, state.step, params)
+        clipped = {key: _clamped(g, limit) for (key, g), limit in zip(grads.items(), limits, strict=True)}
+        return clipped, ClipState(state.step + 1)
+
+
+def clip_by_value(max_value: Hyperparameter) -> ClipByValue:
+    r"""Make the transform that bounds every element of the gradients, for :func:`chain`.
+
+    .. math:: g \leftarrow \min(\max(g, -c), c)
+
+    Args:
+        max_value: The bound :math:`c`, in the forms of :data:`Hyperparameter`; may require grad.
+
+    Raises:
+        ValueError: ``max_value`` is negative.
+        TypeError: ``max_value`` is of an unknown form.
+
+    Example:
+        >>> rules = metagrad.optim.rules
+        >>> rule = rules.chain(rules.clip_by_value(1.0), rules.sgd(lr=1.0))
+        >>> params = {"w": torch.zeros(3)}
+        >>> rule.update({"w": torch.tensor([3.0, -0.5, -2.0])}, rule.init(params), params)[0]["w"]
+        tensor([-1.0000,  0.5000,  1.0000])
+
+    References:
+        ``torch.nn.utils.clip_grad_value_``; Mikolov, "Statistical language models based on neural networks", Brno
+        University of Technology, 2012, section 3.2.2.
+    """
+    return ClipByValue(max_value)
+
+
+def _clamped(gradient: Tensor, limit: float | Tensor) -> Tensor:
+    if isinstance(gradient, RowSparse):
+        return scatter_rows(_clamped(gradient.values, limit), gradient.rows, gradient.shape, unique=True)
+    if isinstance(limit, Tensor):
+        limit = limit.to(gradient.dtype)
+        return torch.minimum(torch.maximum(gradient, -limit), limit)
+    return gradient.clamp(-limit, limit)
+
+
+def _like(factor: Tensor, gradient: Tensor) -> Tensor:
+    """Give a factor for each task the axes of a gradient."""
+    return factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))

@@ -1,0 +1,112 @@
+"""Different rules for different parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from metagrad.optim.rule import Params, Rule, RuleNode
+from metagrad.optim.transforms.chain import check_rule
+
+
+class MaskState(NamedTuple):
+    """What :class:`Mask` carries from step to step."""
+
+    names: tuple[str, ...]  # of the parameters that the rule moves
+    rule: Any  # the state of the rule
+    other: Any  # that of the rule of the others; None where they stay
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(RuleNode):
+    """The rule that :func:`mask` makes."""
+
+    rule: Rule
+    names: tuple[str, ...] | Callable[[str], bool]
+    other: Rule | None = None
+
+    nested = ("rule", "other")
+
+    def init(self, params: Params) -> MaskState:
+        """Return the state before the first step."""
+        self._check(params)
+        names = tuple(key for key in params if self._is_named(key))
+        named, others = _split(params, names)
+        return MaskState(
+            names, self.rule.init(named), None if self.other is None else self.other.init(others)
+        )
+
+    def update(
+        self, grads: Params, state: MaskState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, MaskState]:
+        """Take one step; ``curvature`` goes to both rules as it is."""
+        named, others = _split(params, state.names)
+        named_grads, other_grads = _split(grads, state.names)
+        named, rule_state = self.rule.update(named_grads, state.rule, named, curvature)
+        other_state = None
+        if self.other is not None:
+            others, other_state = self.other.update(other_grads, state.other, others, curvature)
+        both = {**named, **others}
+        return {key: both[key] for key in params}, MaskState(state.names, rule_state, other_state)
+
+    def _is_named(self, key: str) -> bool:
+        if callable(self.names):
+            return bool(self.names(key))
+        return any(fnmatchcase(key, pattern) for pattern in self.names)
+
+    def _check(self, params: Params) -> None:
+        for pattern in () if callable(self.names) else self.names:
+            if params and not any(fnmatchcase(key, pattern) for key in params):
+                raise ValueError(
+                    f"mask(rule, names).init: {pattern!r} is the name of no parameter; they are {sorted(params)}."
+                )
+
+
+def _split(params: Params, names: tuple[str, ...]) -> tuple[Params, Params]:
+    named = {key: p for key, p in params.items() if key in names}
+    return named, {key: p for key, p in params.items() if key not in named}
+
+
+def mask(
+    rule: Rule, names: str | Sequence[str] | Callable[[str], bool], *, other: Rule | None = None
+) -> Mask:
+    """Make a rule for the parameters that are named; the others stay, or have a rule of their own.
+
+    Args:
+        rule: The rule of the parameters that are named.
+        names: Names, or patterns of names with ``*``, ``?`` and ``[...]`` as in file names, where ``*`` crosses dots;
+            or a function that says of a name whether it is meant.
+        other: The rule of the others; None leaves them as they are.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyper-parameters by parameter name
+        have one entry for each parameter that their rule has.
+
+    Raises:
+        TypeError: ``rule`` or ``other`` is not a rule, or ``names`` are not names.
+        ValueError: In ``init``, a name or a pattern fits no parameter.
+
+    Example:
+        >>> rules = metagrad.optim.rules
+        >>> rule = rules.mask(rules.sgd(lr=1.0), "*.weight", other=rules.sgd(lr=0.5))
+        >>> params = {"0.weight": torch.tensor(1.0), "0.bias": torch.tensor(1.0)}
+        >>> rule.update({key: torch.tensor(1.0) for key in params}, rule.init(params), params)[0]
+        {'0.weight': tensor(0.), '0.bias': tensor(0.5000)}
+
+    References:
+        Raghu et al., "Rapid learning or feature reuse? Towards understanding the effectiveness of MAML", ICLR 2020,
+        section 4, which adapts the last layer alone (ANIL).
+    """
+    check_rule("mask(rule, ...)", rule)
+    if other is not None:
+        check_rule("mask(..., other)", other)
+    if not callable(names):
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"mask(rule, names): names must be strings or a function of one, got {type(name).__name__}."
+                )
+    return Mask(rule, names, other)

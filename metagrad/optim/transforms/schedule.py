@@ -1,0 +1,101 @@
+"""Hyper-parameters as functions of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.hyperparameters import count
+from metagrad.optim.rule import Hyperparameter, Params, Rule, RuleNode
+from metagrad.optim.transforms.chain import check_rule
+
+
+class ScheduleState(NamedTuple):
+    """What :class:`Schedule` carries from step to step."""
+
+    step: int  # steps taken
+    rule: Any  # the state of the rule
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule(RuleNode):
+    """The rule that :func:`schedule` makes."""
+
+    rule: Rule
+    functions: tuple[tuple[str, Callable], ...]
+
+    nested = ("rule",)
+
+    def init(self, params: Params) -> ScheduleState:
+        """Return the state before the first step."""
+        rule = self._at(0)
+        for name, _ in self.functions:
+            if isinstance(getattr(rule, name), (int, float)):
+                # What starts at the number 0 would not count as used, and a state never changes its structure.
+                rule = dataclasses.replace(rule, **{name: torch.ones(())})  # type: ignore[type-var]
+        return ScheduleState(0, rule.init(params))
+
+    def update(
+        self, grads: Params, state: ScheduleState, params: Params, curvature: object | None = None
+    ) -> tuple[Params, ScheduleState]:
+        """Take one step; ``curvature`` goes to the rule as it is."""
+        dtype = next((p.dtype for p in params.values()), torch.get_default_dtype())
+        params, rule_state = self._at(count(state.step, dtype)).update(grads, state.rule, params, curvature)
+        return params, ScheduleState(state.step + 1, rule_state)
+
+    def _at(self, step: float | Tensor) -> Rule:
+        values = {name: function(step) for name, function in self.functions}
+        return dataclasses.replace(self.rule, **values)  # type: ignore[type-var]
+
+
+def schedule(rule: Rule, **values: Callable[[Any], Hyperparameter] | Hyperparameter) -> Rule:
+    r"""Make a rule whose hyper-parameters are functions of the step, or have one value for each.
+
+    .. math:: w_{t+1} = \mathrm{update}_{h(t)}(w_t), \qquad t = 0, 1, \dots
+
+    Args:
+        rule: Any rule that has these hyper-parameters itself. To schedule one within a chain or a mask, schedule it
+            there: ``chain(clip_by_norm(1.0), schedule(adam(), lr=...))``.
+        **values: By the name of a hyper-parameter, a function of the number of steps taken before, 0 at first, that
+            returns a number or a tensor, which may require grad; or a tensor ``[steps]``, as the rule itself takes.
+            The function must not depend on more than its argument. In a compiled loop that is a 0-d tensor: then
+            write arithmetic, and no ``if``.
+
+    Returns:
+        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+
+    Raises:
+        ValueError: The rule has no hyper-parameter of that name, or a value is out of its range.
+        TypeError: ``rule`` is not a rule.
+
+    Example:
+        >>> rules = metagrad.optim.rules
+        >>> rule, params = rules.schedule(rules.sgd(lr=1.0), lr=lambda t: 0.5**t), {"w": torch.tensor(0.0)}
+        >>> state = rule.init(params)
+        >>> for _ in range(3):
+        ...     params, state = rule.update({"w": torch.tensor(-1.0)}, state, params)
+        >>> params["w"]
+        tensor(1.7500)
+
+    References:
+        Loshchilov, Hutter, "SGDR: stochastic gradient descent with warm restarts", ICLR 2017, for schedules of the
+        step size; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
+        learning", ICML 2015, section 3.1, for learning one.
+    """
+    check_rule("schedule(rule, ...)", rule)
+    known = rule.hyper if isinstance(rule, RuleNode) else ()
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"schedule(rule, {name}=...): {type(rule).__name__} has no hyper-parameter of that name, it has "
+                f"{list(known)}. Within a chain, schedule the rule itself."
+            )
+    functions = {name: value for name, value in values.items() if callable(value)}
+    fixed = {name: value for name, value in values.items() if name not in functions}
+    rule = dataclasses.replace(rule, **fixed) if fixed else rule  # type: ignore[type-var]
+    return Schedule(rule, tuple(functions.items())) if functions else rule  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Sparse kernels and their derivatives: two families closed under differentiation."""

@@ -1,0 +1,36 @@
+"""Tangents of tangents through a custom rule, which torch alone would take to be zero."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from metagrad.core import _torch
+
+Result = TypeVar("Result")
+
+
+def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
+    """Make the ``jvp`` of an ``autograd.Function`` differentiable in forward mode again.
+
+    torch calls it with forward mode switched off, and ``jacfwd(jacfwd(f))`` then leaves out, in silence, every term
+    that goes through the tangent (torch 2.13, pytorch issue 197867). Here it is on, and the tangents are those of the
+    level being differentiated; saved tensors must pass through :func:`primal`, for on that level they have tangents
+    themselves and the rule would call itself without end.
+    """
+
+    @functools.wraps(jvp)
+    def nested(ctx: object, *tangents: Tensor | None) -> Result:
+        with _torch.forward_mode(True):
+            return jvp(ctx, *(primal(t) if isinstance(t, Tensor) else t for t in tangents))
+
+    return nested
+
+
+def primal(x: Tensor) -> Tensor:
+    """Take from a tensor its tangent on the level being differentiated; those of outer levels stay."""
+    return unpack_dual(x).primal

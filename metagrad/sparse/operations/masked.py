@@ -1,0 +1,186 @@
+"""Reductions over the valid entries of padded data, whose invalid entries reach no derivative.
+
+A product with a 0/1 mask is not enough: ``0 * nan`` is ``nan``, in the value, in the gradient, and again in
+every later derivative. Each function here selects with :func:`torch.where` twice: on the way in, so that
+arithmetic never sees an invalid entry, and, where its result has the entries of its input, on the way out, so
+that no cotangent of an invalid entry comes back. Shapes never depend on the values of a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import is_differentiable
+
+
+def masked_sum(
+    x: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None, *, keepdim: bool = False
+) -> Tensor:
+    r"""Sum the valid entries.
+
+    .. math:: y = \sum_{i : m_i} x_i
+
+    The gradient is exactly zero at invalid entries, at every order, whatever stands there. It is an operation
+    *before* this one that can still spoil it: ``masked_sum(x.log(), mask)`` multiplies that zero by ``1 / x``.
+    Replace invalid entries before such an operation: ``masked_sum(torch.where(mask, x, 1).log(), mask)``.
+
+    Args:
+        x: Values, of any shape and dtype.
+        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
+        dim: Which dimensions to reduce; None reduces all.
+        keepdim: Keep reduced dimensions with size 1.
+
+    Returns:
+        The sum; 0 where no entry is valid.
+
+    Raises:
+        TypeError: ``mask`` is not bool.
+        ValueError: ``mask`` does not broadcast to ``x``, or ``dim`` is out of range.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [float("nan"), 4.0]], requires_grad=True)
+        >>> y = metagrad.sparse.masked_sum(x, ~x.isnan(), 1)
+        >>> y.tolist(), torch.autograd.grad(y.pow(2).sum(), x)[0].tolist()
+        ([3.0, 4.0], [[6.0, 6.0], [0.0, 8.0]])
+    """
+    _check_mask("masked_sum", x, mask)
+    _check_dim("masked_sum", x, dim)
+    return torch.where(mask, x, 0).sum(dim, keepdim=keepdim)
+
+
+def masked_mean(
+    x: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None, *, keepdim: bool = False
+) -> Tensor:
+    r"""Average the valid entries.
+
+    .. math:: y = \frac{1}{\max(n, 1)} \sum_{i : m_i} x_i, \qquad n = \#\{i : m_i\}
+
+    Half precision is accumulated in float32, so that neither the sum nor the count overflows. The gradient is
+    exactly zero at invalid entries, at every order; what :func:`masked_sum` says of operations before it holds
+    here.
+
+    Args:
+        x: Values, floating or complex, of any shape.
+        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
+        dim: Which dimensions to reduce; None reduces all.
+        keepdim: Keep reduced dimensions with size 1.
+
+    Returns:
+        The mean; 0 where no entry is valid.
+
+    Raises:
+        TypeError: ``mask`` is not bool, or ``x`` is neither floating nor complex.
+        ValueError: ``mask`` does not broadcast to ``x``, or ``dim`` is out of range.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 3.0], [5.0, 7.0]])
+        >>> metagrad.sparse.masked_mean(x, torch.tensor([[True, True], [False, False]]), 1)
+        tensor([2., 0.])
+    """
+    _check_mask("masked_mean", x, mask)
+    _check_dim("masked_mean", x, dim)
+    _check_floating("masked_mean", x)
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    total = torch.where(mask, x, 0).sum(dim, keepdim=keepdim, dtype=wide)
+    count = mask.expand(x.shape).sum(dim, keepdim=keepdim)
+    return (total / count.clamp_min(1)).to(x.dtype)
+
+
+def masked_softmax(x: Tensor, mask: Tensor, dim: int) -> Tensor:
+    r"""Normalise the exponentials of the valid entries.
+
+    .. math:: y_i = m_i \, e^{x_i} \Big/ \sum_{j : m_j} e^{x_j}
+
+    Invalid entries are exactly zero, and so is the gradient there, at every order; cotangents that arrive at
+    invalid entries are dropped.
+
+    Args:
+        x: Scores, floating, of any shape.
+        mask: Bools that broadcast to the shape of ``x``; True marks a valid entry.
+        dim: The dimension along which the result sums to one.
+
+    Returns:
+        Weights in the shape of ``x``; all zero along ``dim`` where no entry is valid.
+
+    Raises:
+        TypeError: ``mask`` is not bool, or ``x`` is not floating.
+        ValueError: ``mask`` does not broadcast to ``x``, or ``dim`` is out of range.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0, float("nan")], [1.0, 2.0, 3.0]])
+        >>> metagrad.sparse.masked_softmax(x, torch.tensor([[True, True, False], [False, False, False]]), 1)
+        tensor([[0.5000, 0.5000, 0.0000],
+                [0.0000, 0.0000, 0.0000]])
+    """
+    _check_mask("masked_softmax", x, mask)
+    _check_dim("masked_softmax", x, dim)
+    _check_floating("masked_softmax", x, complex_too=False)
+    # A row of -inf alone would be nan inside, which anomaly detection reports although the mask then hides it.
+    is_empty = ~mask.expand(x.shape).any(dim, keepdim=True)
+    scores = torch.where(mask, x, -torch.inf).masked_fill(is_empty, 0)
+    return torch.where(mask, scores.softmax(dim), 0)
+
+
+def mask_gradient(x: Tensor, mask: Tensor) -> Tensor:
+    r"""Return ``x`` unchanged, with a derivative only where the mask is True.
+
+    .. math:: y = x, \qquad \partial y / \partial x := \operatorname{diag}(m)
+
+    A gradient hook as an ordinary operation: it works under ``vmap``, ``torch.func`` and ``torch.compile``,
+    and at every order the masked entries are constants. The Jacobian is the stated one in both modes: a
+    tangent is masked as a cotangent is, which keeps forward mode the transpose of reverse mode, so that
+    forward-over-reverse and reverse-over-reverse give the same second derivatives. Finite differences see the
+    identity instead, by design.
+
+    Args:
+        x: Values, floating or complex, of any shape; they may be nan or inf.
+        mask: Bools that broadcast to the shape of ``x``; False stops the gradient.
+
+    Returns:
+        A tensor equal to ``x``.
+
+    Raises:
+        TypeError: ``mask`` is not bool, or ``x`` is neither floating nor complex.
+        ValueError: ``mask`` does not broadcast to ``x``.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> y = metagrad.sparse.mask_gradient(x, torch.tensor([True, False]))
+        >>> y.tolist(), torch.autograd.grad((y**3).sum(), x)[0].tolist()
+        ([1.0, 2.0], [3.0, 0.0])
+    """
+    _check_mask("mask_gradient", x, mask)
+    _check_floating("mask_gradient", x)
+    return torch.where(mask, x, x.detach())
+
+
+def _check_mask(call: str, x: Tensor, mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{call}(x, mask): mask must be bool, got {mask.dtype}. Compare it first, for instance mask != 0."
+        )
+    sizes = zip(reversed(mask.shape), reversed(x.shape), strict=False)
+    if mask.ndim > x.ndim or any(m not in (1, size) for m, size in sizes):
+        raise ValueError(
+            f"{call}(x, mask): mask must broadcast to the shape of x, {tuple(x.shape)}, got "
+            f"{tuple(mask.shape)}. Insert dimensions of size 1 where it is shared, or expand x."
+        )
+
+
+def _check_dim(call: str, x: Tensor, dim: int | tuple[int, ...] | None) -> None:
+    ndim = max(x.ndim, 1)
+    for d in () if dim is None else (dim,) if isinstance(dim, int) else dim:
+        if not -ndim <= d < ndim:
+            raise ValueError(
+                f"{call}(x, mask, dim): dim must be from {-ndim} to {ndim - 1} for x of shape "
+                f"{tuple(x.shape)}, got {d}."
+            )
+
+
+def _check_floating(call: str, x: Tensor, *, complex_too: bool = True) -> None:
+    if not (is_differentiable(x) if complex_too else x.is_floating_point()):
+        kinds = "floating or complex" if complex_too else "floating"
+        raise TypeError(
+            f"{call}(x, mask): x must be {kinds}, got {x.dtype}. Convert it, for instance x.float()."
+        )

@@ -1,0 +1,256 @@
+"""Arithmetic and reductions of :class:`~metagrad.sparse.tables.RowSparse`, on its values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.sparse.kernels.accumulation import index_sum, widened
+from metagrad.sparse.kernels.rows import gather_rows, scatter_rows, written_out
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+Handler = Callable[..., Any]
+
+
+def unknown(call: str, reason: str) -> TypeError:
+    """Make the error of an operation that would be dense."""
+    return TypeError(
+        f"{call}: not an operation on RowSparse: {reason}. Work on its .values (those of the kept rows), or make "
+        "it dense by .to_dense(), or a COO tensor by .to_coo()."
+    )
+
+
+def _with_values(x: RowSparse, values: Tensor) -> RowSparse:
+    shape = (*x.shape[: x.row_ndim], *values.shape[1:])
+    return scatter_rows(values, x.rows, shape, unique=True)
+
+
+def elementwise(function: Callable[[Tensor], Tensor]) -> Handler:
+    """Apply a function that keeps zero to every element."""
+    return lambda x: _with_values(x, function(x.values))
+
+
+def multiply(x: Any, y: Any) -> RowSparse:
+    """Multiply by a number, a strided tensor that is broadcast, or another RowSparse."""
+    if not isinstance(x, RowSparse):
+        x, y = y, x
+    return _with_values(x, x.values * _at_rows("mul", y, x))
+
+
+def divide(x: Any, y: Any, *, rounding_mode: str | None = None) -> RowSparse:
+    """Divide by a number or a strided tensor; rows that are not kept are zero even over a zero."""
+    if isinstance(y, RowSparse) or rounding_mode is not None:
+        raise unknown("div(x, y)", "a quotient of zeros, or a rounded one, has no sparse form")
+    return _with_values(x, x.values / _at_rows("div", y, x))
+
+
+def _at_rows(call: str, other: Any, x: RowSparse) -> Any:
+    """Return a factor in the rows of ``x``, to be broadcast against its values."""
+    if not isinstance(other, Tensor) or other.ndim <= x.ndim - x.row_ndim:
+        return other
+    row_shape = x.shape[: x.row_ndim]
+    if other.ndim < x.ndim:
+        other = other.view(*[1] * (x.ndim - other.ndim), *other.shape)
+    if other.ndim > x.ndim or torch.broadcast_shapes(other.shape[: x.row_ndim], row_shape) != row_shape:
+        raise unknown(
+            f"{call}(x, y) of shapes {tuple(x.shape)} and {tuple(other.shape)}", "it would repeat the rows"
+        )
+    if all(size == 1 for size in other.shape[: x.row_ndim]):
+        return other.reshape(other.shape[x.row_ndim :])
+    if other.shape[: x.row_ndim] != row_shape:
+        other = other.expand(*row_shape, *other.shape[x.row_ndim :])
+    return gather_rows(other, x.rows, x.row_ndim)
+
+
+def raised(x: Any, exponent: Any) -> RowSparse:
+    """Raise to a positive power."""
+    if not isinstance(x, RowSparse) or not isinstance(exponent, (int, float)) or not exponent > 0:
+        power = exponent if isinstance(exponent, (int, float)) else type(exponent).__name__
+        raise unknown(f"pow(x, {power})", "only a power by a positive number is zero where x is")
+    return _with_values(x, x.values**exponent)
+
+
+def add(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
+    """Add; with a strided tensor the sum is strided."""
+    if isinstance(x, RowSparse) and isinstance(y, RowSparse):
+        return _merged(x, y, alpha)
+    for number, other in ((x, y), (y, x)):
+        if not isinstance(number, Tensor) or number.ndim == 0:
+            if isinstance(number, (int, float)) and number == 0:
+                return other * alpha if other is y else other
+            raise unknown("add(x, y)", "a number added to every row makes all of them nonzero")
+    if isinstance(y, RowSparse):
+        return _onto(x, y, alpha)
+    return _onto(y * alpha, x, 1)
+
+
+def _merged(x: RowSparse, y: RowSparse, alpha: float) -> RowSparse:
+    if x.shape != y.shape:
+        raise ValueError(
+            f"add(x, y): two RowSparse must have one shape, got {tuple(x.shape)} and {tuple(y.shape)}."
+        )
+    if x.rows is y.rows or torch.equal(x.rows, y.rows):
+        return _with_values(x, torch.add(x.values, y.values, alpha=alpha))
+    values = torch.cat([x.values, y.values * alpha])
+    return scatter_rows(values, torch.cat([x.rows, y.rows]), x.shape)
+
+
+def _onto(dense: Tensor, x: RowSparse, alpha: float) -> Tensor:
+    shape = torch.broadcast_shapes(dense.shape, x.shape)
+    if dense.ndim <= x.ndim - x.row_ndim or shape != x.shape:
+        raise unknown(
+            f"add(x, y) of shapes {tuple(dense.shape)} and {tuple(x.shape)}", "it would repeat the rows"
+        )
+    result = (
+        dense.expand(shape)
+        .to(torch.promote_types(dense.dtype, x.dtype))
+        .clone(memory_format=torch.contiguous_format)
+    )
+    return add_into(result, x, alpha=alpha)
+
+
+def add_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
+    """Add in place: to a strided tensor, in the rows; to RowSparse, either is kept."""
+    if isinstance(target, RowSparse):
+        if not isinstance(y, Tensor):
+            return write(target, add(target, y, alpha=alpha))
+        return write(target, _merged(target, as_rows(y, target), alpha))
+    if target.shape != y.shape:
+        raise unknown(
+            f"add_(x, y) of shapes {tuple(target.shape)} and {tuple(y.shape)}", "it would repeat the rows"
+        )
+    values = y.values.to(target.dtype)
+    if y.row_ndim == 1:
+        return target.index_add_(0, y.rows, values, alpha=alpha)
+    places = torch.unravel_index(y.rows, y.shape[: y.row_ndim])
+    return target.index_put_(places, values * alpha, accumulate=True)
+
+
+def as_rows(y: Tensor, like: RowSparse) -> RowSparse:
+    """Take a dense tensor as one of which every row is kept: what a dense gradient added to ``.grad`` makes of it."""
+    if isinstance(y, RowSparse):
+        return y
+    values = written_out(y).expand(like.shape).reshape(-1, *like.shape[like.row_ndim :])
+    rows = torch.arange(len(values), device=y.device)
+    return scatter_rows(values, rows, like.shape, unique=True)
+
+
+def write(target: RowSparse, new: Tensor) -> RowSparse:
+    """Put other rows into a tensor and its aliases."""
+    if not target._kept.writable:
+        raise unknown("a write in place into a view of another shape", "the tensor viewed would not see it")
+    assert isinstance(new, RowSparse)
+    if new.dtype != target.dtype:
+        new = _with_values(new, new.values.to(target.dtype))
+    target._kept.rows, target._kept.values = new.rows, new.values
+    return target
+
+
+def in_place(function: Handler) -> Handler:
+    """Write the result of a function into its first argument."""
+    return lambda x, *args, **kwargs: write(x, function(x, *args, **kwargs))
+
+
+def subtract(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
+    """Subtract."""
+    return add(x, y, alpha=-alpha)
+
+
+def subtract_from(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
+    """Subtract the first from the second."""
+    return add(y, x, alpha=-alpha)
+
+
+def subtract_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
+    """Subtract in place."""
+    return add_into(target, y, alpha=-alpha)
+
+
+def total(
+    x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sum over dimensions; over the rows of a table the sum is strided."""
+    dims, k = _normalized(dim, x.ndim), x.row_ndim
+    values = widened(x.values) if dtype is None else x.values.to(dtype)
+    within = [d - k + 1 for d in dims if d >= k]
+    if within:
+        values = values.sum(within, keepdim)
+    over = [d for d in dims if d < k]
+    result = _sum_over_rows(x, values, over) if over else _with_values(x, values)
+    if keepdim and over:
+        lead = [1 if d in over else x.shape[d] for d in range(k)]
+        result = result.view(*lead, *values.shape[1:])
+    return result.to(x.dtype if dtype is None else dtype)
+
+
+def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
+    k = x.row_ndim
+    kept = [d for d in range(k) if d not in dims]
+    if not kept:
+        return values.sum(0)
+    places, lead = torch.unravel_index(x.rows, x.shape[:k]), [x.shape[d] for d in kept]
+    rows = counted([places[d] for d in kept], lead)
+    if k - 1 in kept:
+        return scatter_rows(values, rows, (*lead, *values.shape[1:]))
+    sums = index_sum(values, rows, math.prod(lead)).to(values.dtype)
+    return sums.view(*lead, *values.shape[1:])
+
+
+def _normalized(dim: Any, ndim: int) -> list[int]:
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(ndim))
+    return sorted(d % ndim for d in ([dim] if isinstance(dim, int) else dim))
+
+
+def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Average over dimensions, over all rows of the whole."""
+    count = math.prod(x.shape[d] for d in _normalized(dim, x.ndim))
+    sums = total(x, dim, keepdim, dtype=widened(x.values).dtype if dtype is None else dtype)
+    return (sums / count).to(x.dtype if dtype is None else dtype)
+
+
+def vector_norm(
+    x: RowSparse, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Compute the norm of all elements; the rows that are not kept add nothing to it."""
+    if dim is not None or keepdim or not isinstance(ord, (int, float)) or ord < 0:
+        raise unknown(f"norm(x, {ord}, dim={dim})", "only the norm of all elements, of order 0 or more, is")
+    if not x.values.numel():
+        return x.values.sum(dtype=dtype)
+    return torch.linalg.vector_norm(x.values, ord, dtype=dtype)
+
+
+def norm(x: RowSparse, p: Any = "fro", dim: Any = None, keepdim: bool = False, **how: Any) -> Tensor:
+    """Compute ``torch.norm``, of all elements."""
+    return vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, **how)
+
+
+def extremum(function: Callable[[Tensor], Tensor]) -> Handler:
+    """Take the maximum or minimum of all elements, those of the rows that are not kept among them."""
+
+    def apply(x: RowSparse, *how: Any, **more: Any) -> Tensor:
+        if how or more:
+            raise unknown("max(x, ...) or min(x, ...)", "only that of all elements is")
+        values = x.values.flatten()
+        return function(values if values.numel() == x.numel() else torch.cat([values, values.new_zeros(1)]))
+
+    return apply
+
+
+def index_select(x: RowSparse, dim: int, index: Tensor) -> Tensor:
+    """Select rows, kept or not; the result is strided."""
+    if dim % x.ndim != 0 or x.row_ndim != 1:
+        raise unknown(f"index_select(x, {dim}, index)", "only the rows of one table are selected, by dim=0")
+    return gather_rows(x, index)
+
+
+def counted(places: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """Number places in a stack of tables; the inverse of ``torch.unravel_index``."""
+    rows = torch.zeros_like(places[0])
+    for place, size in zip(places, shape, strict=True):
+        rows = rows * size + place
+    return rows

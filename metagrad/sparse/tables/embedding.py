@@ -1,0 +1,174 @@
+"""Lookups in embedding tables, right at every order and at the cost of the rows that are looked up."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from metagrad.core import _torch
+from metagrad.sparse.kernels.rows import gather_rows
+from metagrad.sparse.tables.bags import over, reduce_bags
+from metagrad.sparse.tables.row_sparse import HOLE
+
+Mode = Literal["mean", "sum", "max"]
+
+
+def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    r"""Look rows up in a table; like ``torch.nn.functional.embedding``, and right at every order.
+
+    .. math:: y_i = T_{\mathrm{ids}_i}
+
+    The gradient of ``table`` is a :class:`RowSparse`, of any order; time and memory of every derivative are those
+    of the rows looked up, however many rows the table has. Works in forward mode and under ``torch.func``, with
+    ``ids``, ``table`` or both batched by ``vmap``.
+
+    Args:
+        ids: int64 or int32, of any shape; on an accelerator the range is checked by the kernel alone.
+        table: ``[V, D...]``, strided or :class:`RowSparse`.
+        padding_idx: A row that gets no gradient where it is looked up; negative counts from the end.
+
+    Returns:
+        ``[*ids.shape, D...]``.
+
+    Raises:
+        ValueError: An id or ``padding_idx`` is out of range, or ``table`` has less than two dimensions.
+        TypeError: ``ids`` are not integers.
+
+    Note:
+        Other uses of ``table`` (its norm, say, or its product with features in a tied output layer) have dense
+        gradients as always, and the sum of the two is dense.
+
+    Example:
+        >>> from metagrad.sparse.tables.embedding import embedding
+        >>> table = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+        >>> y = embedding(torch.tensor([2, 0, 2]), table)
+        >>> (y**3).sum().backward()
+        >>> table.grad.rows.tolist(), table.grad.values.tolist()
+        ([0, 2], [[3.0], [54.0]])
+
+    References:
+        PyTorch, ``torch.nn.functional.embedding``, for the meaning of ``padding_idx``.
+    """
+    if has_torch_function((ids, table)):
+        return handle_torch_function(embedding, (ids, table), ids, table, padding_idx=padding_idx)
+    call = "embedding(ids, table)"
+    ids, padding_idx = _checked(call, ids, table, padding_idx)
+    if padding_idx is None:
+        return gather_rows(table, ids)
+    padded = ids == padding_idx
+    found = gather_rows(table, torch.where(padded, HOLE, ids), holes=True)
+    constant = gather_rows(table.detach(), torch.tensor(padding_idx, device=ids.device))
+    return torch.where(over(padded, found), constant, found)
+
+
+def embedding_bag(
+    ids: Tensor,
+    offsets: Tensor | None,
+    table: Tensor,
+    *,
+    mode: Mode = "mean",
+    per_sample_weights: Tensor | None = None,
+    padding_idx: int | None = None,
+) -> Tensor:
+    r"""Reduce bags of rows; like ``torch.nn.functional.embedding_bag``, and right at every order.
+
+    .. math:: y_b = \sum_{i \in b} w_i \, T_{\mathrm{ids}_i}, \quad\text{or the mean or the maximum over the bag}
+
+    Costs and transforms are those of :func:`embedding`. An empty bag gives zeros.
+
+    Args:
+        ids: ``[N]`` with ``offsets``, or ``[bags, n]`` without; int64 or int32.
+        offsets: Where each bag begins in ``ids``, ``[bags]``: ascending, and the first is 0.
+        table: ``[V, D...]``.
+        mode: How a bag is reduced. The maximum is taken by element; of equal ones the first has the gradient.
+        per_sample_weights: :math:`w`, in the shape of ``ids``; differentiable; for ``mode="sum"`` alone.
+        padding_idx: Lookups of this row are left out of their bags; negative counts from the end.
+
+    Returns:
+        ``[bags, D...]``.
+
+    Raises:
+        ValueError: Shapes do not fit each other, an id or an offset is out of range, ``mode`` is unknown, or
+            weights are given for another than the sum.
+        TypeError: ``ids`` or ``offsets`` are not integers.
+
+    Example:
+        >>> from metagrad.sparse.tables.embedding import embedding_bag
+        >>> table = torch.tensor([[1.0], [2.0], [4.0]])
+        >>> ids, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 2])
+        >>> embedding_bag(ids, offsets, table).tolist()
+        [[2.5], [0.0], [2.0]]
+
+    References:
+        PyTorch, ``torch.nn.functional.embedding_bag``.
+    """
+    tensors = (ids, offsets, table, per_sample_weights)
+    if has_torch_function(tensors):
+        how = {"mode": mode, "per_sample_weights": per_sample_weights, "padding_idx": padding_idx}
+        return handle_torch_function(embedding_bag, tensors, ids, offsets, table, **how)
+    call = "embedding_bag(ids, offsets, table)"
+    _check_bags(call, ids, offsets, mode, per_sample_weights)
+    ids, padding_idx = _checked(call, ids, table, padding_idx)
+    kept = None if padding_idx is None else ids != padding_idx
+    found = gather_rows(table, ids if kept is None else torch.where(kept, ids, HOLE), holes=kept is not None)
+    return reduce_bags(found, offsets, mode=mode, weights=per_sample_weights, kept=kept)
+
+
+def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, int | None]:
+    """Return ids as int64, and ``padding_idx`` counted from the start."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            f"{call}: ids must be int64 or int32, got {ids.dtype}. Call ids.long() if they are whole."
+        )
+    if table.ndim < 2:
+        raise ValueError(
+            f"{call}: table must be [V, D...], got shape {tuple(table.shape)}. A column of numbers is table[:, None]."
+        )
+    if padding_idx is None:
+        return ids.long(), None
+    if not -len(table) <= padding_idx < len(table):
+        raise ValueError(
+            f"{call}: padding_idx must be a row of the table, from {-len(table)} to {len(table) - 1}, "
+            f"got {padding_idx}."
+        )
+    return ids.long(), padding_idx % len(table)
+
+
+def _check_bags(
+    call: str, ids: Tensor, offsets: Tensor | None, mode: str, per_sample_weights: Tensor | None
+) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f'{call}: mode must be "mean", "sum" or "max", got {mode!r}.')
+    if ids.ndim != (2 if offsets is None else 1):
+        expected = "[bags, n] without offsets" if offsets is None else "1-d with offsets"
+        raise ValueError(f"{call}: ids must be {expected}, got shape {tuple(ids.shape)}.")
+    if offsets is not None:
+        _check_offsets(call, offsets, len(ids))
+    if per_sample_weights is not None and mode != "sum":
+        raise ValueError(f'{call}: per_sample_weights are for mode="sum", got mode={mode!r}.')
+    if per_sample_weights is not None and per_sample_weights.shape != ids.shape:
+        raise ValueError(
+            f"{call}: per_sample_weights must have the shape of ids, {tuple(ids.shape)}, "
+            f"got {tuple(per_sample_weights.shape)}."
+        )
+
+
+def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
+    if offsets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{call}: offsets must be int64 or int32, got {offsets.dtype}.")
+    if offsets.ndim != 1:
+        raise ValueError(f"{call}: offsets must be 1-d, one for each bag, got shape {tuple(offsets.shape)}.")
+    # Values cannot be looked at under vmap, and should not be on an accelerator.
+    if _torch.functorch_is_active() or offsets.device.type != "cpu":
+        return
+    if not len(offsets):
+        wrong = size > 0
+    else:
+        wrong = bool(offsets[0] != 0) or bool(offsets[-1] > size) or bool((offsets.diff() < 0).any())
+    if wrong:
+        raise ValueError(
+            f"{call}: offsets must ascend from 0 to at most the number of ids, {size}, got {offsets.tolist()}."
+        )

@@ -1,0 +1,246 @@
+"""Tensors of which few rows are not zero: what the gradient of an embedding table is.
+
+Two operations are closed under differentiation, and everything else is composed from them: to gather rows from a
+table, and to scatter rows into one. The derivative of each is the other, so the gradient of a table, of any
+order, costs what the rows cost and not what the table would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from metagrad.core import _torch
+from metagrad.sparse.policies.stats import count_densified
+
+R = TypeVar("R", bound="Rows")
+
+HOLE = torch.iinfo(torch.int64).min
+"""An id that names no row: zeros are gathered for it, and what is scattered to it is dropped."""
+
+
+def _operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda self, other: function(self, other)
+
+
+# The modules that build on these classes are imported where they use them.
+
+
+class Rows(Tensor):
+    """A table of which some rows are kept, and the others known without being stored."""
+
+    _kept: Kept
+
+    @property
+    def rows(self) -> Tensor:
+        """The kept rows, ``[R]``, ascending."""
+        return self._kept.rows
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The values of the kept rows, ``[R, D...]``, on the tape of this tensor; not to be written into."""
+        from metagrad.sparse.kernels.rows import gather_rows
+
+        if has_torch_function_unary(self):
+            return handle_torch_function(_VALUES, (self,), self)
+        return gather_rows(self, self.rows, self.row_ndim, unique=True)
+
+    @property
+    def row_ndim(self) -> int:
+        """How many of the first dimensions count rows: 1, and more of a stack of tables."""
+        return self.ndim - self._kept.values.ndim + 1
+
+    # torch answers a TypeError inside an operator with NotImplemented, and Python then with a message of its own,
+    # or, for ==, with False. Called as functions they raise what they have to say.
+    __add__ = _operator(torch.add)
+    __radd__ = _operator(torch.add)
+    __sub__ = _operator(torch.sub)
+    __rsub__ = _operator(torch.rsub)
+    __mul__ = _operator(torch.mul)
+    __rmul__ = _operator(torch.mul)
+    __truediv__ = _operator(torch.div)
+    __rtruediv__ = _operator(lambda self, other: torch.reciprocal(self) * other)
+    __pow__ = _operator(torch.pow)
+    __rpow__ = _operator(lambda self, other: torch.pow(other, self))
+    __matmul__ = _operator(torch.matmul)
+    __rmatmul__ = _operator(lambda self, other: torch.matmul(other, self))
+    __eq__ = _operator(torch.eq)  # type: ignore[reportAssignmentType]
+    __ne__ = _operator(torch.ne)  # type: ignore[reportAssignmentType]
+    __lt__ = _operator(torch.lt)
+    __le__ = _operator(torch.le)
+    __gt__ = _operator(torch.gt)
+    __ge__ = _operator(torch.ge)
+    __hash__ = Tensor.__hash__
+
+    def _elsewhere(self, ids: Tensor) -> Tensor:
+        """Return the values of rows ``[N]`` that are not kept, ``[N, D...]``; below the tape."""
+        return self._kept.values.new_zeros(len(ids), *self._kept.values.shape[1:])
+
+
+class RowSparse(Rows):
+    r"""A tensor that is zero but in some rows; the cotangent of an embedding table.
+
+    .. math:: X_{r_i} = v_i, \qquad X_j = 0 \text{ for } j \notin r
+
+    It stands where a gradient stands: in ``.grad``, where it accumulates, and in what ``torch.autograd.grad``
+    returns, where it can be differentiated again, at every order. Its linear arithmetic, products, positive
+    powers, sums and norms keep to the rows; ``dense - lr * x`` is dense; ``dense.add_(x, alpha=-lr)`` writes the
+    rows alone. An operation that it does not know raises, for it would be dense.
+
+    Args:
+        rows: Which rows are kept, ``[R]``, int64, ascending and without duplicates. Of a stack of tables,
+            ``shape`` ``[tables, V, ...]``, row ``v`` of table ``t`` is row ``t * V + v``.
+        values: Their values, ``[R, D...]``, in the dtype and on the device of the tensor.
+        shape: The shape of the whole, ``[V, D...]``, or ``[tables, V, D...]`` of a stack.
+
+    Raises:
+        ValueError: Shapes do not fit each other, or rows are out of range, unsorted or duplicated.
+        TypeError: ``rows`` is not int64; later, when an operation is not one that keeps to rows.
+
+    Note:
+        Inside a ``torch.func`` transform the gradient is hidden in torch's own wrapper: ``rows`` and ``values``
+        cannot be reached, and derivatives of functions of it are torch's own formulas. They are right or raise,
+        but the derivative of a product with a dense tensor is dense there.
+
+    Example:
+        >>> from metagrad.sparse.tables.row_sparse import RowSparse
+        >>> x = RowSparse(torch.tensor([0, 2]), torch.ones(2, 2), (3, 2))
+        >>> (2 * x).to_dense().tolist()
+        [[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]
+        >>> x + x
+        RowSparse(rows=tensor([0, 2]), shape=(3, 2), values=
+        tensor([[2., 2.],
+                [2., 2.]]))
+
+    References:
+        Sparse gradients as values of the differentiated language: Maclaurin, "Modeling, inference and
+        optimization with composable differentiable procedures", Harvard, 2016, chapter 4.
+    """
+
+    def __new__(cls, rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # noqa: D102
+        from metagrad.sparse.kernels.rows import scatter_rows
+
+        _check_parts("RowSparse(rows, values, shape)", rows, values, shape)
+        if bool((rows[1:] <= rows[:-1]).any()):
+            raise ValueError(
+                "RowSparse(rows, values, shape): rows must ascend without duplicates. "
+                "Call RowSparse.coalesce(rows, values, shape), which sorts them and adds duplicates up."
+            )
+        return scatter_rows(values, rows, shape, unique=True)
+
+    @staticmethod
+    def coalesce(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # type: ignore[override]
+        """Make a :class:`RowSparse` of rows in any order, adding up duplicates; differentiable in ``values``.
+
+        Args:
+            rows: ``[N]``, int64.
+            values: ``[N, D...]``.
+            shape: The shape of the whole, ``[V, D...]``.
+
+        Raises:
+            ValueError: Shapes do not fit each other, or rows are out of range.
+            TypeError: ``rows`` is not int64.
+
+        Example:
+            >>> from metagrad.sparse.tables.row_sparse import RowSparse
+            >>> x = RowSparse.coalesce(torch.tensor([2, 0, 2]), torch.ones(3, 1), (3, 1))
+            >>> x.rows.tolist(), x.values.tolist()
+            ([0, 2], [[1.0], [2.0]])
+        """
+        from metagrad.sparse.kernels.rows import scatter_rows
+
+        _check_parts("RowSparse.coalesce(rows, values, shape)", rows, values, shape)
+        return scatter_rows(values, rows, shape)
+
+    def to_dense(self) -> Tensor:  # type: ignore[override]
+        """Return the whole as a strided tensor, differentiably; this is the only way to it."""
+        dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        count_densified(dense.nbytes)
+        return dense + self
+
+    def to_coo(self) -> Tensor:
+        """Return a hybrid COO tensor, for optimizers of ``torch.optim``; *detached*, as torch would cut it."""
+        with _torch.without_torch_function_of_subclasses():
+            indices = torch.stack(torch.unravel_index(self.rows, self.shape[: self.row_ndim]))
+            return torch.sparse_coo_tensor(
+                indices, self._kept.values, self.shape, is_coalesced=True, check_invariants=False
+            )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        kept, shape = self._kept, tuple(self.shape)
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"RowSparse(rows={kept.rows}, shape={shape}{grad}, values=\n{kept.values})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from metagrad.sparse.tables.dispatch import COMPOSED
+
+        with _torch.without_torch_function_of_subclasses():
+            return (COMPOSED.get(func) or func)(*args, **kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        from metagrad.sparse.tables.dispatch import operate
+
+        with torch.no_grad():
+            return operate(func, args, kwargs or {})
+
+
+_VALUES: Callable[[Rows], Tensor] = Rows.values.fget  # type: ignore[reportAttributeAccessIssue]
+
+
+class Kept:
+    """Rows and values, shared by a tensor and its detached aliases, so that all see a write in place."""
+
+    def __init__(self, rows: Tensor, values: Tensor, *, writable: bool = True) -> None:
+        self.rows = rows
+        self.values = values
+        self.writable = writable
+
+
+def wrap(kept: Kept, shape: Sequence[int], kind: type[R] = RowSparse) -> R:
+    """Make a tensor of rows and values that are known to be right, outside of any graph."""
+    result = Tensor._make_wrapper_subclass(  # type: ignore[reportAttributeAccessIssue]
+        kind, tuple(shape), dtype=kept.values.dtype, device=kept.values.device
+    )
+    result._kept = kept
+    return result
+
+
+def check_range(name: str, ids: Tensor, row_shape: Sequence[int], holes: bool = False) -> None:
+    """Raise if an id is out of range, where that can be seen without waiting."""
+    # On an accelerator a look at the values would stall it; its kernels assert the range themselves.
+    if ids.device.type != "cpu":
+        return
+    num_rows = math.prod(row_shape)
+    present = ids[ids != HOLE] if holes else ids
+    if not len(present):
+        return
+    low, high = (int(bound) for bound in torch.aminmax(present))
+    if low < 0 or high >= num_rows:
+        raise ValueError(
+            f"{name} must be from 0 to {num_rows - 1}, for there are {num_rows} rows, got "
+            f"{low if low < 0 else high}."
+        )
+
+
+def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) -> None:
+    if rows.dtype != torch.int64:
+        raise TypeError(f"{call}: rows must be int64, got {rows.dtype}. Call rows.long().")
+    shape, width = tuple(shape), tuple(values.shape[1:])
+    if rows.ndim != 1 or values.ndim < 1 or len(rows) != len(values):
+        raise ValueError(
+            f"{call}: rows must be 1-d, one for each of values' rows, got shapes {tuple(rows.shape)} and "
+            f"{tuple(values.shape)}."
+        )
+    row_ndim = len(shape) - len(width)
+    if row_ndim < 1 or shape[row_ndim:] != width:
+        raise ValueError(
+            f"{call}: shape must be [V, ...] with rows of shape {width}, as values has, got {shape}."
+        )
+    check_range(f"{call}: rows", rows, shape[:row_ndim])

@@ -1,0 +1,202 @@
+"""What stands in the place of an embedding table: a tensor that can be looked up, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from metagrad.core._torch import pytree
+from metagrad.sparse.tables.bags import check_bags, reduce_bags
+from metagrad.sparse.tables.embedding import embedding, embedding_bag
+
+Lookup = Callable[[Tensor], Tensor]
+"""Ids of any shape to vectors ``[*ids.shape, D]``."""
+
+
+class StandIn(Tensor):
+    """Has the shape, dtype and device of a table, and no memory; lookups are sent elsewhere, all else raises.
+
+    Lookups are ``F.embedding``, ``F.embedding_bag`` and what is made of them. Any other use would need the rows
+    that are not there; it reaches the dispatcher, from wherever it comes, and is refused by the table's name.
+
+    Args:
+        name: How errors name the table.
+        shape: The shape of the table, ``[V, D]``.
+        like: Gives dtype and device.
+        lookup: What a lookup computes.
+    """
+
+    _name: str
+    _lookup: Lookup
+
+    def __new__(cls, name: str, shape: Sequence[int], like: Tensor, lookup: Lookup) -> StandIn:  # noqa: D102
+        result = Tensor._make_wrapper_subclass(  # type: ignore[reportAttributeAccessIssue]
+            cls, tuple(shape), dtype=like.dtype, device=like.device
+        )
+        result._name, result._lookup = name, lookup
+        return result
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"StandIn({self._name!r}, shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in _LOOKUPS:
+            return _LOOKUPS[func](*args, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name = next(leaf._name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise ValueError(
+            f"sparse=[{name!r}]: the model uses the table as a whole, by {func}, where only the rows that are "
+            "looked up by F.embedding or F.embedding_bag are there. Leave it out of sparse, or give that use a "
+            "parameter of its own."
+        )
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """Some rows of a table.
+
+    Attributes:
+        name: How errors name the table.
+        shape: The shape of the table, ``[V, D]``.
+        rows: Which rows, ``[R]``, ascending; a last row may be repeated, and the first of equals counts.
+        values: What they hold, ``[R, D]``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Tensor
+    values: Tensor
+
+    def stand_in(self) -> Tensor:
+        """Return what takes the table's place."""
+        return _local_stand_in(self.rows, self.values, self.name, self.shape)
+
+
+pytree.register_pytree_node(
+    LocalRows,
+    lambda local: ([local.rows, local.values], (local.name, local.shape)),
+    lambda parts, context: LocalRows(*context, *parts),
+)
+
+
+def _local_stand_in(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    # Recordings must see that rows and values are read here, and that the stand-in is made anew by each call.
+    if has_torch_function((rows, values)):
+        return handle_torch_function(_local_stand_in, (rows, values), rows, values, name, shape)
+
+    def lookup(ids: Tensor) -> Tensor:
+        position = positions(rows, ids.flatten(), name).view(ids.shape)
+        return F.embedding(position, values)
+
+    return StandIn(name, shape, values, lookup)
+
+
+def positions(rows: Tensor, ids: Tensor, name: str) -> Tensor:
+    """Find the place of each id among rows, ``[*batch, R]`` and ``[*batch, n]``; every id must be among them."""
+    return _Positions.apply(rows, ids.long(), name)
+
+
+class _Positions(torch.autograd.Function):
+    """A search that can look at its data under vmap."""
+
+    @staticmethod
+    def forward(rows, ids, name):
+        position = torch.searchsorted(rows.contiguous(), ids.contiguous()).clamp_(max=rows.shape[-1] - 1)
+        if not torch.equal(rows.gather(-1, position), ids):
+            raise ValueError(
+                f"sparse=[{name!r}]: the model looks up rows that it did not look up in the pass that found them. "
+                "The ids must depend on the inputs alone: not on parameters, random numbers or running "
+                "statistics. Leave the table out of sparse."
+            )
+        return position
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        return None
+
+    @staticmethod
+    def vmap(info, in_dims, rows, ids, name):
+        rows, ids = (
+            tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip((rows, ids), in_dims[:2], strict=True)
+        )
+        return _Positions.apply(rows, ids, name), 0
+
+
+def _embedding(
+    ids: Tensor,
+    table: StandIn,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    _refuse("F.embedding", table, max_norm, scale_grad_by_freq)
+    vectors = table._lookup(ids)
+    if padding_idx is None:
+        return vectors
+    # A lookup of the padding row is a constant.
+    is_padding = (ids == padding_idx % table.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, vectors.detach(), vectors)
+
+
+def _embedding_bag(
+    ids: Tensor,
+    table: StandIn,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    _refuse("F.embedding_bag", table, max_norm, scale_grad_by_freq)
+    kept = None if padding_idx is None else ids != padding_idx % table.shape[0]
+    if include_last_offset and offsets is not None:
+        offsets = offsets[:-1]
+    vectors = table._lookup(ids)
+    check_bags(vectors, offsets, mode, per_sample_weights)
+    return reduce_bags(vectors, offsets, mode=mode, weights=per_sample_weights, kept=kept)
+
+
+def _refuse(function: str, table: StandIn, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    if max_norm is not None:
+        raise ValueError(
+            f"sparse=[{table._name!r}]: {function}(max_norm={max_norm}) writes into the table in place, which has "
+            "no derivative. Construct the embedding without max_norm."
+        )
+    if scale_grad_by_freq:
+        raise ValueError(
+            f"sparse=[{table._name!r}]: {function}(scale_grad_by_freq=True) changes the gradient by a factor that "
+            "its own derivative does not know. Construct the embedding without it."
+        )
+
+
+_LOOKUPS: dict[Any, Callable[..., Tensor]] = {
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    embedding: _embedding,
+    embedding_bag: lambda ids, offsets, table, **how: _embedding_bag(ids, table, offsets, **how),
+}

@@ -1,0 +1,175 @@
+"""Which rows of its tables a model looks up: found by one forward pass that leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from metagrad.core._torch import pytree
+from metagrad.core.substitution import replaced
+from metagrad.core.tree import Tree
+from metagrad.sparse.tables.table_proxy import StandIn
+
+# Functions that write into arguments though their names do not end in an underscore.
+_WRITERS = {F.batch_norm, F.instance_norm}
+_AUGMENTED = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+)
+IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
+
+
+def touched_rows(
+    model: nn.Module,
+    tables: Mapping[str, Tensor],
+    calls: Sequence[tuple[Tree, ...]],
+    *,
+    stacked: bool = False,
+    call: Callable[..., object] = lambda model, *args: model(*args),
+) -> dict[str, Tensor]:
+    """Find the rows that some calls of a model look up.
+
+    The model runs once for each call, without graph, with its parameters as they are. Its buffers and torch's
+    random generators, also those it draws from by name, are left as they were.
+
+    Args:
+        model: The model.
+        tables: Parameters of the model by name, ``[V, D]`` each.
+        calls: Positional arguments; if ``stacked``, with a leading task axis.
+        stacked: Whether to find the rows of each task, by ``torch.vmap``.
+        call: How to call the model with those arguments.
+
+    Returns:
+        Ascending rows by name, ``[R]`` or ``[tasks, R]``; where a task has fewer than another, its last is
+        repeated.
+    """
+    with _left_alone(model):
+        found = [_found_ids(functools.partial(call, model), model, tables, args, stacked) for args in calls]
+    return {name: unique_rows(torch.cat([ids[name] for ids in found], -1)) for name in tables}
+
+
+def unique_rows(ids: Tensor) -> Tensor:
+    """Sort ids ``[..., n]`` and drop duplicates, ``[..., R]``; R is that of the longest, and 1 or more.
+
+    Shorter ones are filled up with their last, and such that have none with row 0.
+    """
+    if ids.shape[-1] == 0:
+        return ids.new_zeros(*ids.shape[:-1], 1)
+    ordered = ids.sort(-1).values
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    place = is_new.cumsum(-1) - 1
+    rows = ordered[..., -1:].repeat(*[1] * (ids.ndim - 1), int(place.max()) + 1)
+    return rows.scatter_(-1, place, ordered)
+
+
+def _found_ids(
+    called: Callable[..., object],
+    model: nn.Module,
+    tables: Mapping[str, Tensor],
+    args: tuple[Tree, ...],
+    stacked: bool,
+) -> dict[str, Tensor]:
+    def ids_of(*args: Tree) -> dict[str, Tensor]:
+        found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
+        stand_ins = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
+        with replaced(model, stand_ins), _Guard(model, tables):
+            called(*args)
+        return {name: torch.cat(ids) for name, ids in found.items()}
+
+    with torch.no_grad():
+        return torch.vmap(ids_of, randomness="different")(*args) if stacked else ids_of(*args)
+
+
+def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
+    """Return a stand-in that looks up the table itself and notes the ids."""
+    # Enclosing recordings must see that the stand-in is made anew by each call.
+    if has_torch_function((table,)):
+        return handle_torch_function(_noting, (table,), table, name, note)
+    source = table.detach()
+
+    def lookup(ids: Tensor) -> Tensor:
+        vectors = F.embedding(ids, source)
+        note(ids.flatten().long())
+        return vectors
+
+    return StandIn(name, source.shape, source, lookup)
+
+
+class _Guard(TorchFunctionMode):
+    """Hands copies of buffers and generators to the functions that write into them, and refuses hidden tables.
+
+    A table is hidden where the model holds it outside of a module's parameters, so that it cannot be replaced.
+    """
+
+    def __init__(self, model: nn.Module, tables: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.names = {id(table): name for name, table in tables.items()}
+        self.buffers = {id(buffer) for buffer in model.buffers()}
+        self.copies: dict[int, Tensor] = {}
+        self.generators: dict[int, torch.Generator] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if id(tensor) in self.names:
+                self._refuse(self.names[id(tensor)], func)
+        if _may_write(func, kwargs):
+            for tensor in tensors:
+                if id(tensor) in self.buffers and id(tensor) not in self.copies:
+                    self.copies[id(tensor)] = tensor.clone()
+        if self.copies:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: self.copies.get(id(t), t), (args, kwargs))
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            kwargs = {**kwargs, "generator": self._copy_of(kwargs["generator"])}
+        return func(*args, **kwargs)
+
+    def _copy_of(self, generator: torch.Generator) -> torch.Generator:
+        if id(generator) not in self.generators:
+            self.generators[id(generator)] = generator.clone_state()
+        return self.generators[id(generator)]
+
+    def _refuse(self, name: str, func: Callable[..., Any]) -> None:
+        raise ValueError(
+            f"sparse=[{name!r}]: the model uses the table by {getattr(func, '__name__', func)}, from a place that "
+            "is not a parameter of a module, where its rows cannot take its place. Leave it out of sparse, or "
+            "give that use a parameter of its own."
+        )
+
+
+def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
+
+
+@contextlib.contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Leave the random generators and the buffers that a module holds as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for buffers, before in held:
+            buffers.clear()
+            buffers.update(before)

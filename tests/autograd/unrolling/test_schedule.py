@@ -1,0 +1,211 @@
+"""How much each schedule keeps, by the storages that are alive."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metagrad as mg
+from metagrad.autograd.unrolling.trial import Trial
+from metagrad.memory.storages import Ledger, StorageMode
+
+WIDTH = 48
+STATE = WIDTH * WIDTH * 8
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    w = (torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH).requires_grad_()
+    x = torch.randn(8 * WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+
+    def step(w, t, x):
+        loss = (x @ w).tanh().square().mean()
+        return w - 0.1 * mg.grad(loss, w, create_graph=True), loss
+
+    return step, w, x
+
+
+def peak(memory, steps: int) -> tuple[int, torch.Tensor]:
+    """Return the peak of a meta-gradient in bytes, and the meta-gradient."""
+    step, w, x = problem()
+    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        last, losses = mg.unroll(step, w, x, steps=steps, memory=memory)
+        gradient = mg.grad(last.pow(2).sum() + losses.sum(), w)
+    return ledger.peak, gradient
+
+
+def test_step_keeps_one_state_a_step_and_sqrt_keeps_its_square_root():
+    few, many = 25, 100
+    slope = (peak("step", many)[0] - peak("step", few)[0]) / (many - few)
+    assert slope == pytest.approx(STATE, rel=0.05)
+    growth = peak("sqrt", many)[0] - peak("sqrt", few)[0]
+    assert growth <= 2 * (10 - 5) * STATE * 1.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30, 60])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 2.0])
+def test_a_budget_is_kept_and_used(steps, share):
+    one_step, full = peak("step", 1)[0], peak("full", steps)[0]
+    budget = int(one_step + 2 * (steps**0.5 + 1) * STATE + share * full)
+    used, gradient = peak(budget, steps)
+    assert used <= budget + one_step
+    torch.testing.assert_close(gradient, peak("full", steps)[1], rtol=1e-10, atol=1e-14)
+    if share == 2.0:
+        assert used >= 0.9 * full
+
+
+def test_a_budget_below_one_step_says_how_much_is_needed():
+    with pytest.raises(
+        ValueError, match=r"one step needs (\d+) bytes.*must be at least (\d+) bytes"
+    ) as error:
+        peak(1000, 5)
+    needed = int(str(error.value).split("at least ")[1].split()[0])
+    peak(needed, 5)
+    with pytest.raises(ValueError, match="at least"):
+        peak(needed - 1, 5)
+
+
+def test_auto_takes_what_is_free(monkeypatch):
+    monkeypatch.setattr("metagrad.autograd.unrolling.schedule.free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match="memory=1000"):
+        peak("auto", 5)
+    monkeypatch.undo()
+    torch.testing.assert_close(peak("auto", 3)[1], peak("full", 3)[1])
+
+
+@pytest.mark.parametrize("memory", ["1500KB", "1.5MiB", "2e6", " 1 gb ", 3.5e6])
+def test_budgets_may_be_written_in_several_ways(memory):
+    torch.testing.assert_close(peak(memory, 2)[1], peak("full", 2)[1])
+
+
+ROWS = 20_000
+
+
+def table():
+    """Return a loop that reads four rows of a table, and moves all of it: its graph is far smaller than its state."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.tensor([3, 5, 8, 13])
+    start = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    calls = []
+
+    def step(w, t, x):
+        calls.append(t)
+        loss = (F.embedding(rows, w).tanh() * x).square().mean()
+        return w - 0.1 * mg.grad(loss, w, create_graph=True), loss
+
+    return step, start, torch.randn(4, 4, generator=generator, dtype=torch.float64), calls
+
+
+def run_table(memory, steps):
+    """Return the bytes that are kept and the peak, the meta-gradient, and how many steps were computed."""
+    step, w, x, calls = table()
+    with StorageMode(ledger := Ledger(torch.device("cpu"))):
+        last, losses = mg.unroll(step, w, x, steps=steps, memory=memory)
+        kept = ledger.total
+        gradient = mg.grad(last[:20].pow(2).sum() + losses.sum(), w)
+    return kept, ledger.peak, gradient, len(calls)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7])
+@pytest.mark.parametrize("share", ["auto", 1, 1.5, 4, 100])
+def test_graphs_are_kept_where_they_are_smaller_than_the_states(share, steps):
+    kept, peak, expected, _ = run_table("full", steps)
+    memory = share if share == "auto" else int(share * kept)
+    kept_too, peak_too, gradient, calls = run_table(memory, steps)
+    assert calls == steps, "a step was recomputed"
+    assert kept_too <= kept
+    assert peak_too <= min(peak, run_table("step", steps)[1])
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+def test_a_budget_that_no_schedule_fits_in_names_the_least():
+    kept, *_ = run_table("full", 7)
+    with pytest.raises(ValueError, match=r"must be at least (\d+) bytes") as error:
+        run_table(ROWS * 4 * 8, 7)
+    needed = int(str(error.value).split("at least ")[1].split()[0])
+    assert needed <= kept
+    assert run_table(needed, 7)[3] == 7
+
+
+def test_the_memory_tracker_sees_no_more_under_auto_than_in_the_smaller_mode():
+    peaks = {}
+    for memory in ("full", "step", "auto"):
+        step, w, x, _ = table()
+        with mg.memory.MemoryTracker(device="cpu") as mem:
+            last, losses = mg.unroll(step, w, x, steps=5, memory=memory)
+            mg.grad(last[:20].pow(2).sum() + losses.sum(), w)
+        peaks[memory] = mem.peak
+    assert peaks["full"] < peaks["step"]
+    assert peaks["auto"] <= peaks["full"]
+
+
+def of_table():
+    step, w, x, _ = table()
+    return step, w, x
+
+
+def saves_its_result():
+    def step(state, t, x):
+        new = {"a": (state["a"] + x).tanh(), "b": state["b"] + state["a"].sum()}
+        return new, None
+
+    return (
+        step,
+        {k: torch.ones(50, dtype=torch.float64, requires_grad=True) for k in "ab"},
+        torch.ones(50).double(),
+    )
+
+
+def reports_on_its_result():
+    def step(w, t, x):
+        new = w + x
+        return new, new.square().sum()
+
+    return step, torch.ones(50, dtype=torch.float64, requires_grad=True), torch.ones(50).double()
+
+
+def passes_a_constant_on():
+    def step(state, t, x):
+        w, fixed = state
+        return (w * fixed.sum() + x, fixed), None
+
+    return step, (torch.ones(50).double().requires_grad_(), torch.ones(70).double()), torch.ones(50).double()
+
+
+@pytest.mark.parametrize(
+    "make", [problem, of_table, saves_its_result, reports_on_its_result, passes_a_constant_on]
+)
+def test_what_a_step_adds_is_what_a_loop_that_keeps_every_graph_grows_by(make):
+    totals = []
+    for steps in (5, 6):
+        step, state, x = make()
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            kept = mg.unroll(step, state, x, steps=steps)
+            totals.append(ledger.total)
+        del kept
+    step, state, x = make()
+    trial = Trial(step, state, (x,), 10**12)
+    trial.take(0)
+    trial.take(1)
+    assert trial.needs().growth == pytest.approx(totals[1] - totals[0], abs=16)  # stacked aux
+
+
+def peaks_of_two_and_six_steps() -> list[int]:
+    peaks = []
+    for steps in (2, 6):
+        step, w, x, _ = table()
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            mg.unroll(step, w, x, steps=steps, memory="auto")
+        peaks.append(ledger.peak)
+    return peaks
+
+
+def test_a_loop_frees_the_state_that_it_began_with():
+    """In a process of its own: beside other tests a state may be alive a moment longer."""
+    load = f"import runpy; peaks = runpy.run_path({__file__!r})['peaks_of_two_and_six_steps']()"
+    program = f"{load}; assert peaks[1] - peaks[0] < 3 * 1024, peaks"
+    subprocess.run([sys.executable, "-c", program], check=True)

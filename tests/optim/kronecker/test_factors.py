@@ -1,0 +1,175 @@
+"""Factors against the Fisher and Gauss-Newton matrices that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.optim.kronecker.factors import (
+    Eigenbasis,
+    Factors,
+    Sums,
+    added,
+    eigenbasis_of,
+    factors_of,
+    inverses_of,
+    preconditioned,
+    preconditioned_in_basis,
+    scaling_of,
+    split_damping,
+    sums_of,
+)
+from metagrad.optim.kronecker.layers import input_rows, output_rows
+
+F64 = torch.float64
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def made(make):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double()
+
+
+def block(factors):
+    """Return the matrix that acts on a gradient ``[outputs, inputs]``, flattened by rows."""
+    return torch.kron(factors.outputs, factors.inputs)
+
+
+def exact_factors(model, layer, x):
+    """Return the factors of a squared error: gradients come from each output in turn, weighted 1 / N each."""
+    seen = []
+    hook = layer.register_forward_hook(lambda module, args, output: seen.append((args[0].detach(), output)))
+    y = model(x)
+    hook.remove()
+    ((inputs, output),) = seen
+    total = None
+    for column in range(y.shape[-1]):
+        (g,) = torch.autograd.grad(y[:, column].sum(), output, retain_graph=True)
+        total = added(total, sums_of(input_rows(layer, inputs), output_rows(layer, g)))
+    rows = Sums(total.inputs / y.shape[-1], total.outputs, len(x), total.num_rows // y.shape[-1])
+    return factors_of(rows, 1 / len(x))
+
+
+def dense_block(model, layer, x):
+    """Return the layer's block of the Gauss-Newton matrix of a mean over N of half squared errors."""
+    names = [n for n, p in model.named_parameters() if any(p is q for q in layer.parameters())]
+    params = dict(model.named_parameters())
+
+    def output(own):
+        return torch.func.functional_call(model, {**params, **own}, (x,))
+
+    jacobian = torch.func.jacrev(output)({n: params[n] for n in names})
+    rows = torch.cat([jacobian[n].flatten(2 if jacobian[n].ndim < 4 else 3) for n in names], -1)
+    rows = rows.flatten(0, 1).flatten(1)
+    return rows.T @ rows / len(x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_model_with_a_squared_error_is_exact(bias):
+    """The Gauss-Newton matrix is I times the second moments of the inputs, in closed form."""
+    model, x = made(lambda: nn.Linear(3, 2, bias=bias)), drawn(7, 3)
+    rows = torch.cat([x, torch.ones(7, 1, dtype=F64)], 1) if bias else x
+    closed = torch.kron(torch.eye(2, dtype=F64), rows.T @ rows / 7)
+    factors = exact_factors(model, model, x)
+    torch.testing.assert_close(block(factors), closed, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(factors.outputs, torch.eye(2, dtype=F64), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_blocks_of_a_deep_linear_network_are_exact(depth):
+    """Gradients do not depend on inputs there, so that the expectation of the product is that of the factors."""
+    sizes = ((3, 4), (4, 3), (3, 2))
+    model = made(lambda: nn.Sequential(*[nn.Linear(*size, bias=False) for size in sizes]))
+    x = drawn(6, 3)
+    got = block(exact_factors(model, model[depth], x))
+    torch.testing.assert_close(got, dense_block(model, model[depth], x), rtol=1e-10, atol=1e-12)
+
+
+def test_a_convolution_over_one_position_is_a_linear_layer():
+    conv, x, g = made(lambda: nn.Conv2d(2, 3, (4, 5))), drawn(6, 2, 4, 5), drawn(6, 3, 1, 1, seed=2)
+    linear = nn.Linear(40, 3, dtype=F64)
+    a = factors_of(sums_of(input_rows(conv, x), output_rows(conv, g)), 6)
+    b = factors_of(sums_of(input_rows(linear, x.flatten(1)), output_rows(linear, g.flatten(1))), 6)
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_convolution_is_the_linear_layer_on_its_patches():
+    """Theorem 1: patches are summed over positions, gradients averaged."""
+    conv, x, g = made(lambda: nn.Conv2d(2, 3, 3, padding=1)), drawn(4, 2, 5, 5), drawn(4, 3, 5, 5, seed=2)
+    factors = factors_of(sums_of(input_rows(conv, x), output_rows(conv, g)), 4)
+    patches = F.pad(F.unfold(x, 3, padding=1).mT, (0, 1), value=1.0)
+    omega = torch.einsum("nti,ntj->ij", patches, patches) / 4
+    gradients = 4 * g.flatten(2)
+    gamma = torch.einsum("nit,njt->ij", gradients, gradients) / (4 * 25)
+    torch.testing.assert_close(factors.inputs, omega, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(factors.outputs, gamma, rtol=1e-12, atol=1e-12)
+
+
+def factors_at_random():
+    a, g = drawn(9, 1, 4, seed=1), drawn(9, 1, 3, seed=2)
+    return factors_of(sums_of(a, g), 9), a, g
+
+
+def test_the_damping_is_split_by_pi():
+    factors, *_ = factors_at_random()
+    (mean_a, mean_g), damping = ([factor.trace() / len(factor) for factor in factors]), 0.3
+    for_inputs, for_outputs = split_damping(factors, damping)
+    torch.testing.assert_close(for_inputs / for_outputs, mean_a / mean_g)
+    torch.testing.assert_close(for_inputs * for_outputs, torch.tensor(damping, dtype=F64))
+    zero = Factors(torch.zeros(3, 3), torch.eye(2))
+    assert [float(s) for s in split_damping(zero, 0.25)] == [0.5, 0.5]
+
+
+def test_preconditioning_is_the_inverse_of_the_damped_product():
+    factors, *_ = factors_at_random()
+    gradient = drawn(3, 4, seed=3)
+    shares = split_damping(factors, 0.1)
+    damped = Factors(*(f + s * torch.eye(len(f), dtype=F64) for f, s in zip(factors, shares, strict=True)))
+    expected = torch.linalg.solve(block(damped), gradient.flatten()).reshape(3, 4)
+    got = preconditioned(gradient, inverses_of(factors, 0.1))
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_factor_that_is_singular_needs_damping():
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        inverses_of(Factors(torch.zeros(2, 2), torch.eye(2)), 0.0)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_corrected_eigenvalues_are_never_worse(positions, seed):
+    """In Frobenius norm, to the empirical Fisher matrix of the same examples; and they are the best in the basis."""
+    a, g = drawn(9, positions, 4, seed=seed), drawn(9, positions, 3, seed=seed + 100)
+    g = g * (1 + a[..., :1] ** 2)  # gradients that depend on inputs
+    gradients = (g.mT @ a).flatten(1) * 9
+    fisher = gradients.T @ gradients / 9
+    factors = factors_of(sums_of(a, g), 9)
+    basis = eigenbasis_of(factors)
+    scaling = 9 * scaling_of(a, g, basis, max_elements=30)
+    vectors = torch.kron(basis[1], basis[0])
+    torch.testing.assert_close(
+        scaling.flatten(), torch.diag(vectors.T @ fisher @ vectors), rtol=1e-10, atol=1e-12
+    )
+    corrected = vectors @ torch.diag(scaling.flatten()) @ vectors.T
+    error, plain = (corrected - fisher).norm(), (block(factors) - fisher).norm()
+    assert error < plain
+    nudged = vectors @ torch.diag(scaling.flatten() + 0.01 * drawn(12, seed=7)) @ vectors.T
+    assert error < (nudged - fisher).norm()
+
+
+def test_preconditioning_in_the_basis_is_the_inverse():
+    factors, a, g = factors_at_random()
+    basis = eigenbasis_of(factors)
+    scaling, gradient = 9 * scaling_of(a, g, basis), drawn(3, 4, seed=3)
+    vectors = torch.kron(basis[1], basis[0])
+    dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
+    expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
+    got = preconditioned_in_basis(gradient, Eigenbasis(*basis, scaling), 0.1)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,109 @@
+"""Layers as products of rows with a matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from metagrad.optim.kronecker.layers import (
+    input_rows,
+    joined_gradient,
+    known_layers,
+    output_rows,
+    split_gradient,
+)
+
+F64 = torch.float64
+CONVOLUTIONS = [
+    (nn.Conv1d, (5,), {"kernel_size": 3}),
+    (nn.Conv1d, (7,), {"kernel_size": 3, "dilation": 2, "stride": 2, "padding": 1, "bias": False}),
+    (nn.Conv1d, (6,), {"kernel_size": 4, "padding": "same"}),
+    (nn.Conv2d, (5, 6), {"kernel_size": (2, 3)}),
+    (nn.Conv2d, (5, 6), {"kernel_size": 3, "stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}),
+    (nn.Conv2d, (5, 6), {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}),
+    (nn.Conv2d, (5, 6), {"kernel_size": 3, "padding": "same", "padding_mode": "reflect"}),
+    (nn.Conv2d, (5, 6), {"kernel_size": 2, "padding": "valid"}),
+    (nn.Conv3d, (3, 4, 5), {"kernel_size": (1, 2, 3), "padding": (0, 1, 1), "stride": (1, 2, 1)}),
+]
+
+
+def made(make, *args, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(*args, **options, dtype=F64)
+
+
+def drawn(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+def assert_linear(layer, x):
+    """The output is rows times the matrix of weights, and its gradient the product of rows."""
+    y = layer(x)
+    matrix = joined_gradient(layer, layer.weight, layer.bias)
+    rows = input_rows(layer, x)
+    torch.testing.assert_close(output_rows(layer, y), rows @ matrix.T, rtol=1e-12, atol=1e-12)
+    weights = drawn(*y.shape)
+    grads = torch.autograd.grad((y * weights).sum(), list(layer.parameters()))
+    product = output_rows(layer, weights).flatten(0, 1).T @ rows.flatten(0, 1)
+    torch.testing.assert_close(joined_gradient(layer, *(*grads, None)[:2]), product, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
+@pytest.mark.parametrize(("make", "size", "options"), CONVOLUTIONS)
+def test_a_convolution_is_a_linear_layer_on_patches(make, size, options):
+    layer = made(make, 2, 3, **options)
+    assert_linear(layer, drawn(4, 2, *size))
+    assert_linear(layer, drawn(2, *size))
+
+
+@pytest.mark.parametrize("shape", [(4,), (6, 4), (6, 3, 4), (6, 2, 3, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_layer_on_sequences(shape, bias):
+    layer = made(nn.Linear, 4, 3, bias=bias)
+    assert_linear(layer, drawn(*shape))
+    assert len(input_rows(layer, drawn(*shape))) == (shape[0] if len(shape) > 1 else 1)
+
+
+def test_gradients_are_split_as_they_were_joined():
+    for layer in (made(nn.Conv2d, 2, 3, 2), made(nn.Linear, 2, 3), made(nn.Linear, 2, 3, bias=False)):
+        parts = [torch.randn_like(p) for p in layer.parameters()]
+        split = split_gradient(layer, joined_gradient(layer, *(*parts, None)[:2]))
+        assert all(torch.equal(a, b) for a, b in zip(parts, split, strict=False))
+
+
+def test_a_frozen_bias_has_no_column():
+    layer = made(nn.Linear, 2, 3)
+    layer.bias.requires_grad_(False)
+    assert input_rows(layer, drawn(5, 2)).shape == (5, 1, 2)
+
+
+def test_other_modules_are_named_in_one_warning():
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), Shifted(4, 4), nn.Conv1d(1, 1, 1))
+    with pytest.warns(UserWarning, match=r"plain gradient: 1 \(LayerNorm\), 3 \(Shifted\)\.$") as caught:
+        layers = known_layers("KFAC(model)", model, stacklevel=2)
+    assert len(caught) == 1
+    assert list(layers) == ["0", "4"]
+
+
+def test_frozen_layers_are_left_out_without_a_warning():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).requires_grad_(False), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    assert list(known_layers("KFAC(model)", model, stacklevel=2)) == ["2"]
+
+
+def test_grouped_convolutions_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"'0' is a convolution of 2 groups.*groups=1"):
+        known_layers("KFAC(model)", nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), stacklevel=2)
+
+
+def test_shared_weights_are_refused_by_name():
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with pytest.raises(ValueError, match=r"'head' shares a parameter with \['embed'\]"):
+        known_layers("KFAC(model)", model, stacklevel=2)

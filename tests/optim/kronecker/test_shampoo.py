@@ -1,0 +1,172 @@
+"""Shampoo against its paper's formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad.optim.kronecker.per_axis import block_at, blocks_of, joined_blocks
+from metagrad.optim.kronecker.shampoo import shampoo
+from metagrad.optim.rules import with_batch_ndim
+from tests.optim.cases import draw
+
+
+def power(matrix, exponent):
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(values**exponent) @ vectors.T
+
+
+def steps(rule, params, gradients):
+    state = rule.init(params)
+    for g in gradients:
+        params, state = rule.update({"w": g}, state, params)
+    return params["w"], state
+
+
+def gradients_of(shape, num=3, tasks=()):
+    return [draw({"w": shape}, seed=seed, tasks=tasks)["w"] for seed in range(num)]
+
+
+def test_three_parameters_by_hand():
+    """A 1 x 3 matrix: L is a number, and R a matrix that is known along the gradients e1 and e2."""
+    e = torch.eye(3, dtype=torch.float64)
+    gradients = [2 * e[:1], 3 * e[1:2]]
+    w, _ = steps(shampoo(0.5, momentum=0.0, eps=1.0), {"w": e[2:] * 4}, gradients)
+    first = 2 / (4 + 1) ** 0.25 / (4 + 1) ** 0.25
+    second = 3 / (4 + 9 + 1) ** 0.25 / (9 + 1) ** 0.25
+    expected = torch.tensor([[-0.5 * first, -0.5 * second, 4.0]], dtype=torch.float64)
+    torch.testing.assert_close(w, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.8])
+def test_matrices_equal_the_paper(decay):
+    lr, mu, eps, penalty = 0.1, 0.7, 1e-3, 0.05
+    gradients = gradients_of((3, 2))
+    w = start = draw({"w": (3, 2)}, seed=9)["w"]
+    left, right, velocity = torch.zeros(3, 3).double(), torch.zeros(2, 2).double(), 0
+    for t, g in enumerate(gradients, 1):
+        kept, new = (1, 1) if decay == 1 else (decay, 1 - decay)
+        left, right = kept * left + new * g @ g.T, kept * right + new * g.T @ g
+        correction = 1 if decay == 1 else 1 - decay**t
+        lower, upper = (power(m / correction + eps * torch.eye(len(m)), -1 / 4) for m in (left, right))
+        velocity = mu * velocity + lower @ g @ upper
+        w = (1 - lr * penalty) * w - lr * velocity
+    rule = shampoo(lr, momentum=mu, eps=eps, weight_decay=penalty, decay=decay)
+    torch.testing.assert_close(steps(rule, {"w": start}, gradients)[0], w, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("exponent", [None, 2])
+def test_tensors_of_four_axes_equal_the_paper(exponent):
+    gradients = gradients_of((3, 2, 2, 3), num=2)
+    stats = [torch.zeros(n, n).double() for n in (3, 2, 2, 3)]
+    w = torch.zeros(3, 2, 2, 3).double()
+    p = exponent or 8
+    for g in gradients:
+        for i in range(4):
+            unfolded = g.movedim(i, 0).flatten(1)
+            stats[i] = stats[i] + unfolded @ unfolded.T
+        roots = [power(m + 0.01 * torch.eye(len(m)), -1 / p) for m in stats]
+        w = w - torch.einsum("abcd,ai,bj,ck,dl->ijkl", g, *roots)
+    rule = shampoo(1.0, momentum=0.0, eps=0.01, exponent=exponent)
+    got, _ = steps(rule, {"w": torch.zeros_like(w)}, gradients)
+    torch.testing.assert_close(got, w, rtol=1e-10, atol=1e-12)
+
+
+def test_scalars_are_moved_as_by_adagrad():
+    rule = shampoo(1.0, momentum=0.0, eps=0.0)
+    gradients = [torch.tensor(3.0, dtype=torch.float64), torch.tensor(-4.0, dtype=torch.float64)]
+    w, _ = steps(rule, {"w": torch.tensor(0.0, dtype=torch.float64)}, gradients)
+    assert float(w) == pytest.approx(-1 + 4 / 5, rel=1e-12)
+
+
+def test_blocks_are_parameters_of_their_own():
+    gradients = gradients_of((5, 3))
+    rule = shampoo(0.1, eps=1e-3, block_size=2)
+    together, _ = steps(rule, {"w": torch.zeros(5, 3).double()}, gradients)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 5)):
+        for columns in (slice(0, 1), slice(1, 3)):
+            parts = [g[rows, columns] for g in gradients]
+            alone, _ = steps(rule, {"w": torch.zeros_like(parts[0])}, parts)
+            torch.testing.assert_close(together[rows, columns], alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 3), (2, 7, 4)])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 10])
+def test_blocks_are_put_together_as_they_were(sizes, block_size):
+    value = torch.randn(2, *sizes, generator=torch.Generator().manual_seed(0))
+    blocks = [block_at(value, block) for block in blocks_of(sizes, block_size)]
+    assert all(max(block.shape[1:]) <= block_size for block in blocks)
+    assert torch.equal(joined_blocks(blocks, sizes, block_size), value)
+
+
+def test_roots_are_renewed_at_intervals():
+    gradients = gradients_of((3, 2), num=7)
+    params = {"w": torch.zeros(3, 2).double()}
+    rule = shampoo(0.1, root_every=3)
+    state, seen = rule.init(params), []
+    for g in gradients:
+        params, state = rule.update({"w": g}, state, params)
+        seen.append(state.roots["w"][0][0])
+    renewed = [not torch.equal(a, b) for a, b in zip(seen[1:], seen, strict=False)]
+    assert renewed == [True, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("graft", ["sgd", "adagrad", "adam"])
+def test_a_grafted_step_has_the_length_of_the_other_rule(graft):
+    gradients = gradients_of((3, 2))
+    start = {"w": torch.zeros(3, 2).double()}
+    rules = mg.optim.rules
+    other = {
+        "sgd": rules.sgd(0.1),
+        "adagrad": rules.adagrad(0.1, eps=1e-3),
+        "adam": rules.adam(0.1, betas=(0.0, 0.9), eps=1e-3),
+    }[graft]
+    plain = shampoo(0.1, momentum=0.0)
+    rule = shampoo(0.1, momentum=0.0, graft=graft, graft_decay=0.9, graft_eps=1e-3)
+    states = [r.init(start) for r in (rule, plain, other)]
+    for g in gradients:
+        moved = []
+        for i, r in enumerate((rule, plain, other)):
+            new, states[i] = r.update({"w": g}, states[i], start)
+            moved.append(new["w"])
+        expected = moved[1] * moved[2].norm() / moved[1].norm()
+        torch.testing.assert_close(moved[0], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_grafting_is_by_task():
+    gradients = gradients_of((3, 2), tasks=(4,))
+    rule = shampoo(0.1, graft="sgd", block_size=2)
+    together, _ = steps(with_batch_ndim(rule, 1), {"w": torch.zeros(4, 3, 2).double()}, gradients)
+    for i in range(4):
+        alone, _ = steps(rule, {"w": torch.zeros(3, 2).double()}, [g[i] for g in gradients])
+        torch.testing.assert_close(together[i], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_derivatives_are_right_at_equal_eigenvalues():
+    """At a multiple of an orthogonal matrix all eigenvalues of L and R are equal, and those of eigh would be NaN."""
+    g = (2 * torch.linalg.qr(draw({"w": (3, 3)})["w"])[0]).requires_grad_()
+    rule = shampoo(0.1, eps=0.1)
+    assert mg.gradcheck(lambda g: steps(rule, {"w": torch.zeros_like(g)}, [g, g])[0], (g,), order=2)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"decay": 1.5}, "decay must be at most 1, which sums, got 1.5"),
+        ({"graft": "lion"}, "graft must be 'sgd', 'adagrad', 'adam' or None, got 'lion'"),
+        ({"exponent": 0}, "exponent must be a whole number of at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be a whole number"),
+        ({"root_every": 0.5}, "root_every must be a whole number"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        shampoo(**keywords)
+
+
+def test_eps_has_no_elements():
+    w = draw({"w": (3, 2)})
+    rule = shampoo(eps={"w": torch.ones(3, 2)})
+    with pytest.raises(ValueError, match=r"eps belongs to the matrices.*no elements, got shape \(3, 2\)"):
+        rule.update(w, rule.init(w), w)

@@ -1,0 +1,127 @@
+"""Nonlinear least squares against SciPy's, from the starts of More, Garbow and Hillstrom."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import least_squares as scipy_least_squares
+
+from metagrad.curvature import SolveError
+from metagrad.optim import LeastSquaresResult, least_squares
+from metagrad.optim.newton.gauss_newton import gauss_newton
+from tests.optim.newton.problems import fit_residuals
+
+F64 = torch.float64
+
+
+def rosenbrock(w):
+    return torch.cat([10 * (w[1:] - w[:-1] ** 2), 1 - w[:-1]])
+
+
+def beale(w):
+    return torch.stack([c - w[0] * (1 - w[1] ** k) for k, c in ((1, 1.5), (2, 2.25), (3, 2.625))])
+
+
+def helical_valley(w):
+    angle = torch.atan2(w[1], w[0]) / (2 * math.pi)
+    return torch.stack([10 * (w[2] - 10 * angle), 10 * ((w[0] ** 2 + w[1] ** 2).sqrt() - 1), w[2]])
+
+
+@pytest.mark.parametrize(
+    ("residuals", "start"),
+    [
+        (fit_residuals, [1.0, -0.5, 0.2]),
+        (rosenbrock, [-1.2, 1.0] * 3),
+        (beale, [1.0, 1.0]),
+        (helical_valley, [-1.0, 0.1, 0.0]),
+    ],
+)
+def test_the_minimum_is_scipys(residuals, start):
+    start = torch.tensor(start, dtype=F64)
+    tight = {"ftol": 1e-14, "xtol": 1e-14, "gtol": 1e-14}
+    expected = scipy_least_squares(lambda w: residuals(torch.from_numpy(w)).numpy(), start.numpy(), **tight)
+    found = least_squares(residuals, start, ftol=0.0, xtol=0.0, gtol=1e-9)
+    assert found.result is LeastSquaresResult.GRADIENT
+    assert found.stats.loss == pytest.approx(expected.cost, rel=1e-8, abs=1e-15)
+    torch.testing.assert_close(found.value, torch.from_numpy(expected.x), rtol=1e-6, atol=1e-7)
+    assert not found.value.requires_grad
+
+
+def test_linear_residuals_of_a_dict_take_the_normal_equations():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 4, generator=generator, dtype=F64)
+    y = torch.randn(20, 1, generator=generator, dtype=F64)
+    start = {"w": torch.zeros(3, 1, dtype=F64), "b": torch.zeros((), dtype=F64)}
+    found = least_squares(lambda p: x[:, :3] @ p["w"] + x[:, 3:] * p["b"] - y, start)
+    expected = torch.linalg.lstsq(x, y).solution
+    assert found.result.is_success
+    torch.testing.assert_close(found.value["w"], expected[:3], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(found.value["b"], expected[3, 0], rtol=1e-6, atol=1e-8)
+    assert found.stats.products > 0
+    assert "after" in repr(found)
+
+
+def test_how_a_fit_ends():
+    def root(w):
+        return w**3 - 1
+
+    def two(w):
+        return torch.cat([w**3 - 1, w - 3])
+
+    start = torch.tensor([3.0], dtype=F64)
+    ended = [
+        least_squares(root, start, max_steps=2),
+        least_squares(two, start, gtol=0.0, xtol=0.0, ftol=0.5),
+        least_squares(two, start, gtol=0.0, ftol=0.0, xtol=0.5),
+        least_squares(root, torch.ones(1, dtype=F64)),
+        least_squares(root, torch.full((1,), math.inf, dtype=F64)),
+    ]
+    expected = ["MAX_STEPS", "LOSS", "STEP", "GRADIENT", "NON_FINITE"]
+    assert [found.result.name for found in ended] == expected
+    assert ended[0].stats.steps == 2
+    assert ended[0].stats.loss < float(root(start).pow(2).sum() / 2)
+    assert ended[3].stats.steps == 0
+
+
+def test_a_gradient_that_is_wrong_is_no_descent():
+    class Negative(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w.clone()
+
+        @staticmethod
+        def backward(ctx, *g):
+            return -g[0]
+
+    found = least_squares(lambda w: Negative.apply(w) - 1, torch.zeros(2, dtype=F64))
+    assert found.result is LeastSquaresResult.NO_DESCENT
+    assert found.value.tolist() == [0.0, 0.0]
+
+
+def test_another_rule():
+    found = least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=F64), rule=gauss_newton(damping=10.0))
+    torch.testing.assert_close(found.value, torch.ones(2, dtype=F64), rtol=1e-6, atol=0)
+
+
+def test_float32_ends_at_its_precision():
+    found = least_squares(lambda w: fit_residuals(w.double()).float(), torch.tensor([1.0, -0.5, 0.2]))
+    assert found.result.is_success
+    assert found.value.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("residuals", "options", "error", "match"),
+    [
+        (rosenbrock, {"max_steps": 0}, ValueError, "max_steps must be a whole number of at least 1, got 0"),
+        (rosenbrock, {"ftol": -1.0}, ValueError, r"least_squares: ftol must be at least 0, got -1.0"),
+        (lambda w: w.detach(), {}, ValueError, "the residuals do not depend on the parameters"),
+        (lambda w: [w], {}, TypeError, "must return a real floating point tensor of residuals, got list"),
+        (lambda w: w + 1j, {}, TypeError, "got torch.complex128"),
+        (rosenbrock, {"max_steps": 1, "throw": True}, SolveError, "after 1 steps .*max_steps was reached"),
+    ],
+)
+def test_what_is_refused(residuals, options, error, match):
+    with pytest.raises(error, match=match):
+        least_squares(residuals, torch.tensor([-1.2, 1.0], dtype=F64), **options)

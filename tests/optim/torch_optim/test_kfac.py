@@ -1,0 +1,399 @@
+"""What is K-FAC's own: its steps, its hooks, and the layers that it knows."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from metagrad.optim.kronecker.factors import Factors, inverses_of, preconditioned
+from metagrad.optim.torch_optim.kfac import KFAC
+from tests.optim.torch_optim.cases import (
+    assert_equal,
+    assert_near,
+    batch,
+    classification,
+    closure_of,
+    network,
+    run,
+    snapshot,
+)
+
+F64 = torch.float64
+OPTIONS = [
+    {},
+    {"eigen": True},
+    {"fisher": "sampled", "seed": 3},
+    {"curvature_every": 2, "inverse_every": 4, "kl_clip": None, "weight_decay": 0.01},
+]
+every = pytest.mark.parametrize("options", OPTIONS, ids=["plain", "eigen", "sampled", "intervals"])
+
+every_with_labels = pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if "fisher" not in o], ids=["plain", "eigen", "intervals"]
+)
+
+
+def kfac(model, options=None, **more):
+    return KFAC(model, **{"lr": 0.05, "curvature_every": 1, "inverse_every": 2, **(options or {}), **more})
+
+
+def seeded(make):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make()
+
+
+def after(loop, options=None, steps=4, **more):
+    model = network(F64)
+    opt = kfac(model, options, **more)
+    for _ in range(steps):
+        loop(model, opt)
+    return snapshot(model)
+
+
+def by_closure(model, opt):
+    opt.step(closure_of(opt, classification(model, F64)))
+
+
+def by_hand(model, opt, loss=None):
+    """Take a step without a closure."""
+    opt.zero_grad()
+    with opt.recording():
+        (classification(model, F64)() if loss is None else loss()).backward()
+    opt.step()
+
+
+@every
+@pytest.mark.parametrize("make", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_descends_with_convolutions_and_norms(options, make):
+    axes = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[make]
+
+    def layers():
+        convolutions = [make(1, 4, 2), nn.ReLU(inplace=True), make(4, 4, 2, padding=1), nn.GroupNorm(2, 4)]
+        return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * 4**axes, 3))
+
+    model = seeded(layers)
+    x = torch.randn(12, 1, *[4] * axes, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(12) % 3
+    with pytest.warns(UserWarning, match=r"plain gradient: 3 \(GroupNorm\)"):
+        opt = kfac(model, options, damping=0.1)
+    losses = run(opt, lambda: F.cross_entropy(model(x), y), 40)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_other_modules_move_by_plain_momentum():
+    """Of their gradients, those of a table may be sparse."""
+    models = [
+        seeded(
+            lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.LayerNorm(4), nn.Linear(4, 3)).to(F64)
+        )
+        for _ in range(2)
+    ]
+    for model in models:
+        model[2].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"0 \(Embedding\), 1 \(LayerNorm\)"):
+        opts = [kfac(models[0], kl_clip=None)]
+    models[1][0].sparse = False
+    opts.append(torch.optim.SGD(models[1].parameters(), lr=0.05, momentum=0.9))
+    for ids in ([1, 2, 2], [2, 5, 0], [7, 1, 1]):
+        for model, opt in zip(models, opts, strict=True):
+            opt.zero_grad()
+            F.cross_entropy(model(torch.tensor(ids)), torch.arange(3)).backward()
+            opt.step()
+    assert_near(*(snapshot(model) for model in models))
+    assert not torch.equal(models[0][0].weight, seeded(lambda: nn.Embedding(9, 4)).weight.double())
+
+
+def test_one_step_solves_linear_regression():
+    """With the labels' noise of unit variance the Fisher matrix is the Hessian, and the step is Newton's."""
+    model = seeded(lambda: nn.Linear(3, 2, dtype=F64))
+    x = torch.randn(2000, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
+    y = x @ torch.tensor([[1.0, 2.0], [0.0, -1.0], [3.0, 1.0]], dtype=F64) + 5
+    opt = KFAC(model, lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None, fisher="sampled", seed=0)
+    first, last = run(opt, lambda: F.mse_loss(model(x), y, reduction="sum") / 2 / len(x), 2)
+    # The outputs' factor is a sample covariance of 2000 draws, which is near the identity.
+    assert last < 0.02 * first
+
+
+def test_a_step_is_the_formula():
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    x, y = batch(F64)
+    opt = KFAC(model, lr=0.5, momentum=0.0, damping=0.1, kl_clip=None, weight_decay=0.1)
+    before = copy.deepcopy(model)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    opt.step()
+    hidden = before[0](x)
+    output = before[2](hidden.tanh())
+    at_hidden, at_output = torch.autograd.grad(F.cross_entropy(output, y, reduction="sum"), [hidden, output])
+    for index, a, g in ((0, x, at_hidden), (2, hidden.tanh().detach(), at_output)):
+        a = torch.cat([a, torch.ones(12, 1, dtype=F64)], 1)
+        factors = Factors(a.T @ a / 12, g.T @ g / 12)
+        direction = preconditioned(g.T @ a / 12, inverses_of(factors, 0.1))
+        old = torch.cat([before[index].weight, before[index].bias[:, None]], 1)
+        new = torch.cat([model[index].weight, model[index].bias[:, None]], 1)
+        torch.testing.assert_close(new, old - 0.5 * (direction + 0.1 * old), rtol=1e-10, atol=1e-12)
+
+
+def test_factors_are_averages_and_inverses_are_renewed_at_intervals():
+    model = network(F64)
+    opt = kfac(model, curvature_every=2, inverse_every=4, decay=0.6)
+    state, seen = opt.state[model.first.weight], []
+    x, _ = batch(F64)
+    for step in range(9):
+        scale = 1.0 + step
+        by_hand(model, opt, lambda scale=scale: model(x * scale).square().mean())
+        seen.append((state["inputs"], state["input_inverse"], state["updates"]))
+    assert [u for *_, u in seen] == [1, 1, 2, 2, 3, 3, 4, 4, 5]
+    moment = x.T @ x / 12
+    expected = moment
+    for k, step in enumerate(range(0, 9, 2), 1):
+        kept = min(1 - 1 / k, 0.6)
+        expected = kept * expected + (1 - kept) * moment * (1 + step) ** 2
+        torch.testing.assert_close(seen[step][0], expected, rtol=1e-10, atol=1e-12)
+    renewed = [not torch.equal(b[1], a[1]) for a, b in itertools.pairwise(seen)]
+    assert renewed == [False, False, False, True, False, False, False, True]
+
+
+def test_directions_are_shortened_to_kl_clip():
+    moved = []
+    for clip in (None, 1e-6):
+        model = network(F64)
+        before = snapshot(model)
+        by_closure(model, kfac(model, kl_clip=clip, momentum=0.0, lr=0.5))
+        moved.append(torch.cat([(a - b).flatten() for a, b in zip(snapshot(model), before, strict=True)]))
+    gradient = torch.autograd.grad(classification(twin := network(F64), F64)(), list(twin.parameters()))
+    flat = torch.cat([g.flatten() for g in gradient])
+    ratio = moved[1].norm() / moved[0].norm()
+    torch.testing.assert_close(moved[1], ratio * moved[0])
+    assert float(-0.5 * moved[0] @ flat) * float(ratio) ** 2 == pytest.approx(1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_velocities_are_shortened_as_directions_are(maximize):
+    """W moves by eta nu (mu V + D); velocities of their own length would carry steps beyond ``kl_clip``."""
+    layer = nn.Linear(1, 1, bias=False, dtype=F64)
+    opt = KFAC(layer, lr=0.5, momentum=0.9, kl_clip=1e-3, inverse_every=100, maximize=maximize)
+    w, velocity, block = layer.weight.detach().clone(), 0.0, opt.state[layer.weight]
+    for slope in (2.0, 2.0, -3.0, 1e-3):
+        opt.zero_grad()
+        (slope * layer(torch.ones(1, 1, dtype=F64))).sum().backward()
+        opt.step()
+        direction = slope * float(block["input_inverse"] * block["output_inverse"])
+        length = min(1.0, (1e-3 / (0.25 * direction * slope)) ** 0.5)
+        velocity = length * (0.9 * velocity + (-direction if maximize else direction))
+        w = w - 0.5 * velocity
+        torch.testing.assert_close(layer.weight.detach(), w, rtol=1e-12, atol=0)
+    assert length == 1
+
+
+@every_with_labels
+def test_forms_of_a_loop(options):
+    expected = after(by_closure, options)
+
+    def plain(model, opt):
+        model.zero_grad()
+        classification(model, F64)().backward()
+        opt.step()
+
+    def evaluating(model, opt):
+        opt.zero_grad()
+        classification(model, F64)()
+        loss = classification(model, F64)()
+        loss.backward()
+        with torch.no_grad():
+            model(batch(F64)[0] * 7)
+        opt.step()
+
+    for loop in (plain, evaluating):
+        assert_near(after(loop, options), expected)
+
+
+def test_checkpointing_changes_nothing():
+    def loop(model, opt):
+        opt.zero_grad()
+        x, y = batch(F64)
+        F.cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
+        opt.step()
+
+    assert_equal(after(loop), after(by_closure))
+
+
+def test_under_autocast_factors_are_float32():
+    model = network()
+    opt = kfac(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = classification(model)()
+    loss.backward()
+    opt.step()
+    tensors = [v for v in opt.state[model.first.weight].values() if isinstance(v, torch.Tensor)]
+    assert len(tensors) == 5
+    assert all(v.dtype == torch.float32 and v.isfinite().all() for v in tensors)
+
+
+def test_a_copy_of_the_model_alone_tells_nobody():
+    model = network()
+    opt = kfac(model)
+    twin = copy.deepcopy(model)
+    classification(twin)().backward()
+    assert not opt._calls
+    assert not opt._waiting
+
+
+def test_a_copy_with_its_model_has_hooks_of_its_own():
+    model = network()
+    twin, opt = copy.deepcopy((model, kfac(model)))
+    assert all(len(layer._forward_hooks) == 1 for layer in twin.children())
+    classification(twin)().backward()
+    assert set(opt._calls) == {"first", "second"}
+
+
+def test_hooks_are_removed_on_close_and_with_the_optimizer():
+    model = network()
+    opt = kfac(model)
+    assert all(len(layer._forward_hooks) == 1 for layer in model.children())
+    opt.close()
+    assert not any(layer._forward_hooks for layer in model.children())
+    opt.close()
+    opt = kfac(model)
+    ref = weakref.ref(opt)
+    run(opt, classification(model), 1)
+    del opt
+    gc.collect()
+    assert ref() is None
+    assert not any(layer._forward_hooks for layer in model.children())
+
+
+def test_layers_called_twice_are_refused_by_name():
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    opt = kfac(model)
+    with pytest.raises(ValueError, match="layer '0' was called twice in one backward pass"):
+        model(model(torch.ones(2, 3))).sum().backward()
+    opt.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    opt.step()
+
+
+def test_a_gradient_without_a_call_is_refused():
+    model = network()
+    loss = classification(model)()
+    opt = kfac(model)
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"KFAC.step: 'first' has a gradient, but no curvature"):
+        opt.step()
+
+
+def test_a_layer_that_is_used_later_begins_then():
+    model = network()
+    opt = kfac(model, curvature_every=4, inverse_every=4)
+    x, _ = batch()
+    run(opt, lambda: model.first(x).square().mean(), 2)
+    assert model.second.weight not in opt.state
+    run(opt, classification(model), 1)
+    assert opt.state[model.second.weight]["updates"] == 1
+    assert opt.state[model.first.weight]["updates"] == 1
+
+
+def test_frozen_and_unused_parameters_stay():
+    model = seeded(lambda: nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3)]))
+    model[1].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"plain gradient: 1 \(Linear\)"):
+        opt = kfac(model)
+    before = snapshot(model)
+    x, y = batch()
+    run(opt, lambda: F.cross_entropy(model[0](x) + model[1](x), y), 2)
+    changed = [not torch.equal(a, b) for a, b in zip(snapshot(model), before, strict=True)]
+    assert changed == [True, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.0}, "decay must be below 1"),
+        ({"curvature_every": 0}, "curvature_every must be a whole number"),
+        (
+            {"curvature_every": 3, "inverse_every": 10},
+            "inverse_every must be a multiple of curvature_every, got 10",
+        ),
+        ({"fisher": "true"}, "fisher must be 'empirical' or 'sampled', got 'true'"),
+        ({"loss_reduction": "none"}, "loss_reduction must be 'mean' or 'sum', got 'none'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        KFAC(network(), **options)
+
+
+def test_parameters_in_place_of_the_model_are_refused():
+    with pytest.raises(
+        TypeError, match=r"model must be the nn.Module whose layers are observed, got generator"
+    ):
+        KFAC(network().parameters())
+
+
+def test_a_loss_without_layers_behind_it_draws_no_labels():
+    table, layer = nn.Embedding(4, 3), nn.Linear(3, 3)
+    with pytest.warns(UserWarning, match=r"plain gradient: 0 \(Embedding\)"):
+        opt = KFAC(nn.ModuleList([table, layer]), lr=0.1, momentum=0.0, fisher="sampled", kl_clip=None)
+    before = table.weight.detach().clone()
+    opt.step(closure_of(opt, lambda: F.cross_entropy(table(torch.arange(3)), torch.arange(3))))
+    torch.testing.assert_close(table.weight.detach(), before - 0.1 * table.weight.grad)
+
+
+def test_groups_have_one_kind_of_labels():
+    model = network()
+    opt = KFAC(model, params=[{"params": [model.first.weight]}])
+    with pytest.raises(ValueError, match="fisher must be the same in all groups"):
+        opt.add_param_group({"params": [model.second.weight], "fisher": "sampled"})
+
+
+def test_the_sum_of_losses_takes_the_step_of_their_mean_at_damping_to_scale():
+    """The gradient and the Fisher matrix of a sum are N times those of the mean."""
+
+    def summed(model, opt):
+        x, y = batch(F64)
+        opt.step(closure_of(opt, lambda: F.cross_entropy(model(x), y, reduction="sum")))
+
+    expected = after(by_closure, kl_clip=None, damping=0.1)
+    assert_near(after(summed, kl_clip=None, damping=1.2, loss_reduction="sum"), expected)
+
+
+class Valley(nn.Module):
+    """Rosenbrock's function of parameters that are in no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([-1.2, 1.0]))
+
+    def forward(self) -> torch.Tensor:
+        return (1 - self.w[0]) ** 2 + 100 * (self.w[1] - self.w[0] ** 2) ** 2
+
+
+def test_parameters_that_are_in_no_layer_stay_finite():
+    """Plain momentum at this learning rate ends at NaN within ten steps."""
+    model = Valley()
+    with pytest.warns(UserWarning, match=r"plain gradient: the model itself \(Valley\)"):
+        opt = KFAC(model)
+    first = float(model().detach())
+    for _ in range(100):
+        opt.zero_grad()
+        model().backward()
+        opt.step()
+    assert float(model().detach()) < 0.2 * first
+
+
+def test_a_step_along_plain_gradients_is_no_longer_than_kl_clip_allows():
+    model = Valley()
+    with pytest.warns(UserWarning, match="plain gradient"):
+        opt = KFAC(model, momentum=0.0, kl_clip=1e-4)
+    before = model.w.detach().clone()
+    model().backward()
+    opt.step()
+    torch.testing.assert_close((model.w.detach() - before).norm(), torch.tensor(1e-2))

@@ -1,0 +1,273 @@
+"""L-BFGS beside torch's: the same calls of the closure to the same loss."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.optim import LBFGS
+from metagrad.optim.torch_optim.lbfgs_history import History
+from tests.optim.newton.problems import rosenbrock
+from tests.optim.torch_optim.cases import closure_of, run
+
+F64 = torch.float64
+
+
+def beale(w):
+    x, y = w
+    return (1.5 - x + x * y) ** 2 + (2.25 - x + x * y**2) ** 2 + (2.625 - x + x * y**3) ** 2
+
+
+def at(*start):
+    return [torch.tensor(start, dtype=F64, requires_grad=True)]
+
+
+def of_one(loss, *start):
+    params = at(*start)
+    return params, lambda: loss(params[0])
+
+
+def logistic():
+    """Separable, so that the loss has no minimum."""
+    generator = torch.Generator().manual_seed(0)
+    x, truth = (torch.randn(*shape, generator=generator, dtype=F64) for shape in ((100, 8), (8,)))
+    layer = torch.zeros(8, dtype=F64, requires_grad=True)
+    return [layer], lambda: F.binary_cross_entropy_with_logits(x @ layer, (x @ truth > 0).double())
+
+
+def network():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(64, 6, generator=generator, dtype=F64), torch.randint(3, (64,), generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    return list(model.parameters()), lambda: F.cross_entropy(model(x), y)
+
+
+PROBLEMS = {
+    "beale": (lambda: of_one(beale, 1.0, 1.0), 20),
+    "rosenbrock": (lambda: of_one(rosenbrock, -1.2, 1.0), 20),
+    "a quadratic": (
+        lambda: of_one(lambda w: (w * torch.tensor([1.0, 30.0], dtype=F64)).square().sum(), 3.0, 1.0),
+        3,
+    ),
+    "logistic": (logistic, 2),
+    "network": (network, 1),
+}
+
+
+def spent(make, problem, steps, **options):
+    params, loss_of = problem()
+    opt, calls = make(params, line_search_fn="strong_wolfe", **options), []
+    closure = closure_of(opt, loss_of)
+    for _ in range(steps):
+        opt.step(lambda: calls.append(0) or closure())
+    return float(loss_of().detach()), len(calls)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("lr", [1.0, 0.3])
+def test_it_ends_where_torch_does_after_as_many_closures(name, lr):
+    """Within a tenth: rounding differs, and stops that are met at a knife's edge."""
+    problem, steps = PROBLEMS[name]
+    loss, calls = spent(LBFGS, problem, steps, lr=lr)
+    expected, allowed = spent(torch.optim.LBFGS, problem, steps, lr=lr)
+    assert calls <= 1.1 * allowed + 1
+    assert loss <= 1.1 * expected + 1e-8
+
+
+def test_a_step_at_the_minimum_calls_the_closure_once():
+    params, loss_of = of_one(lambda w: w.square().sum(), 0.0, 0.0)
+    opt, calls = LBFGS(params), []
+    opt.step(closure_of(opt, lambda: calls.append(0) or loss_of()))
+    assert len(calls) == opt.stats["evaluations"] == 1
+    assert opt.stats["iterations"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ({"max_iter": 3}, 3),
+        ({"max_eval": 4}, 3),
+        ({"tolerance_grad": 1e3}, 0),
+        ({"tolerance_change": 1e3}, 1),
+    ],
+)
+def test_what_ends_a_step(options, iterations):
+    params, loss_of = of_one(lambda w: (w - 1).pow(4).sum() + 3 * w.square().sum(), 2.0, 0.5)
+    opt = LBFGS(params, **{"tolerance_change": 0.0, **options})
+    run(opt, loss_of, 1)
+    # A slope below tolerance_change begins no search, and evaluations may run out within one.
+    assert opt.stats["iterations"] <= iterations
+    assert opt.stats["evaluations"] <= options.get("max_eval", 25)
+    assert opt.stats["iterations"] == iterations or "tolerance_change" in options
+
+
+def test_without_a_line_search_a_step_iterates_as_torchs_does():
+    results = []
+    for make in (LBFGS, torch.optim.LBFGS):
+        params, loss_of = network()
+        opt = make(params, lr=0.3, max_iter=5, line_search_fn=None)
+        for _ in range(3):
+            opt.step(closure_of(opt, loss_of))
+        results.append(torch.cat([p.detach().flatten() for p in params]))
+    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_parameters_that_depend_on_each_other_in_groups_of_their_own(groups):
+    """A step of each group as if the others stood still would diverge."""
+    params = [torch.tensor(start, dtype=F64, requires_grad=True) for start in (1.0, -2.0, 3.0)]
+    opt = LBFGS(params if groups == 1 else [{"params": p} for p in params], max_iter=1, tolerance_change=0.0)
+
+    def loss_of():
+        return torch.stack(params).sum().square() + 0.01 * sum(p.square() for p in params)
+
+    losses = run(opt, loss_of, 10)
+    assert float(loss_of().detach()) <= 1e-8 * losses[0]
+
+
+@pytest.mark.parametrize("returned", ["nothing", "a part", "a number"])
+def test_the_loss_is_what_is_differentiated_whatever_a_closure_returns(returned):
+    """In two backward passes, as of micro-batches; the same steps as of the sum at once."""
+    results = []
+    for whole in (True, False):
+        (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+        opt = LBFGS([w], max_iter=6)
+
+        def closure(opt=opt, w=w, loss_of=loss_of, whole=whole):
+            opt.zero_grad()
+            parts = [loss_of() + w.square().sum()] if whole else [loss_of(), w.square().sum()]
+            for part in parts:
+                part.backward()
+            if whole:
+                return parts[0]
+            return {
+                "nothing": None,
+                "a part": parts[0],
+                "a number": sum(float(part.detach()) for part in parts),
+            }[returned]
+
+        for _ in range(2):
+            opt.step(closure)
+        results.append(w.detach())
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_a_closure_that_stops_returning_its_loss_is_refused():
+    (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+    opt, results = LBFGS([w], max_iter=2), iter([True, False])
+
+    def step():
+        returns_loss = next(results)
+
+        def closure():
+            opt.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            return loss if returns_loss else float(loss.detach())
+
+        opt.step(closure)
+
+    step()
+    before, kept = w.detach().clone(), {slot: opt.state[w][slot] for slot in opt.state[w]}
+    with pytest.raises(RuntimeError, match=r"LBFGS.step\(closure\): the closure has returned the loss"):
+        step()
+    assert torch.equal(w, before)
+    assert all(opt.state[w][slot] is value for slot, value in kept.items())
+
+
+def test_directions_of_a_window_that_slides_over_its_buffers():
+    """Those of BFGS in dense matrices by the last pairs, none of which is written after it was given out."""
+    torch.manual_seed(0)
+    n, most = 5, 3
+    root = torch.randn(n, n, dtype=F64)
+    hessian = root @ root.T + torch.eye(n, dtype=F64)
+    history, given = History(torch.zeros(n, dtype=F64)), []
+    for _ in range(30):
+        s, g = torch.randn(2, n, dtype=F64)
+        history.add(s, hessian @ s, most=most)
+        history.add(s, -hessian @ s, most=most)  # has no positive curvature
+        H = (s @ hessian @ s) / (hessian @ s).square().sum() * torch.eye(n, dtype=F64)
+        for move, change in zip(history.moves, history.changes, strict=True):
+            V = torch.eye(n, dtype=F64) - torch.outer(change, move) / (move @ change)
+            H = V.T @ H @ V + torch.outer(move, move) / (move @ change)
+        torch.testing.assert_close(history.direction(g), -H @ g, rtol=1e-8, atol=1e-10)
+        again = History.of(history.moves, history.changes, history.products)
+        assert torch.equal(history.direction(g), again.direction(g))
+        given.append((history.moves, history.moves.clone()))
+    assert len(history.moves) == most
+    assert all(torch.equal(*pair) for pair in given)
+
+
+def test_gradients_of_parameters_of_another_optimizer_are_those_of_the_first_call():
+    (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+    other = torch.tensor(2.0, dtype=F64, requires_grad=True)
+    opt = LBFGS([w])
+    run(opt, lambda: loss_of() + other.square(), 1)
+    assert int(opt.stats["evaluations"]) > 1
+    assert other.grad == 4.0
+
+
+def test_gradients_that_a_closure_changes_are_changed_at_every_call():
+    results = []
+    for make in (LBFGS, torch.optim.LBFGS):
+        params, loss_of = of_one(lambda w: w.square().sum() + w.pow(4).sum(), 3.0, 1.0)
+        opt = make(params, max_iter=3, max_eval=9, line_search_fn=None, lr=0.1)
+
+        def closure(opt=opt, params=params, loss_of=loss_of):
+            opt.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            params[0].grad.mul_(0.5)
+            return loss
+
+        opt.step(closure)
+        results.append(params[0].detach())
+    torch.testing.assert_close(*results)
+
+
+def test_memory_for_pairs_is_taken_as_they_come():
+    w = torch.zeros(1000, dtype=F64, requires_grad=True)
+    opt = LBFGS([w], max_iter=2)
+    run(opt, lambda: (w - 1).pow(4).sum(), 1)
+    kept = opt.state[w]
+    for pairs in (kept["moves"], kept["changes"]):
+        assert pairs.shape == (1, 1000)
+        assert pairs.untyped_storage().nbytes() <= 10 * w.nbytes
+
+
+def test_a_transformer_with_fused_attention_is_taken():
+    """Second derivatives, which the fused kernel lacks, are not asked for."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(4, 5, 8)
+    opt = LBFGS(model.parameters(), max_iter=3)
+    losses = run(opt, lambda: model(x).pow(2)[..., :3].mean(), 2)
+    assert losses[1] < losses[0]
+
+
+def test_a_loss_that_is_not_finite_bounds_the_line_search():
+    """The first length leads where the logarithm ends."""
+    params, loss_of = of_one(lambda w: (w - w.log()).sum() + 4 * w.square().sum(), 0.9, 0.8)
+    opt = LBFGS(params, lr=3.0)
+    run(opt, loss_of, 3)
+    torch.testing.assert_close(
+        params[0].detach(), torch.full((2,), (33**0.5 - 1) / 16, dtype=F64), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_iter": 0}, r"LBFGS\(params\): max_iter must be a whole number of at least 1, got 0"),
+        ({"max_eval": 1.5}, r"LBFGS\(params\): max_eval must be a whole number of at least 1, got 1.5"),
+        ({"tolerance_grad": -1.0}, r"LBFGS\(params\): tolerance_grad must be at least 0, got -1.0"),
+        ({"tolerance_change": -1.0}, r"lbfgs\(...\): tolerance_change must be at least 0, got -1.0"),
+    ],
+)
+def test_options_out_of_their_range(options, match):
+    with pytest.raises(ValueError, match=match):
+        LBFGS([torch.zeros(1, requires_grad=True)], **options)

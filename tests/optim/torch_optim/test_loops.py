@@ -1,0 +1,619 @@
+"""Training loops as people write them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.optim.torch_optim.adahessian import AdaHessian
+from metagrad.optim.torch_optim.first_order import Lion, SparseAdam
+from metagrad.optim.torch_optim.sophia import SophiaH
+from tests.optim.torch_optim.cases import (
+    assert_equal,
+    assert_near,
+    backward,
+    batch,
+    classification,
+    closure_of,
+    every,
+    having,
+    lacking,
+    layer,
+    network,
+    of_cases,
+    optimizer,
+    run,
+    snapshot,
+    tensors_of,
+    traits,
+)
+
+F64 = torch.float64
+takes_gradients = of_cases(lambda case: case.traits & traits("told", "one vector"))  # by itself, in closures
+
+
+def after(case, loop, steps=4, **options):
+    model = network(F64)
+    opt = optimizer(case, model, **options)
+    for _ in range(steps):
+        loop(model, opt)
+    return snapshot(model)
+
+
+def by_closure(model, opt):
+    opt.step(closure_of(opt, classification(model, F64)))
+
+
+@every
+def test_without_a_closure(case):
+    def loop(model, opt):
+        model.zero_grad()
+        backward(case, opt, classification(model, F64))
+        opt.step()
+
+    assert_near(after(case, loop, **case.by_hand), after(case, by_closure, **case.by_hand))
+
+
+@of_cases(lambda case: case.by_hand)
+def test_without_a_closure_what_looks_at_the_loss_again_is_refused(case):
+    model = network()
+    opt = optimizer(case, model)
+    before = snapshot(model)
+    backward(case, opt, classification(model))
+    option = next(iter(case.by_hand))
+    match = rf"{case.name}.step: {option}=.* Call opt.step\(closure\), or set {option}={case.by_hand[option]}"
+    with pytest.raises(RuntimeError, match=match):
+        opt.step()
+    assert_equal(snapshot(model), before)
+    opt.zero_grad()
+    run(opt, classification(model), 1)
+
+
+@having("known loss")
+def test_a_loss_that_is_not_noted_is_refused(case):
+    opt = optimizer(case, model := network())
+    with pytest.raises(ValueError, match=r"the loss contains none.*within `with opt.recording\(\):`"):
+        opt.backward(classification(model)())
+
+
+@having("known loss")
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda z, y: z.square().mean(),
+        lambda z, y: F.cross_entropy(z, y, reduction="none").mean(),
+    ],
+    ids=["not a loss", "not reduced"],
+)
+def test_a_loss_of_unknown_form_is_refused(case, loss_of):
+    model = network()
+    x, y = batch()
+    opt = optimizer(case, model)
+    with pytest.raises(ValueError, match=rf"{case.name}.*: the loss contains none.*F\.cross_entropy"):
+        run(opt, lambda: loss_of(model(x), y), 1)
+    run(opt, classification(model), 1)
+
+
+@every
+@pytest.mark.parametrize("is_differentiated", [True, False])
+def test_a_closure_of_a_complex_loss_is_refused(case, is_differentiated):
+    model = network()
+    opt = optimizer(case, model)
+
+    def closure():
+        opt.zero_grad()
+        real = classification(model)()
+        loss = torch.complex(real, real.detach())
+        if is_differentiated:
+            loss.backward(torch.ones_like(loss))
+        else:
+            real.backward()
+        return loss
+
+    words = rf"{case.name}\.(step\(closure\)|backward\(loss\)): the loss must be real, got torch.complex64"
+    with pytest.raises(ValueError, match=words):
+        opt.step(closure)
+    assert_equal(snapshot(model), snapshot(network()))
+    run(opt, classification(model), 1)
+
+
+@having("backward")
+def test_a_complex_loss_without_a_closure_is_refused(case):
+    model = network()
+    opt = optimizer(case, model)
+    loss = classification(model)() * torch.ones((), dtype=torch.complex64)
+    with pytest.raises(ValueError, match=rf"{case.name}\.backward\(loss\): the loss must be real"):
+        opt.backward(loss, torch.ones_like(loss))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@every
+@pytest.mark.parametrize("form", ["autograd_mean", "function", "keeps", "number", "nothing"])
+def test_forms_of_a_closure(case, form):
+    def loop(model, opt):
+        def closure():
+            model.zero_grad()
+            loss = classification(model, F64)()
+            if form == "autograd_mean":
+                loss.reshape(1).backward(torch.ones(1, dtype=F64))
+            elif form == "function":
+                torch.Tensor.backward(loss, None, False)
+            else:
+                loss.backward(inputs=list(model.parameters()) if form == "keeps" else None)
+            return {"number": loss.item(), "nothing": None}.get(form, loss)
+
+        loss = opt.step(closure)
+        assert {"number": float, "nothing": type(None)}.get(form, torch.Tensor) is type(loss)
+
+    assert_near(after(case, loop), after(case, by_closure))
+
+
+def twice(model, opt):
+    def closure():
+        opt.zero_grad()
+        loss = classification(model, F64)()
+        (0.25 * loss).backward(retain_graph=True)
+        (0.75 * loss).backward()
+        return loss
+
+    opt.step(closure)
+
+
+def micro_batches(model, opt):
+    x, y = batch(F64)
+
+    def closure():
+        opt.zero_grad()
+        losses = []
+        for i in (0, 4, 8):
+            losses.append(F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) / 3)
+            losses[-1].backward()
+        return sum(losses)
+
+    opt.step(closure)
+
+
+def micro_batches_at_once(model, opt):
+    x, y = batch(F64)
+
+    def closure():
+        opt.zero_grad()
+        losses = [F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) / 3 for i in (0, 4, 8)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses)
+
+    opt.step(closure)
+
+
+several_passes = pytest.mark.parametrize("loop", [twice, micro_batches], ids=["twice", "micro_batches"])
+
+
+@lacking("drawn labels")
+@several_passes
+def test_backward_passes_add_up(case, loop):
+    assert_near(after(case, loop), after(case, by_closure))
+
+
+@having("drawn labels")
+@several_passes
+def test_gradients_of_backward_passes_add_up(case, loop):
+    """Labels are drawn anew for each, so that the curvature is another sample of it."""
+    gradients = []
+    for one in (loop, by_closure):
+        model = network(F64)
+        one(model, optimizer(case, model))
+        gradients.append([p.grad for p in model.parameters()])
+    assert_near(*gradients)
+    assert all(p.isfinite().all() for p in after(case, loop))
+
+
+@lacking("drawn labels", "model")
+def test_backward_passes_after_all_losses_add_up(case):
+    assert_near(after(case, micro_batches_at_once), after(case, by_closure))
+
+
+@having("model")
+def test_losses_that_are_computed_before_a_backward_pass_are_refused_by_name(case):
+    with pytest.raises(
+        ValueError, match=r"layer 'second' was called twice.*backward\(\) for each micro-batch"
+    ):
+        after(case, micro_batches_at_once)
+
+
+@lacking("drawn labels")
+def test_micro_batches_without_a_closure(case):
+    x, y = batch(F64)
+
+    def loop(model, opt):
+        opt.zero_grad()
+        for i in (0, 4, 8):
+            backward(case, opt, lambda i=i: F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]) / 3)
+        opt.step()
+
+    assert_near(after(case, loop, **case.by_hand), after(case, by_closure, **case.by_hand))
+
+
+@every
+def test_maximize_climbs_as_minimizing_the_negative_descends(case):
+    def climbing(model, opt):
+        opt.step(closure_of(opt, lambda: -classification(model, F64)()))
+
+    assert_near(after(case, climbing, maximize=True), after(case, by_closure))
+
+
+@every
+def test_what_is_done_to_gradients_before_a_step_counts(case):
+    model = network()
+    opt = optimizer(case, model, **case.by_hand)
+    for _ in range(3):
+        opt.zero_grad()
+        backward(case, opt, classification(model))
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 1.001e-3
+        opt.step()
+    twin = network()
+    opt = optimizer(case, twin, **case.by_hand)
+    backward(case, opt, classification(twin))
+    for p in twin.parameters():
+        p.grad.zero_()
+    opt.step()
+    assert_equal(snapshot(twin), snapshot(network()))
+
+
+@every
+def test_schedulers(case):
+    model = network()
+    opt = optimizer(case, model, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=1, gamma=0.0)
+    run(opt, classification(model), 1)
+    scheduler.step()
+    before = snapshot(model)
+    assert opt.param_groups[0]["lr"] == 0
+    run(opt, classification(model), 1)
+    assert_equal(before, snapshot(model))
+
+
+def test_schedulers_of_other_hyperparameters():
+    model = network()
+    opt = AdaHessian(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10, base_momentum=0.5)
+    run(opt, classification(model), 1)
+    scheduler.step()
+    assert 0.5 <= opt.param_groups[0]["betas"][0] < 0.95
+    opt.param_groups[0]["hessian_power"] = -1.0
+    with pytest.raises(ValueError, match="hessian_power must be at least 0"):
+        run(opt, classification(model), 1)
+
+
+@every
+def test_hooks(case):
+    model, seen = network(), []
+    opt = optimizer(case, model)
+    opt.register_step_pre_hook(lambda opt, args, kwargs: seen.append("before"))
+    opt.register_step_post_hook(lambda opt, args, kwargs: seen.append("after"))
+    opt.register_load_state_dict_post_hook(lambda opt: seen.append(opt.state[model.first.weight]["step"]))
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    run(opt, classification(model), 1)
+    opt.load_state_dict(opt.state_dict())
+    assert seen == ["before", "accumulated", "after", 1]
+
+
+@takes_gradients
+def test_a_closure_that_keeps_the_graph_itself_leaves_none_behind(case):
+    """Loops written for other implementations say create_graph=True, which leaks where .grad holds the graph."""
+
+    def loop(model, opt):
+        def closure():
+            opt.zero_grad()
+            loss = classification(model, F64)()
+            loss.backward(create_graph=True)
+            assert not any(p.grad.requires_grad for p in model.parameters() if p.grad is not None)
+            return loss
+
+        opt.step(closure)
+
+    # Between two estimates, backward is torch's own, which warns.
+    options = {"curvature_every": 1} if "curvature_every" in case.network else {}
+    assert_near(after(case, loop, **options), after(case, by_closure, **options))
+
+
+@every
+def test_leaves_of_others_get_their_gradients(case):
+    """A closure's backward writes every .grad that it would write without the optimizer."""
+    model = network()
+    x, y = batch()
+    x.requires_grad_()
+    opt = optimizer(case, model.second)
+    run(opt, lambda: F.cross_entropy(model(x), y), 1)
+    other = network()
+    expected = batch()[0].requires_grad_()
+    F.cross_entropy(other(expected), y).backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+    torch.testing.assert_close(model.first.weight.grad, other.first.weight.grad)
+    assert not any(t.grad.requires_grad for t in (x, *model.parameters()))
+
+
+@takes_gradients
+def test_gradients_of_two_parameters_are_two_tensors(case):
+    """Autograd hands the same tensor to both operands of a sum; clipped in place it must be clipped once."""
+    a, b = layer(1.0, 1.0), layer(1.0, 1.0)
+    opt = optimizer(case, nn.ModuleList([a, b]))
+    with opt.recording():
+        F.mse_loss(a.weight + b.weight + 0 * a(torch.ones(2)), torch.zeros(1, 2)).backward()
+    assert a.weight.grad.data_ptr() != b.weight.grad.data_ptr()
+
+
+@having("told")
+def test_a_step_without_curvature_is_refused(case):
+    model = network()
+    opt = optimizer(case, model, **case.by_hand)
+    classification(model)().backward()
+    with pytest.raises(RuntimeError, match=rf"{case.name}.step: .*no curvature.*opt\.(backward|recording)"):
+        opt.step()
+    opt.zero_grad()
+    run(opt, classification(model), 1)
+
+
+@having("told")
+def test_zeroed_gradients_take_their_curvature_along(case):
+    model = network()
+    opt = optimizer(case, model)
+    with opt.recording():
+        classification(model)().backward()
+    opt.zero_grad()
+    classification(model)().backward()
+    with pytest.raises(RuntimeError, match="no curvature"):
+        opt.step()
+
+
+@having("twice")
+def test_a_defect_of_the_graph_is_refused(case):
+    table = nn.Embedding(3, 2, scale_grad_by_freq=True)
+    opt = optimizer(case, table)
+    with pytest.raises(ValueError, match=rf"{case.name}.backward\(loss\): .*scale_grad_by_freq"):
+        opt.backward(table(torch.tensor([0, 0, 2])).pow(2).sum())
+
+
+def test_between_two_estimates_backward_is_torchs_own():
+    model = network()
+    opt = SophiaH(model.parameters(), lr=0.01, curvature_every=3)
+    modes = []
+
+    def closure():
+        opt.zero_grad()
+        modes.append(torch._C._len_torch_function_stack())
+        loss = classification(model)()
+        loss.backward()
+        return loss
+
+    for _ in range(6):
+        opt.step(closure)
+    assert modes == [1, 0, 0, 1, 0, 0]
+    opt.zero_grad()
+    opt.backward(classification(model)())
+    assert opt._estimates is not None
+    opt.step()
+    opt.backward(classification(model)())
+    assert opt._estimates is None
+
+
+# Of memory ----------------------------------------------------------------------------------------------------
+
+
+def watched(model):
+    """Remember what every layer returns, weakly."""
+    seen = []
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+    return seen
+
+
+@every
+def test_no_graph_outlives_a_step(case):
+    model = network()
+    seen = watched(model)
+    opt = optimizer(case, model)
+    gc.disable()
+    try:
+        kept = [opt.step(closure_of(opt, classification(model))) for _ in range(3)]
+        assert seen
+        assert not [ref for ref in seen if ref() is not None]
+        assert all(loss.grad_fn is None for loss in kept)
+    finally:
+        gc.enable()
+
+
+@every
+def test_no_graph_outlives_an_exception(case):
+    model = network()
+    seen = watched(model)
+    opt = optimizer(case, model)
+
+    def closure():
+        classification(model)().backward()
+        raise KeyError("of the program")
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError) as caught:
+            opt.step(closure)
+        del caught
+        assert not [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+    assert torch._C._len_torch_function_stack() == 0
+    run(opt, classification(model), 1)
+
+
+@every
+def test_nothing_leaks_over_30_steps(case):
+    model = network()
+    opt = optimizer(case, model)
+
+    def new_tensors_after(steps):
+        run(opt, classification(model), steps)
+        classification(model)()  # a loss that is dropped
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    gc.disable()
+    gc.freeze()  # what exists now is not looked through
+    try:
+        assert new_tensors_after(6) >= new_tensors_after(30)
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_backward_frees_the_graph_that_a_loop_holds():
+    """As in a loop of torch's, where the loss of the last step is alive while the next is computed."""
+    model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+    alive = []
+    x, y = batch()
+
+    def pack(tensor):
+        holder = [tensor]
+        alive.append(weakref.ref(tensor))
+        return holder
+
+    opt = AdaHessian(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder[0]):
+        loss = F.cross_entropy(model(x), y)
+    opt.backward(loss)
+    params = {p.data_ptr() for p in model.parameters()} | {x.data_ptr(), y.data_ptr()}
+    left = [t for ref in alive if (t := ref()) is not None and t.data_ptr() not in params]
+    assert (
+        sum(t.nbytes for t in left) <= 2 * 12 * 3 * 4 + 16
+    )  # what the loss itself keeps; a hidden layer is 12 * 64 * 4
+    assert loss.grad_fn is not None
+
+
+# Of mixed precision -------------------------------------------------------------------------------------------
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, **options)
+
+
+def scaled_step(case, model, opt, scale, *, unscale=False, told=False):
+    opt.zero_grad()
+    loss_of = classification(model, F64)
+    if told:
+        with opt.recording():
+            opt.backward(loss_of(), scaler=scale)
+    else:
+        backward(case, opt, lambda: scale.scale(loss_of()))
+    if unscale:
+        scale.unscale_(opt)
+    scale.step(opt)
+    scale.update()
+
+
+@every
+@pytest.mark.parametrize("enabled", [True, False])
+def test_grad_scaler_changes_nothing(case, enabled):
+    """Public implementations take their curvature of the scaled loss, 1024 times too large."""
+    scale = scaler(enabled=enabled)
+    results = after(case, lambda model, opt: scaled_step(case, model, opt, scale), **case.by_hand)
+    assert_near(results, after(case, by_closure, **case.by_hand))
+
+
+@every
+def test_grad_scaler_unscaled_before(case):
+    scale = scaler()
+
+    def loop(model, opt):
+        scaled_step(case, model, opt, scale, unscale=True, told="backward" in case.traits)
+
+    assert_near(after(case, loop, **case.by_hand), after(case, by_closure, **case.by_hand))
+
+
+@of_cases(lambda case: case.traits & traits("told", "model"))  # others take gradients alone
+def test_grad_scaler_unscaled_before_without_being_told_is_refused(case):
+    model = network(F64)
+    opt = optimizer(case, model, **case.by_hand)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=rf"{case.name}.step: .*backward\(loss, scaler=scaler\)"):
+        scaled_step(case, model, opt, scaler(), unscale=True)
+    assert_equal(before, snapshot(model))
+
+
+@every
+def test_grad_scaler_skips_a_step_that_overflows(case):
+    model = network(F64)
+    opt = optimizer(case, model, **case.by_hand)
+    scale = scaler()
+    scaled_step(case, model, opt, scale)
+    before, state, steps = snapshot(model), tensors_of(opt), opt.param_groups[0]["step"]
+    opt.zero_grad()
+    backward(case, opt, lambda: scale.scale(classification(model, F64)()))
+    model.first.weight.grad[0, 0] = math.inf
+    scale.step(opt)
+    scale.update()
+    assert scale.get_scale() == 512.0
+    assert_equal(before, snapshot(model))
+    assert_equal(state, tensors_of(opt))
+    assert opt.param_groups[0]["step"] == steps
+    scaled_step(case, model, opt, scale)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@lacking("drawn labels")  # none can be drawn from NaN
+def test_grad_scaler_skips_a_loss_that_overflows(case):
+    model = network(F64)
+    opt = optimizer(case, model, **case.by_hand)
+    scale, (x, y) = scaler(), batch(F64)
+    x[0] = math.inf
+    backward(case, opt, lambda: scale.scale(F.cross_entropy(model(x), y)))
+    scale.step(opt)
+    assert_equal(snapshot(model), snapshot(network(F64)))
+    assert not tensors_of(opt)
+    scale.update()
+    scaled_step(case, model, opt, scale)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_curvature_that_overflows_alone_skips_the_step_with_a_warning():
+    w = torch.full((1, 2), 1e-3, requires_grad=True)
+    opt = AdaHessian([w], lr=0.1)
+    scale = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    opt.backward(scale.scale((1e17 * w).sin().sum()))
+    with pytest.warns(UserWarning, match=r"AdaHessian.step: .*curvature has overflowed.*init_scale"):
+        scale.step(opt)
+    assert w.tolist() == [[pytest.approx(1e-3)] * 2]
+    assert w not in opt.state
+
+
+@having("backward")
+def test_grad_scaler_takes_no_closure(case):
+    model = network()
+    opt = optimizer(case, model)
+    run(opt, classification(model), 1)
+    scale = scaler()
+    scale.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=rf"{case.name}.step\(closure\): GradScaler takes no closure"):
+        scale.step(opt, closure_of(opt, classification(model)))
+
+
+def test_the_rules_arithmetic_is_the_steps():
+    w = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    opt = Lion([w], lr=0.5, weight_decay=0.25)
+    w.grad = torch.tensor([[3.0, -0.1]])
+    opt.step()
+    assert w.tolist() == [[0.375, -1.25]]
+
+
+def test_sparse_adam_is_adam():
+    model, twin = network(F64), network(F64)
+    run(SparseAdam(model.parameters(), lr=0.1), classification(model, F64), 5)
+    adam = torch.optim.Adam(twin.parameters(), lr=0.1)
+    for _ in range(5):
+        adam.step(closure_of(adam, classification(twin, F64)))
+    for a, b in zip(snapshot(model), snapshot(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,685 @@
+"""Optimizers that look at the loss again: what a closure is called for, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments.bench_optimizers import robustness
+from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, NewtonCG, TrustRegionNewton
+from metagrad.optim.newton.newton_cg import newton_cg
+from metagrad.optim.objective import TapeObjective
+from tests.optim.newton.problems import classic_start, fit_residuals, rosenbrock
+from tests.optim.torch_optim.cases import (
+    assert_equal,
+    batch,
+    classification,
+    closure_of,
+    network,
+    run,
+    snapshot,
+)
+
+F64 = torch.float64
+EVERY = [NewtonCG, GaussNewton, NaturalGradient, CubicNewton, TrustRegionNewton, LBFGS]
+every = pytest.mark.parametrize("make", EVERY)
+SHARED_SYSTEM = [NewtonCG, GaussNewton, NaturalGradient]
+FIXED = {
+    NewtonCG: {"adapt": False, "damping": 0.5},
+    GaussNewton: {"adapt": False, "damping": 0.5},
+    NaturalGradient: {"adapt": False, "damping": 0.5},
+    CubicNewton: {"adapt": False},
+    TrustRegionNewton: {"adapt": False},
+    LBFGS: {"line_search_fn": None, "lr": 0.3},
+}
+
+EXACT = {LBFGS: {"tolerance_grad": 0.0, "tolerance_change": 0.0}}
+
+
+@pytest.mark.parametrize("make", [NewtonCG, CubicNewton, TrustRegionNewton, LBFGS])
+@pytest.mark.parametrize("n", [2, 100])
+def test_rosenbrock(make, n):
+    w = classic_start(n).requires_grad_()
+    run(make([w], **EXACT.get(make, {})), lambda: rosenbrock(w), 60)
+    torch.testing.assert_close(w.detach(), torch.ones(n, dtype=F64), rtol=1e-6, atol=0)
+
+
+def test_gauss_newton_fits_a_curve():
+    w = torch.tensor([1.0, -0.5, 0.2], dtype=F64, requires_grad=True)
+    run(GaussNewton([w]), lambda: F.mse_loss(fit_residuals(w), torch.zeros(20, dtype=F64)), 30)
+    (gradient,) = torch.autograd.grad(fit_residuals(w).pow(2).mean(), w)
+    assert gradient.norm() < 1e-10
+
+
+@every
+def test_a_network_learns(make):
+    """At the defaults, in float32, and no step raises the loss by more than rounding."""
+    torch.manual_seed(0)
+    model, loss_of = robustness.tanh_classifier()
+    losses = run(make(model.parameters()), loss_of, 25)
+    assert losses[-1] < 0.1 * losses[0]
+    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.slow
+@every
+@pytest.mark.parametrize("net", [robustness.tanh_classifier, robustness.relu_classifier])
+def test_networks_are_learned_from_any_seed(make, net):
+    found = robustness.run(net, lambda model: make(model.parameters()), seeds=range(5))
+    assert (found.num_nan, found.num_above_first) == (0, 0)
+    assert found.num_below_a_tenth >= 4
+
+
+@pytest.mark.parametrize("make", [GaussNewton, NaturalGradient])
+def test_the_first_step_moves(make):
+    """Where the damping begins too small, the step is made shorter, and no product is wasted."""
+    torch.manual_seed(0)
+    model, loss_of = robustness.tanh_classifier()
+    opt = make(model.parameters(), damping=1e-8)
+    losses, ratios = [], []
+    for _ in range(3):
+        losses += run(opt, loss_of, 1)
+        ratios.append(opt.stats["ratio"])
+        assert opt.stats["direction"] != "none"
+    assert all(b < a for a, b in itertools.pairwise([*losses, float(loss_of().detach())]))
+    assert ratios[0] < 0.25
+    assert opt.stats["damping"] > 1e-8
+
+
+def test_steps_are_the_rules():
+    model = network(F64)
+    opt = NewtonCG(model.parameters(), damping=0.3, warm_start=0.9)
+    params = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    rule = newton_cg(damping=0.3, warm_start=0.9)
+    state = rule.init(params)
+    twin = network(F64)
+
+    def loss(values):
+        return classification(lambda x: torch.func.functional_call(twin, values, (x,)), F64)()
+
+    for _ in range(4):
+        opt.step(closure_of(opt, classification(model, F64)))
+        objective = TapeObjective(loss, params)
+        with torch.no_grad():
+            new, state = rule.update(objective.grads, state, params, objective)
+        params = {name: p.detach().requires_grad_() for name, p in new.items()}
+        for a, b in zip(model.parameters(), params.values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+    assert opt.stats["damping"] == pytest.approx(float(0.3 * state.factor + state.added))
+    assert opt.stats["products"] == int(state.report.products)
+
+
+@every
+def test_looking_at_the_loss_again_leaves_no_trace(make):
+    """Neither in .grad, nor in random numbers, nor in the memory of parameters."""
+    model = network(F64)
+    opt = make(model.parameters(), **({"damping": 0.5} if make in (GaussNewton, NaturalGradient) else {}))
+    loss_of, calls = classification(model, F64), []
+
+    def closure():
+        model.zero_grad()
+        dropped = torch.rand(())  # what a dropout would draw
+        loss = loss_of() + 0 * dropped
+        loss.backward()
+        calls.append((float(dropped), loss.detach()))
+        return loss
+
+    torch.manual_seed(3)
+    places = [p.data_ptr() for p in model.parameters()]
+    expected = torch.autograd.grad(loss_of(), list(model.parameters()))
+    returned = opt.step(closure)
+    assert len(calls) > 1
+    assert len({dropped for dropped, _ in calls}) == 1
+    assert returned == calls[0][1]
+    assert calls[-1][1] < calls[0][1]
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g, rtol=1e-12, atol=0)
+    after = torch.rand(())
+    torch.manual_seed(3)
+    torch.rand(())
+    assert torch.equal(after, torch.rand(()))
+    assert places == [p.data_ptr() for p in model.parameters()]
+
+
+class Averaging(nn.Module):
+    """A layer of which a buffer is set anew at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=F64)
+        self.layer = nn.Linear(4, 3, dtype=F64)
+        self.register_buffer("mean", torch.zeros(3, dtype=F64))
+
+    def forward(self, x):
+        z = self.layer(self.norm(x))
+        self.mean = 0.5 * self.mean + 0.5 * z.detach().mean(0)
+        return z
+
+
+@pytest.mark.parametrize(
+    ("make", "fraction"), [*((make, 1.0) for make in EVERY), *((make, 0.5) for make in SHARED_SYSTEM)]
+)
+def test_running_statistics_move_once_a_step(make, fraction):
+    """As they do by the first call of the closure, where the step begins."""
+    torch.manual_seed(0)
+    model, calls = Averaging(), []
+    x, y = torch.randn(12, 4, dtype=F64) * 3 + 1, torch.randint(3, (12,))
+    opt = make(model.parameters(), **({} if fraction == 1 else {"curvature_fraction": fraction}))
+
+    def closure(fraction=1.0):
+        opt.zero_grad()
+        calls.append(fraction)
+        num_examples = round(fraction * len(x))
+        loss = F.cross_entropy(model(x[:num_examples]), y[:num_examples])
+        loss.backward()
+        return loss
+
+    for count in range(1, 4):
+        twin = copy.deepcopy(model)
+        twin(x)
+        places = [buffer.data_ptr() for buffer in model.norm.buffers()]
+        opt.step(closure)
+        assert int(model.norm.num_batches_tracked) == count
+        assert places == [buffer.data_ptr() for buffer in model.norm.buffers()]
+        for (key, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, msg=key)
+    assert len(calls) > 3
+
+
+@pytest.mark.slow
+def test_running_statistics_of_a_compiled_model_move_once_a_step():
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), batch()
+    compiled = torch.compile(model, backend="eager")
+    opt = LBFGS(model.parameters())
+    run(opt, lambda: F.cross_entropy(compiled(x), y), 2)
+    assert int(model[0].num_batches_tracked) == 2
+
+
+def test_buffers_given_by_functional_call_move_once_a_step():
+    torch.manual_seed(0)
+    model, x = Averaging(), torch.randn(12, 4, dtype=F64)
+    buffers = {key: b.clone() for key, b in model.named_buffers()}
+    opt = NewtonCG(model.parameters())
+    y = torch.randint(3, (12,))
+    run(opt, lambda: F.cross_entropy(torch.func.functional_call(model, buffers, (x,)), y), 2)
+    assert int(buffers["norm.num_batches_tracked"]) == 2
+    assert int(model.norm.num_batches_tracked) == 0
+
+
+@every
+def test_losses_of_several_backward_passes_add_up(make):
+    results = []
+    for parts in ((1.0,), (0.25, 0.75)):
+        model = network(F64)
+        opt = make(model.parameters(), **({"damping": 0.5} if make in (GaussNewton, NaturalGradient) else {}))
+        loss_of = classification(model, F64)
+
+        def closure(opt=opt, loss_of=loss_of, parts=parts):
+            opt.zero_grad()
+            for part in parts:
+                (part * loss_of()).backward()
+
+        for _ in range(3):
+            assert opt.step(closure) is None
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+# Groups
+
+
+def coupled(ws):
+    """(a + b + c)^2 + 0.01 |(a, b, c)|^2, as least squares: all of the curvature is between the parameters."""
+    residuals = torch.cat([sum(ws), 0.1 * torch.cat(ws)])
+    return F.mse_loss(residuals, torch.zeros_like(residuals), reduction="sum")
+
+
+@every
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_groups_do_not_step_as_if_the_others_stood_still(make, num_groups):
+    ws = [torch.tensor([w], dtype=F64, requires_grad=True) for w in (1.0, -2.0, 3.5)]
+    opt = make(ws if num_groups == 1 else [{"params": [w]} for w in ws])
+    losses = run(opt, lambda: coupled(ws), 11)
+    assert losses[-1] < 1e-8 * losses[0]
+    assert all(b <= a for a, b in itertools.pairwise(losses))
+
+
+@every
+def test_groups_that_agree_are_one_group(make):
+    results = []
+    for is_split in (False, True):
+        model = network(F64)
+        named = list(model.named_parameters())
+        opt = make([{"params": [one]} for one in named] if is_split else named)
+        run(opt, classification(model, F64), 4)
+        results.append((snapshot(model), opt.stats))
+    assert_equal(results[0][0], results[1][0])
+    assert str(results[0][1]) == str(results[1][1])
+
+
+@every
+def test_a_group_of_step_size_zero_stays_and_the_others_step_as_alone(make):
+    a, b = (torch.tensor([2.0, -1.0], dtype=F64, requires_grad=True) for _ in range(2))
+    goal, alone = (
+        torch.tensor([1.0, 3.0], dtype=F64),
+        torch.tensor([2.0, -1.0], dtype=F64, requires_grad=True),
+    )
+
+    def loss_of(one, other):
+        return lambda: F.mse_loss(torch.tanh(one + other) * 2 + other, goal)
+
+    opt = make([{"params": [a], "lr": 0.0}, {"params": [b]}], **FIXED[make])
+    run(opt, loss_of(a, b), 3)
+    assert a.tolist() == [2.0, -1.0]
+    run(make([alone], **FIXED[make]), loss_of(a.detach(), alone), 3)
+    torch.testing.assert_close(b, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", SHARED_SYSTEM)
+def test_groups_have_their_own_lr_damping_and_weight_decay(make):
+    """s = -L (A + D + W)^-1 (g + W w) with diagonal L, D, W; the ratio is that of s, of the loss with its penalty."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, generator=generator, dtype=F64)
+    w = torch.tensor([1.0, -2.0, 0.5], dtype=F64)
+    a, b = w[:1].clone().requires_grad_(), w[1:].clone().requires_grad_()
+    groups = [
+        {"params": [a], "lr": 0.5, "damping": 2.0, "weight_decay": 0.3},
+        {"params": [b], "lr": 0.9, "damping": 0.1, "weight_decay": 0.0},
+    ]
+    opt = make(groups, rtol=1e-14, progress=None)
+    run(opt, lambda: F.mse_loss(x @ torch.cat([a, b]), torch.ones(6, dtype=F64)), 1)
+    L, D, W = (
+        torch.diag(torch.tensor([first, second, second], dtype=F64))
+        for first, second in ((0.5, 0.9), (2.0, 0.1), (0.3, 0.0))
+    )
+    A, g = 2 * x.T @ x / 6, 2 * x.T @ (x @ w - 1) / 6
+    s = -L @ torch.linalg.solve(A + D + W, g + W @ w)
+    assert float((g + W @ w) @ s) < 0
+    torch.testing.assert_close(torch.cat([a, b]).detach(), w + s, rtol=1e-9, atol=0)
+    assert opt.stats["ratio"] == pytest.approx(1, abs=1e-9)
+    assert opt.stats["length"] == 0.9
+
+
+@every
+def test_groups_of_other_step_sizes_may_have_parameters_that_do_not_move(make):
+    """One without elements, and one without a gradient."""
+    a, b, empty, unused = (torch.full((n,), 2.0, dtype=F64, requires_grad=True) for n in (1, 1, 0, 1))
+    opt = make([{"params": [a, empty], "lr": 0.5}, {"params": [b, unused]}])
+    run(opt, lambda: coupled([a, b]) + empty.sum(), 2)
+    assert a.item() < 2
+    assert b.item() < 2
+    assert unused.item() == 2
+
+
+def test_groups_may_have_parameters_of_one_name():
+    """As those of two modules have, each with a weight."""
+    results = []
+    for is_named in (True, False):
+        torch.manual_seed(0)
+        models = [nn.Linear(2, 1, dtype=F64) for _ in range(2)]
+        groups = [
+            {"params": list(m.named_parameters() if is_named else m.parameters()), "lr": lr}
+            for m, lr in zip(models, (0.5, 1.0), strict=True)
+        ]
+        opt, x = NewtonCG(groups), torch.ones(3, 2, dtype=F64)
+        run(opt, lambda x=x, models=models: (models[0](x) * models[1](x) - 1).pow(2).mean(), 3)
+        results.append([p.detach() for m in models for p in m.parameters()])
+    assert_equal(*results)
+
+
+def test_step_sizes_that_turn_the_step_uphill_give_way_to_the_least():
+    w = torch.tensor([0.1, 0.9], dtype=F64)
+    H = torch.tensor([[1.0, 3.0], [3.0, 10.0]], dtype=F64)
+    b = torch.tensor([0.3, 0.0], dtype=F64)
+    g = H @ w - b
+    d = -torch.linalg.solve(H, g)
+    lr = [1.0, 0.1] if float(g[0] * d[0]) > 0 else [0.1, 1.0]
+    assert float(g @ (torch.tensor(lr, dtype=F64) * d)) > 0
+    x, y = (v.clone().reshape(1).requires_grad_() for v in w)
+
+    def loss():
+        both = torch.cat([x, y])
+        return both @ H @ both / 2 - b @ both
+
+    opt = NewtonCG([{"params": [x], "lr": lr[0]}, {"params": [y], "lr": lr[1]}], rtol=1e-14)
+    run(opt, loss, 1)
+    torch.testing.assert_close(torch.cat([x, y]).detach(), w + 0.1 * d, rtol=1e-9, atol=0)
+
+
+@every
+def test_weight_decay_is_part_of_the_objective(make):
+    """The minimum is that of the loss with its penalty, and steps there are none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 3, generator=generator, dtype=F64)
+    w = torch.zeros(3, dtype=F64, requires_grad=True)
+    opt = make([w], weight_decay=0.5, **EXACT.get(make, {}))
+    run(opt, lambda: F.mse_loss(x @ w, torch.ones(12, dtype=F64)), 30)
+    A, b = 2 * x.T @ x / 12, 2 * x.sum(0) / 12
+    expected = torch.linalg.solve(A + 0.5 * torch.eye(3, dtype=F64), b)
+    torch.testing.assert_close(w.detach(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (
+            NewtonCG,
+            {"max_steps": 3},
+            r"NewtonCG\(params\): all groups make one step, whose max_steps must be one, got",
+        ),
+        (GaussNewton, {"adapt": False}, "Only lr, weight_decay, damping may differ"),
+        (
+            NaturalGradient,
+            {"curvature_fraction": 0.5},
+            "curvature_fraction=1.0 in group 0 and 0.5 in group 1",
+        ),
+        (TrustRegionNewton, {"radius": 2.0}, "whose radius must be one"),
+        (CubicNewton, {"cubic": 2.0}, "whose cubic must be one"),
+        (LBFGS, {"maximize": True}, "Only lr, weight_decay may differ"),
+    ],
+)
+def test_what_there_is_one_of_must_agree_between_groups(make, options, match):
+    a, b = (torch.ones(2, dtype=F64, requires_grad=True) for _ in range(2))
+    with pytest.raises(ValueError, match=match):
+        make([{"params": [a]}, {"params": [b], **options}])
+    opt = make([{"params": [a]}, {"params": [b]}])
+    opt.param_groups[1].update(options)
+    with pytest.raises(ValueError, match=match):
+        run(opt, lambda: F.mse_loss(a, b), 1)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_resumes_bit_for_bit(make, dtype):
+    model = network(dtype)
+    opt = make(model.parameters())
+    run(opt, classification(model, dtype), 3)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), file)
+    file.seek(0)
+    other = network(dtype)
+    resumed = make(other.parameters(), lr=0.7)
+    for part, state in zip((other, resumed), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    twin, copied = copy.deepcopy((model, opt))
+    for m, o in ((model, opt), (other, resumed), (twin, copied)):
+        run(o, classification(m, dtype), 3)
+    assert_equal(snapshot(model), snapshot(other))
+    assert_equal(snapshot(model), snapshot(twin))
+
+
+@every
+def test_a_grad_scaler_changes_nothing(make):
+    results = []
+    for scaled in (False, True):
+        model = network(F64)
+        opt = make(model.parameters(), **FIXED[make])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        for _ in range(3):
+            opt.zero_grad()
+            with opt.recording():
+                scaler.scale(classification(model, F64)()).backward()
+            scaler.step(opt)
+            scaler.update()
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
+
+
+@every
+def test_an_overflow_skips_the_step(make):
+    model = network(F64)
+    opt = make(model.parameters(), **FIXED[make])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = snapshot(model)
+    with opt.recording():
+        scaler.scale(classification(model, F64)()).backward()
+    next(model.parameters()).grad[0, 0] = math.inf
+    scaler.step(opt)
+    assert_equal(before, snapshot(model))
+
+
+def test_damping_of_a_scheduler_scales_what_was_adapted():
+    w = classic_start(2).requires_grad_()
+    opt = NewtonCG([w], damping=1.0)
+    run(opt, lambda: rosenbrock(w), 3)
+    factor = opt.stats["damping"]
+    opt.param_groups[0]["damping"] = 10.0
+    assert opt.stats["damping"] == pytest.approx(10 * factor)
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+    run(opt, lambda: rosenbrock(w), 1)
+    scheduler.step()
+    assert opt.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("make", [NewtonCG, GaussNewton, CubicNewton])
+def test_curvature_of_a_part_of_the_data(make):
+    """Two closures: gradient and loss of all data, and the matrix of two of them."""
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=F64)
+    w = torch.tensor([1.0], dtype=F64, requires_grad=True)
+    opt = make([w], adapt=False, **({"cubic": 1e-9} if make is CubicNewton else {"damping": 0.0}))
+
+    def all_data():
+        opt.zero_grad()
+        loss = F.mse_loss(w * x, torch.zeros_like(x))
+        loss.backward()
+        return loss
+
+    def part():
+        opt.zero_grad()
+        F.mse_loss(w * x[:2], torch.zeros(2, dtype=F64)).backward()
+
+    opt.step(all_data, curvature=part)
+    assert w.grad.item() == pytest.approx(28 / 3)
+    assert w.item() == pytest.approx(1 - (28 / 3) / 5, rel=1e-6)
+    adapted = make([w])
+    adapted.step(closure_of(adapted, all_data_of(w, x)), curvature=closure_of(adapted, all_data_of(w, x[1:])))
+    assert adapted.stats["products"] >= 1
+    with pytest.raises(ValueError, match=r"step\(curvature=...\): there is no closure"):
+        opt.step(curvature=part)
+
+
+def all_data_of(w, x):
+    return lambda: F.mse_loss(w * x, torch.zeros_like(x))
+
+
+def test_a_refused_step_is_told():
+    """A trust region that is far too large: the step is not taken, and the region shrinks."""
+    w = torch.tensor([2.0], dtype=F64, requires_grad=True)
+    opt = TrustRegionNewton([w], radius=100.0)
+    run(opt, lambda: torch.log(torch.cosh(w)).sum(), 1)
+    assert w.item() == 2.0
+    assert opt.stats["direction"] == "none"
+    assert opt.stats["radius"] < 100
+    assert opt.stats["ratio"] < 0.25
+
+
+def test_directions_are_told():
+    def steps(make, start, loss, **options):
+        w = torch.tensor(start, dtype=F64, requires_grad=True)
+        opt = make([w], **options)
+        assert opt.stats == {"skipped": 0}
+        run(opt, lambda: loss(w), 1)
+        return opt.stats
+
+    def saddle(w):
+        return w[0] ** 2 - w[1] ** 2 + w[1] ** 4
+
+    assert steps(NewtonCG, [0.0, 0.1], saddle)["direction"] == "negative_curvature"
+    assert steps(NewtonCG, [1.0, 1.0], saddle)["direction"] == "newton"
+    assert steps(TrustRegionNewton, [1.0, 1.0], saddle, radius=0.1)["direction"] == "boundary"
+    assert steps(LBFGS, [1.0, 1.0], saddle)["direction"] == "quasi_newton"
+    found = steps(NaturalGradient, [1.0, 1.0], lambda w: F.mse_loss(w, torch.zeros(2, dtype=F64)))
+    assert found["direction"] == "natural_gradient"
+    assert found["ratio"] > 0.75
+
+
+def test_a_parameter_that_joins_begins_the_group_anew():
+    a, b = (torch.tensor([2.0], dtype=F64, requires_grad=True) for _ in range(2))
+    opt = LBFGS([a, b])
+    run(opt, lambda: (a - 1).pow(4).sum(), 3)
+    assert b.item() == 2.0
+    run(opt, lambda: (a - 1).pow(4).sum() + (b - 1).pow(2).sum(), 10)
+    assert b.item() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_step_without_curvature_is_refused():
+    model = nn.Linear(2, 1)
+    opt = NewtonCG(model.parameters())
+    model(torch.ones(3, 2)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"NewtonCG.step: there are gradients, but no curvature.*opt\.backward"
+    ):
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (NewtonCG, r"NewtonCG.step: adapt=True .* set adapt=False"),
+        (LBFGS, r"LBFGS.step: line_search_fn='strong_wolfe' .* set line_search_fn=None"),
+    ],
+)
+def test_a_step_that_cannot_look_again_is_refused(make, match):
+    model = nn.Linear(2, 1)
+    opt = make(model.parameters())
+    opt.backward(model(torch.ones(3, 2)).pow(2).sum())
+    with pytest.raises(RuntimeError, match=match):
+        opt.step()
+
+
+def test_a_loss_of_unknown_form_is_refused():
+    model = nn.Linear(2, 1)
+    opt = GaussNewton(model.parameters())
+    closure = closure_of(opt, lambda: model(torch.ones(3, 2)).pow(2).sum())
+    with pytest.raises(ValueError, match="GaussNewton: the loss contains none whose curvature"):
+        opt.step(closure)
+
+
+# Likelihoods written by hand
+
+
+def test_a_known_loss_written_by_hand_gives_the_same_steps():
+    """Cross-entropy as logsumexp, with a weight of its own in the whole, beside a penalty."""
+    results, (x, y) = [], batch(F64)
+    for by_hand in (False, True):
+        model = network(F64)
+        opt = GaussNewton(model.parameters(), damping=0.5)
+
+        def loss_of(model=model, opt=opt, by_hand=by_hand):
+            def written(z):
+                return (z.logsumexp(1) - z.gather(1, y[:, None])[:, 0]).mean()
+
+            z = model(x)
+            value = opt.output_loss(written, z) if by_hand else F.cross_entropy(z, y)
+            return 2 * value + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+
+        run(opt, loss_of, 4)
+        results.append((snapshot(model), opt.stats["products"]))
+    assert results[0][1] == results[1][1]
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
+
+
+def test_a_known_loss_within_one_written_by_hand_counts_once():
+    steps, (x, y) = [], batch(F64)
+    for by_hand in (False, True):
+        model = network(F64)
+        opt = GaussNewton(model.parameters(), **FIXED[GaussNewton])
+
+        def loss_of(model=model, opt=opt, by_hand=by_hand):
+            z = model(x)
+            return opt.output_loss(lambda z: F.cross_entropy(z, y), z) if by_hand else F.cross_entropy(z, y)
+
+        run(opt, loss_of, 1)
+        steps.append(snapshot(model))
+    for a, b in zip(*steps, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_a_linear_loss_written_by_hand_has_no_curvature():
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = GaussNewton([w], **FIXED[GaussNewton])
+    run(opt, lambda: opt.output_loss(lambda z: 0.1 * z.sum(), w), 1)
+    torch.testing.assert_close(w.detach(), torch.full((2,), 0.8, dtype=F64))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "match"),
+    [
+        (NaturalGradient, {}, "of a loss written by hand, the Fisher matrix is not known. Use GaussNewton"),
+        (
+            GaussNewton,
+            {"preconditioner": "diagonal"},
+            "the distribution of labels is not known. Set preconditioner=None",
+        ),
+    ],
+)
+def test_a_loss_written_by_hand_has_no_distribution(make, options, match):
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = make([w], **options)
+    with pytest.raises(ValueError, match=match):
+        run(opt, lambda: opt.output_loss(lambda z: z.exp().sum(), w), 1)
+
+
+def test_newton_takes_a_loss_written_by_hand_as_any():
+    w = torch.ones(2, dtype=F64, requires_grad=True)
+    opt = NewtonCG([w])
+    run(opt, lambda: opt.output_loss(lambda z: (z - 3).pow(2).sum(), w), 1)
+    torch.testing.assert_close(w.detach(), torch.full((2,), 3.0, dtype=F64))
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    table = nn.Embedding(5, 2, sparse=True)
+    opt = NewtonCG(table.named_parameters())
+    closure = closure_of(opt, lambda: table(torch.tensor([1, 2])).pow(2).sum())
+    with pytest.raises(TypeError, match=r"NewtonCG.step: the gradient of .*weight.* is sparse"):
+        opt.step(closure)
+
+
+def test_groups_of_half_precision_and_float32_step_together():
+    params = [torch.ones(2, dtype=dtype, requires_grad=True) for dtype in (torch.bfloat16, torch.float32)]
+    opt = NewtonCG([{"params": [p]} for p in params])
+    run(opt, lambda: sum(((p - 2) ** 2).sum().float() for p in params), 2)
+    assert all(torch.allclose(p.float(), torch.tensor(2.0), atol=1e-2) for p in params)
+
+
+def test_grad_scaler_takes_no_closure():
+    model = network(F64)
+    opt, scaler = NewtonCG(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt.backward(scaler.scale(classification(model, F64)()))
+    opt.found_inf = torch.zeros(())
+    with pytest.raises(RuntimeError, match=r"NewtonCG.step\(closure\): GradScaler takes no closure"):
+        opt.step(closure_of(opt, classification(model, F64)))
+
+
+def test_a_scale_that_is_not_told_is_refused():
+    model = network(F64)
+    opt, scaler = NewtonCG(model.parameters(), adapt=False), torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt.backward(scaler.scale(classification(model, F64)()))
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match=r"backward\(loss, scaler=scaler\)"):
+        scaler.step(opt)
+
+
+def test_scaler_told_before_unscaling_changes_nothing():
+    results = []
+    for scaled in (False, True):
+        model = network(F64)
+        opt = NewtonCG(model.parameters(), **FIXED[NewtonCG])
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        opt.backward(classification(model, F64)(), scaler=scaler)
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        results.append(snapshot(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)

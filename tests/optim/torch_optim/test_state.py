@@ -1,0 +1,178 @@
+"""What an optimizer carries: it can be saved, copied and resumed, and nothing about it changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from metagrad.optim.torch_optim.adahessian import AdaHessian
+from metagrad.optim.torch_optim.first_order import SparseAdam
+from metagrad.optim.torch_optim.randomness import mixed
+from metagrad.optim.torch_optim.sophia import SophiaH
+from tests.marks import slow
+from tests.optim.torch_optim.cases import (
+    assert_equal,
+    classification,
+    every,
+    having,
+    network,
+    optimizer,
+    run,
+    saved_and_loaded,
+    snapshot,
+    tensors_of,
+)
+
+
+@every
+@pytest.mark.parametrize("dtype", [slow(torch.float64), torch.float32, slow(torch.bfloat16)], ids=str)
+def test_resumes_bit_for_bit(case, dtype):
+    model = network(dtype)
+    opt = optimizer(case, model)
+    run(opt, classification(model, dtype), 4)
+    other = network(dtype)
+    other.load_state_dict(saved_and_loaded(model.state_dict()))
+    resumed = case.of(other, lr=0.7, **({"seed": 99} if "seed" in case.traits else {}))
+    resumed.load_state_dict(saved_and_loaded(opt.state_dict()))
+    run(opt, classification(model, dtype), 5)
+    run(resumed, classification(other, dtype), 5)
+    assert_equal(snapshot(model), snapshot(other))
+
+
+@every
+def test_state_of_half_precision_is_float32_and_stays_so(case):
+    """load_state_dict of torch casts floating point state to the dtype of the parameter."""
+    model = network(torch.bfloat16)
+    opt = optimizer(case, model)
+    run(opt, classification(model, torch.bfloat16), 2)
+    opt.load_state_dict(saved_and_loaded(opt.state_dict()))
+    run(opt, classification(model, torch.bfloat16), 1)
+    assert all(p.dtype == torch.bfloat16 and p in opt.state for p in model.parameters())
+    assert tensors_of(opt)
+    assert all(value.dtype == torch.float32 for value in tensors_of(opt))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_dtype_device_and_identity_of_parameters_are_kept(case, dtype):
+    model = network(dtype)
+    before = [(id(p), p.data_ptr(), p.dtype, p.device) for p in model.parameters()]
+    run(optimizer(case, model), classification(model, dtype), 2)
+    assert before == [(id(p), p.data_ptr(), p.dtype, p.device) for p in model.parameters()]
+    assert all(p.isfinite().all() and p.is_leaf and p.requires_grad for p in model.parameters())
+
+
+@every
+def test_loading_shares_no_memory(case):
+    model, other = network(), network()
+    opt, second = optimizer(case, model), optimizer(case, other)
+    run(opt, classification(model), 2)
+    state = opt.state_dict()
+    kept = copy.deepcopy(state)
+    second.load_state_dict(state)
+    run(second, classification(other), 3)
+    for number, slots in kept["state"].items():
+        for name, value in slots.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, opt.state_dict()["state"][number][name])
+
+
+@every
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_copies_with_its_model(case, again):
+    model = network()
+    opt = optimizer(case, model)
+    run(opt, classification(model), 2)
+    twin, other = again((model, opt))
+    run(other, classification(twin), 3)
+    assert other.param_groups[0]["params"][0] is next(twin.parameters())
+    run(opt, classification(model), 3)
+    assert_equal(snapshot(model), snapshot(twin))
+
+
+@every
+def test_hyperparameters_live_in_groups_alone(case):
+    opt = optimizer(case, network())
+    own = set(vars(opt)) - set(vars(torch.optim.SGD(network().parameters())))
+    assert all(name.startswith("_") and name.strip("_") not in opt.defaults for name in own)
+    for name, value in opt.defaults.items():
+        assert opt.param_groups[0][name] == value
+    assert repr(opt).startswith(f"{case.name} (\nParameter Group 0\n")
+    assert "lr: " in repr(opt)
+
+
+@having("seed")
+def test_random_numbers_follow_the_seed(case):
+    def after(seed):
+        model = network()
+        opt = optimizer(case, model, seed=seed)
+        run(opt, classification(model), 2)
+        return tensors_of(opt)
+
+    assert_equal(after(5), after(5))
+    assert not all(torch.equal(a, b) for a, b in zip(after(5), after(6), strict=True))
+
+
+@having("seed")
+def test_without_a_seed_it_is_torchs(case):
+    with torch.random.fork_rng():
+        torch.manual_seed(1234)
+        assert case.of(network()).param_groups[0]["seed"] == torch.initial_seed()
+
+
+@every
+def test_random_numbers_of_the_program_are_left_alone(case):
+    model = network()
+    before = torch.get_rng_state()
+    run(optimizer(case, model), classification(model), 2)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_steps_and_seeds_mix_without_collisions():
+    numbers = {mixed(seed, step) for seed in range(100) for step in range(100)}
+    assert len(numbers) == 10000
+    assert all(0 <= number < 2**63 for number in numbers)
+
+
+def test_rows_resume_bit_for_bit():
+    def made():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Embedding(50, 3, sparse=True, dtype=torch.bfloat16)
+
+    def steps(table, opt, ids):
+        for row in ids:
+            opt.zero_grad()
+            table(torch.tensor([row, 2])).float().pow(2).sum().backward()
+            opt.step()
+
+    table, other = made(), made()
+    opt, resumed = (SparseAdam(t.parameters(), lr=0.1) for t in (table, other))
+    steps(table, opt, [4, 9])
+    other.load_state_dict(table.state_dict())
+    resumed.load_state_dict(saved_and_loaded(opt.state_dict()))
+    assert resumed.state[other.weight]["rows"].dtype == torch.int64
+    steps(table, opt, [4, 30])
+    steps(other, resumed, [4, 30])
+    assert torch.equal(table.weight, other.weight)
+
+
+def test_steps_are_counted_where_states_are_saved():
+    model = network()
+    opt = SophiaH(model.parameters(), curvature_every=4)
+    run(opt, classification(model), 3)
+    assert opt.state_dict()["param_groups"][0]["step"] == 3
+    opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    assert opt.param_groups[1]["step"] == 3
+
+
+def test_a_state_of_another_shape_of_groups_is_refused():
+    opt = AdaHessian([torch.zeros(2, requires_grad=True)])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        opt.load_state_dict({"state": {}, "param_groups": []})

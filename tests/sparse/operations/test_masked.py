@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import math
+
+import hypothesis.extra.numpy as arrays
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from metagrad import gradcheck
+from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
+from tests.marks import slow
+
+MASKS = {
+    "full": torch.ones(3, 4, dtype=torch.bool),
+    "mixed": torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0]], dtype=torch.bool),
+    "an empty row": torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [0, 0, 0, 1]], dtype=torch.bool),
+    "empty": torch.zeros(3, 4, dtype=torch.bool),
+    "shared by the rows": torch.tensor([True, False, True, True]),
+    "shared by the columns": torch.tensor([[True], [False], [True]]),
+}
+
+
+def rows(x, mask, reduce):
+    """Apply ``reduce`` to the valid entries of each row alone."""
+    return torch.stack([reduce(row[keep]) for row, keep in zip(x, mask.expand(x.shape), strict=True)])
+
+
+def mean(valid):
+    return valid.mean() if valid.numel() else valid.sum()
+
+
+def softmax_rows(x, mask):
+    """Index the valid entries of each row, and put their softmax back into zeros."""
+    return torch.stack(
+        [
+            torch.zeros_like(row).index_put((keep.nonzero()[:, 0],), row[keep].softmax(0))
+            for row, keep in zip(x, mask.expand(x.shape), strict=True)
+        ]
+    )
+
+
+# torch builds its forward-mode decompositions with torch.jit, on their first use.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+CASES = {
+    "sum": (masked_sum, lambda x, m: x[m.expand(x.shape)].sum()),
+    "sum of rows": (lambda x, m: masked_sum(x, m, 1), lambda x, m: rows(x, m, torch.sum)),
+    "sum of columns, kept": (
+        lambda x, m: masked_sum(x, m, -2, keepdim=True),
+        lambda x, m: rows(x.T, m.expand(x.shape).T, torch.sum)[None],
+    ),
+    "mean": (masked_mean, lambda x, m: mean(x[m.expand(x.shape)])),
+    "mean of rows": (lambda x, m: masked_mean(x, m, -1), lambda x, m: rows(x, m, mean)),
+    "mean of both, kept": (
+        lambda x, m: masked_mean(x, m, (0, 1), keepdim=True),
+        lambda x, m: mean(x[m.expand(x.shape)]).view(1, 1),
+    ),
+    "softmax of rows": (lambda x, m: masked_softmax(x, m, 1), softmax_rows),
+    "softmax of columns": (
+        lambda x, m: masked_softmax(x, m, 0),
+        lambda x, m: softmax_rows(x.T, m.expand(x.shape).T).T,
+    ),
+}
+case = pytest.mark.parametrize(("masked", "oracle"), CASES.values(), ids=CASES)
+with_masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def values(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def spoiled(x, mask):
+    """Put nan, inf and -inf where the mask is False."""
+    bad = torch.tensor([math.nan, math.inf, -math.inf], dtype=x.dtype).repeat(x.numel())[: x.numel()]
+    return torch.where(mask, x, bad.view(x.shape))
+
+
+def derivatives(fn, x, orders=3):
+    """Return the value and the gradients of non-linear contractions of everything below, order by order."""
+    x = x.detach().requires_grad_()
+    y = fn(x)
+    loss, collected = (y**3).sum() + (y**2).sum(), [y.detach()]
+    for _ in range(orders):
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert g.requires_grad
+        collected.append(g.detach())
+        loss = loss + (g**3).sum() + (g**2).sum()
+    return collected
+
+
+@case
+@with_masks
+def test_derivatives_are_those_of_the_valid_entries_alone(masked, oracle, mask):
+    x = values(3, 4) / 3
+    got = derivatives(lambda x: masked(x, mask), spoiled(x, mask))
+    for a, b in zip(got, derivatives(lambda x: oracle(x, mask), x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for g in got[1:]:
+        assert (g[~mask.expand(x.shape)] == 0).all()
+
+
+@case
+@with_masks
+def test_finite_differences_to_order_three(masked, oracle, mask):
+    assert gradcheck(lambda x: masked(x, mask), values(3, 4).requires_grad_(), order=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mask=arrays.arrays(bool, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)),
+    data=st.data(),
+)
+def test_any_shape_and_mask(mask, data):
+    mask = torch.from_numpy(mask)
+    dim = data.draw(st.integers(-mask.ndim, mask.ndim - 1))
+    x = values(*mask.shape)
+    moved = x.movedim(dim, -1)
+    shape = (math.prod(moved.shape[:-1]), moved.shape[-1])
+    flat, keep = moved.reshape(shape), mask.movedim(dim, -1).reshape(shape)
+    for masked, reduce in ((masked_sum, torch.sum), (masked_mean, mean)):
+        expected = [reduce(row[valid]) for row, valid in zip(flat, keep, strict=True)]
+        got = masked(spoiled(x, mask), mask, dim)
+        assert got.shape == moved.shape[:-1]
+        torch.testing.assert_close(got.flatten().tolist(), [e.item() for e in expected])
+    weights = masked_softmax(spoiled(x, mask), mask, dim)
+    torch.testing.assert_close(weights.sum(dim), mask.any(dim).to(x.dtype))
+    assert (weights[~mask] == 0).all()
+
+
+@case
+def test_infinite_cotangents_of_what_is_invalid_do_not_come_back(masked, oracle):
+    mask = MASKS["an empty row"]
+    x = spoiled(values(3, 4), mask).requires_grad_()
+    y = masked(x, mask)
+    cotangent = torch.where(y == 0, math.inf, 1.0) if y.ndim and (y == 0).any() else torch.ones_like(y)
+    (g,) = torch.autograd.grad(y, x, cotangent)
+    assert g.isfinite().all()
+    assert (g[~mask] == 0).all()
+
+
+def test_invalid_entries_are_replaced_before_a_singular_operation():
+    x = torch.tensor([2.0, 0.0], dtype=torch.float64)
+    mask = torch.tensor([True, False])
+    _, *got = derivatives(lambda x: masked_sum(torch.where(mask, x, 1).log(), mask), x)
+    _, *expected = derivatives(lambda x: x[:1].log().sum(), x)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+@case
+def test_forward_mode_is_the_transpose_of_reverse_mode(masked, oracle):
+    mask = MASKS["an empty row"]
+    x, tangent = spoiled(values(3, 4), mask), spoiled(values(3, 4, seed=1), mask)
+    y, pushed = jvp(lambda x: masked(x, mask), (x,), (tangent,))
+    cotangent = values(*y.shape, seed=2)
+    (pulled,) = vjp(lambda x: masked(x, mask), x)[1](cotangent)
+    torch.testing.assert_close((pushed * cotangent).sum(), (pulled * tangent)[mask].sum())
+
+
+@case
+def test_vmap_and_func_grad_equal_the_loop(masked, oracle):
+    xs, masks = values(5, 3, 4), values(5, 3, 4, seed=1) > 0
+    fn = grad(lambda x, m: masked(x, m).pow(3).sum())
+    torch.testing.assert_close(
+        vmap(fn)(spoiled(xs, masks), masks), torch.stack([fn(x, m) for x, m in zip(xs, masks, strict=True)])
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [c if c in ("mean of rows", "softmax of rows") else slow(c) for c in CASES] + ["mask_gradient"],
+)
+def test_compiles_whole_and_once_for_all_values_of_a_mask(function):
+    masked = CASES[function][0] if function in CASES else lambda x, m: mask_gradient(x, m)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(masked, fullgraph=True, backend=counter)
+    for name in ("mixed", "an empty row", "full", "empty"):
+        x = values(3, 4).requires_grad_()
+        y, expected = compiled(x, MASKS[name]), masked(x, MASKS[name])
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(v.pow(3).sum(), x)[0] for v in (y, expected)))
+    assert counter.frame_count == 1
+
+
+def test_compiled_second_derivatives():
+    fn = grad(
+        lambda x, m: grad(lambda x: masked_softmax(mask_gradient(x, m), m, 1).pow(3).sum())(x).pow(3).sum()
+    )
+    x, mask = values(3, 4), MASKS["an empty row"]
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, mask), fn(x, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@case
+def test_dtype_is_kept(masked, oracle, dtype):
+    mask = MASKS["an empty row"]
+    x = values(3, 4, dtype=dtype)
+    got, expected = masked(spoiled(x, mask), mask), oracle(x.double(), mask)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_mean_of_many_halves_does_not_overflow():
+    x = torch.full((70_000,), 2.0, dtype=torch.float16)
+    assert masked_mean(x, torch.ones(70_000, dtype=torch.bool)).item() == 2.0
+
+
+def test_integers_have_sums():
+    assert masked_sum(torch.arange(4), MASKS["shared by the rows"]).item() == 5
+
+
+def test_a_row_without_valid_entries_makes_no_nan_inside():
+    x = values(2, 3).requires_grad_()
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        masked_softmax(x, torch.zeros(2, 3, dtype=torch.bool), 1).sum().backward()
+    assert (x.grad == 0).all()
+
+
+def through(x):
+    return x.sin() * x.sum(0).exp()
+
+
+@with_masks
+def test_masked_gradients_are_those_of_a_function_of_the_unmasked_entries(mask):
+    mask, x = mask.expand(3, 4), values(3, 4)
+    got = derivatives(lambda x: through(mask_gradient(x, mask)), x) if mask.any() else []
+    expected = derivatives(lambda v: through(x.masked_scatter(mask, v)), x[mask]) if mask.any() else []
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a[mask], b, rtol=1e-10, atol=1e-10)
+        assert (a[~mask] == 0).all()
+
+
+def test_masking_a_gradient_changes_no_value_not_even_nan():
+    x = spoiled(values(3, 4), MASKS["mixed"])
+    assert torch.equal(mask_gradient(x, MASKS["mixed"]).view(torch.int64), x.view(torch.int64))
+
+
+def test_a_masked_gradient_drops_infinite_cotangents_at_every_order():
+    x, mask = torch.tensor([0.0, 4.0], dtype=torch.float64, requires_grad=True), torch.tensor([False, True])
+    (first,) = torch.autograd.grad(mask_gradient(x, mask).sqrt().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first**2).sum(), x, create_graph=True)
+    assert first.tolist() == [0.0, 0.25]
+    assert second.tolist() == [0.0, -0.015625]
+
+
+def test_masked_second_derivatives_agree_in_all_modes():
+    x, mask = values(3, 4), MASKS["mixed"]
+
+    def fn(x):
+        return through(mask_gradient(x, mask)).sum()
+
+    reverse = jacrev(jacrev(fn))(x)
+    assert (reverse[~mask] == 0).all()
+    assert (reverse.movedim((2, 3), (0, 1))[~mask] == 0).all()
+    for other in (hessian(fn), jacfwd(jacfwd(fn)), jacrev(jacfwd(fn))):
+        torch.testing.assert_close(other(x), reverse)
+
+
+def test_a_masked_gradient_nests_with_values_of_an_outer_transform():
+    """g = 3 a^3 x^2 where unmasked, so |g|^2 = 9 a^6 x^4 and its derivative by a is 54 a^5 x^4."""
+    mask = torch.tensor([True, False])
+    x = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    a = torch.tensor(0.5, dtype=torch.float64)
+
+    def penalty(a):
+        return grad(lambda x: ((a * mask_gradient(x, mask)) ** 3).sum())(x).pow(2).sum()
+
+    torch.testing.assert_close(grad(penalty)(a), 54 * a**5 * x[0] ** 4)
+
+
+def test_a_masked_gradient_under_vmap_with_one_mask_for_all():
+    xs, mask = values(5, 4), MASKS["shared by the rows"]
+    got = vmap(grad(lambda x: mask_gradient(x, mask).pow(3).sum()))(xs)
+    torch.testing.assert_close(got, torch.where(mask, 3 * xs**2, 0))
+
+
+X = torch.ones(3, 4)
+M = torch.ones(3, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: masked_sum(X, M.float()), TypeError, r"masked_sum.*mask must be bool, got torch.float32"),
+        (lambda: masked_mean(X, M[:, :3]), ValueError, r"masked_mean.*shape of x, \(3, 4\), got \(3, 3\)"),
+        (lambda: masked_softmax(X, M[None], 0), ValueError, r"masked_softmax.*got \(1, 3, 4\)"),
+        (lambda: mask_gradient(X, M[:2]), ValueError, r"mask_gradient.*got \(2, 4\)"),
+        (lambda: masked_sum(X, M, 2), ValueError, r"dim must be from -2 to 1.*\(3, 4\), got 2"),
+        (lambda: masked_mean(X, M, (0, -3)), ValueError, r"masked_mean.*got -3"),
+        (lambda: masked_softmax(X, M, 5), ValueError, r"masked_softmax.*got 5"),
+        (lambda: masked_mean(X.int(), M), TypeError, "masked_mean.*floating or complex, got torch.int32"),
+        (
+            lambda: masked_softmax(X.int(), M, 0),
+            TypeError,
+            "masked_softmax.*must be floating, got torch.int32",
+        ),
+        (lambda: masked_softmax(X.cfloat(), M, 0), TypeError, "must be floating, got torch.complex64"),
+        (lambda: mask_gradient(X.int(), M), TypeError, "mask_gradient.*got torch.int32"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

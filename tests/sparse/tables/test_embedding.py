@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import grad, jvp, vmap
+
+import metagrad as mg
+from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.sparse.guards import no_large_outputs
+
+V, D = 6, 2
+OTHER = torch.randn(V, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def leaf(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def dense(x):
+    return x.to_dense() if isinstance(x, RowSparse) else x
+
+
+def assert_same(got, expected, *, rtol=1e-9):
+    torch.testing.assert_close(dense(got), dense(expected), rtol=rtol, atol=1e-10)
+
+
+def bags(ids, offsets, table, *, mode, weights=None, padding_idx=None):
+    """The bag of every id, by index_add and loops: torch's own bags have no second derivative."""
+    ends = [*offsets.tolist()[1:], len(ids)]
+    rows = []
+    for start, end in zip(offsets.tolist(), ends, strict=True):
+        kept = [
+            i for i in range(start, end) if padding_idx is None or int(ids[i]) != padding_idx % len(table)
+        ]
+        each = [table[ids[i]] * (1 if weights is None else weights[i]) for i in kept]
+        if not each:
+            rows.append(table[0] * 0)
+        elif mode == "max":
+            rows.append(torch.stack(each).max(0).values)
+        else:
+            rows.append(torch.stack(each).sum(0) / (len(each) if mode == "mean" else 1))
+    return torch.stack(rows)
+
+
+IDS = st.lists(st.integers(0, V - 1), min_size=1, max_size=8).map(
+    lambda ids: torch.tensor(ids, dtype=torch.int64)
+)
+PADDING = st.none() | st.integers(-V, V - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(IDS, PADDING, st.sampled_from([torch.float32, torch.float64]))
+def test_equals_torch_with_any_ids_to_order_three(ids, padding_idx, dtype):
+    def tower(lookup):
+        table, found = leaf(V, D, dtype=dtype), []
+        level = [lookup(ids, table, padding_idx=padding_idx)]
+        for _ in range(3):
+            found += level
+            total = sum((dense(x) ** 3).sum() for x in level) + table.pow(4).sum()
+            level = torch.autograd.grad(total / 10, table, create_graph=True)
+            assert level[0].requires_grad
+        return [*found, *level]
+
+    for got, expected in zip(tower(embedding), tower(F.embedding), strict=True):
+        assert_same(got, expected, rtol=1e-4 if dtype == torch.float32 else 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 3), (2, 0, 3)])
+@pytest.mark.parametrize("width", [(2,), (2, 3)])
+def test_shapes(shape, width):
+    ids, table = torch.randint(0, V, shape, dtype=torch.int32), leaf(V, *width)
+    found = embedding(ids, table)
+    assert torch.equal(found, table[ids.long()])
+    assert torch.autograd.grad(found.sum(), table)[0].shape == table.shape
+
+
+def test_gradcheck():
+    assert mg.gradcheck(lambda t: embedding(torch.tensor([[0, 2], [2, 5]]), t) ** 2, leaf(V, D), order=3)
+
+
+def test_without_ids_the_gradient_has_no_rows_at_any_order():
+    """F.embedding raises at order two there."""
+    level = table = leaf(V, D)
+    for _ in range(3):
+        level = torch.autograd.grad((embedding(torch.empty(0, dtype=torch.int64), table) ** 3).sum(), table)[
+            0
+        ]
+        assert level.rows.tolist() == []
+        level = torch.autograd.grad(
+            (embedding(torch.empty(0, 2, dtype=torch.int64), table) ** 3).sum(), table, create_graph=True
+        )[0]
+        level = torch.autograd.grad((level**2).sum(), table)[0]
+        assert not level.to_dense().any()
+
+
+def test_order_four_in_closed_form():
+    """Looking w up twice, the loss 2 w^4 has the derivatives 8 w^3, 24 w^2, 48 w and 48."""
+    table = torch.tensor([[9.0], [3.0]], dtype=torch.float64, requires_grad=True)
+    level = (embedding(torch.tensor([1, 1]), table) ** 4).sum()
+    for expected in (8 * 27.0, 24 * 9.0, 48 * 3.0, 48.0):
+        level = torch.autograd.grad(level, table, create_graph=True)[0]
+        assert (level.rows.tolist(), level.values.tolist()) == ([1], [[expected]])
+        level = level.sum()
+
+
+def test_rows_that_are_padding_are_not_among_the_rows_of_the_gradient():
+    table = leaf(V, D)
+    g = torch.autograd.grad(embedding(torch.tensor([1, 3, -2 % V]), table, padding_idx=-2).sum(), table)[0]
+    assert g.rows.tolist() == [1, 3]
+
+
+def loss(table, ids, lookup=embedding):
+    return (lookup(ids, table).tanh() ** 3).sum()
+
+
+def stepped(table, ids, lookup=embedding):
+    return loss(table - 0.1 * grad(loss)(table, ids, lookup), ids, lookup)
+
+
+def squared(table, ids, lookup=embedding):
+    g = grad(loss)(table, ids, lookup)
+    return (g**2).sum() + (g * OTHER).sum() + (g.abs() * g).mean() + (2 * g / 3 - g).sum()
+
+
+@pytest.mark.parametrize("fn", [loss, stepped, squared])
+def test_func_grad_of_grad(fn):
+    table, ids = leaf(V, D).detach(), torch.tensor([0, 2, 2, 5])
+    assert_same(grad(fn)(table, ids), grad(fn)(table, ids, F.embedding))
+
+
+@pytest.mark.parametrize("fn", [loss, stepped, squared, grad(loss), grad(stepped), grad(squared)])
+@pytest.mark.parametrize("in_dims", [(None, 0), (None, 1), (0, None), (0, 0), (1, 0), (0, 1)], ids=str)
+def test_vmap(fn, in_dims):
+    ids = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(1))
+    table = leaf(3, V, D).detach()
+    arguments = (
+        table[0] if in_dims[0] is None else table.movedim(0, in_dims[0]),
+        ids[0] if in_dims[1] is None else ids.movedim(0, in_dims[1]),
+    )
+    got = vmap(fn, in_dims)(*arguments)
+    expected = vmap(lambda t, i: fn(t, i, F.embedding), in_dims)(*arguments)
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1])
+def test_one_backward_through_a_stack_of_tables(padding_idx):
+    """The forward is batched and the backward is not, as metagrad.MAML takes the gradients of all tasks.
+
+    The oracle is a loop: F.embedding under vmap gives padding a gradient in every table but the first.
+    """
+    ids = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(1))
+
+    def run(lookup):
+        tables = leaf(3, V, D)
+        one = lambda t, i: lookup(i, t, padding_idx=padding_idx)  # noqa: E731
+        if lookup is embedding:
+            found = vmap(one)(tables, ids)
+        else:
+            found = torch.stack([one(t, i) for t, i in zip(tables, ids, strict=True)])
+        first = torch.autograd.grad((found**3).sum(), tables, create_graph=True)[0]
+        second = torch.autograd.grad((first**3).sum(), tables, create_graph=True)[0]
+        return found, first, second, torch.autograd.grad((second**2).sum(), tables)[0]
+
+    got = run(embedding)
+    assert all(isinstance(g, RowSparse) for g in got[1:])
+    for a, b in zip(got, run(F.embedding), strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("fn", [loss, grad(loss)])
+def test_forward_mode(fn):
+    table, tangent, ids = leaf(V, D).detach(), leaf(V, D, seed=1).detach(), torch.tensor([0, 2, 2])
+    got = jvp(lambda t: fn(t, ids), (table,), (tangent,))
+    expected = jvp(lambda t: fn(t, ids, F.embedding), (table,), (tangent,))
+    for a, b in zip(got, expected, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_forward_mode_over_forward_mode():
+    """torch calls the jvp of a custom Function with forward mode off, which would lose the tangent's tangent."""
+    table, tangent, ids = leaf(5, 2).detach(), leaf(5, 2, seed=1).detach(), torch.tensor([0, 3, 3])
+
+    def second(lookup):
+        def first(t):
+            return jvp(lambda t: lookup(ids, t.sin()).pow(3).sum(), (t,), (tangent,))[1]
+
+        return jvp(first, (table,), (tangent,))[1]
+
+    assert_same(second(embedding), second(F.embedding))
+
+
+def test_the_third_derivative_of_a_power_inside_torch_func_raises_and_says_how():
+    """There x**2 is differentiated by torch's formula, whose second derivative holds x**0: one in every row."""
+    table, ids = leaf(V, D).detach(), torch.tensor([1])
+    third = grad(lambda t: grad(lambda t: (grad(loss)(t, ids) ** 2).sum())(t).sum())
+    with pytest.raises(TypeError, match=r"pow\(x, 0.0\): not an operation on RowSparse"):
+        third(table)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_inside_an_unroll_and_a_checkpoint(memory):
+    ids = torch.tensor([0, 2, 2, 5])
+
+    def run(lookup, table):
+        def step(w, t):
+            inner = mg.checkpoint(lambda w: (lookup(ids, w).tanh() ** 2).sum() + lookup(ids, table).sum(), w)
+            return w - 0.1 * mg.grad(inner, w, create_graph=True), inner
+
+        last, _ = mg.unroll(step, table, steps=2, memory=memory)
+        return (lookup(ids, last) ** 3).sum()
+
+    assert mg.gradcheck(lambda t: run(embedding, t), leaf(V, D), order=2)
+
+
+BAGS = st.integers(0, 4).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.lists(st.integers(0, V - 1), max_size=3), min_size=1, max_size=4), PADDING
+    )
+)
+
+
+def flattened(bag_lists):
+    ids = torch.tensor([i for bag in bag_lists for i in bag], dtype=torch.int64)
+    starts = [sum(map(len, bag_lists[:k])) for k in range(len(bag_lists))]
+    return ids, torch.tensor(starts, dtype=torch.int64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(BAGS, st.sampled_from(["sum", "mean", "max"]), st.booleans())
+def test_bags_equal_their_definition_to_order_three(drawn, mode, weighted):
+    bag_lists, padding_idx = drawn
+    ids, offsets = flattened(bag_lists)
+    weighted = weighted and mode == "sum"
+
+    def tower(fn, name):
+        table, weights, found = leaf(V, D), leaf(len(ids), seed=1), []
+        level = [
+            fn(
+                ids,
+                offsets,
+                table,
+                mode=mode,
+                padding_idx=padding_idx,
+                **({name: weights} if weighted else {}),
+            )
+        ]
+        for _ in range(3):
+            found += level
+            total = sum((dense(x) ** 3).sum() for x in level) / 10 + table.pow(3).sum() + weights.pow(3).sum()
+            level = torch.autograd.grad(total, (table, weights), create_graph=True)
+        return [*found, *level]
+
+    ours, theirs = tower(embedding_bag, "per_sample_weights"), tower(bags, "weights")
+    for got, expected in zip(ours, theirs, strict=True):
+        assert_same(got, expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(BAGS, st.sampled_from(["sum", "mean", "max"]))
+def test_bags_and_their_gradients_equal_torch(drawn, mode):
+    bag_lists, padding_idx = drawn
+    ids, offsets = flattened(bag_lists)
+    ours, theirs = leaf(V, D), leaf(V, D)
+    y = embedding_bag(ids, offsets, ours, mode=mode, padding_idx=padding_idx)
+    z = F.embedding_bag(ids, theirs, offsets, mode=mode, padding_idx=padding_idx)
+    assert_same(y, z)
+    assert_same(torch.autograd.grad((y**2).sum(), ours)[0], torch.autograd.grad((z**2).sum(), theirs)[0])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_rows_of_ids_are_bags(mode):
+    ids, table = torch.tensor([[0, 2], [2, 2], [5, 1]]), leaf(V, D)
+    expected = embedding_bag(ids.flatten(), torch.tensor([0, 2, 4]), table, mode=mode)
+    assert torch.equal(embedding_bag(ids, None, table, mode=mode), expected)
+    assert embedding_bag(ids.int()[:, :0], None, table, mode=mode).tolist() == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_rows_that_are_matrices(mode):
+    table = leaf(6, 2, 3)
+    ids, offsets = torch.tensor([0, 5, 5, 2]), torch.tensor([0, 0, 3])
+    bagged = embedding_bag(ids, offsets, table, mode=mode, padding_idx=2)
+    flat = embedding_bag(ids, offsets, table.flatten(1), mode=mode, padding_idx=2)
+    assert_same(bagged.flatten(1), flat)
+    got, expected = (torch.autograd.grad(y.pow(3).sum(), table)[0].to_dense() for y in (bagged, flat))
+    assert_same(got, expected)
+
+
+def test_bags_gradcheck_with_weights():
+    ids, offsets = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 3])
+
+    def fn(table, weights):
+        return embedding_bag(ids, offsets, table, mode="sum", per_sample_weights=weights, padding_idx=5) ** 2
+
+    assert mg.gradcheck(fn, (leaf(V, D), leaf(4, seed=1)), order=3)
+
+
+def test_of_equal_maxima_the_first_has_the_gradient():
+    table = torch.ones(3, 1, requires_grad=True)
+    y = embedding_bag(torch.tensor([[2, 0, 1]]), None, table, mode="max")
+    assert torch.autograd.grad(y.sum(), table)[0].to_dense().flatten().tolist() == [0, 0, 1]
+
+
+def test_a_nan_in_a_bag_is_its_maximum():
+    table = torch.tensor([[1.0], [float("nan")], [-float("inf")]])
+    y = embedding_bag(torch.tensor([0, 1, 2]), torch.tensor([0, 2]), table, mode="max").flatten().tolist()
+    assert y[0] != y[0]
+    assert y[1] == -float("inf")
+    ids = torch.tensor([[0, 2]])
+    assert embedding_bag(ids, None, table, mode="max", padding_idx=0).item() == -float("inf")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("in_dims", [(None, 0, None), (0, None, None), (0, 0, 0)], ids=str)
+def test_bags_under_vmap(mode, padding_idx, in_dims):
+    ids = torch.randint(0, V, (3, 4), generator=torch.Generator().manual_seed(1))
+    offsets, table = torch.tensor([[0, 1, 3], [0, 0, 2], [0, 4, 4]]), leaf(3, V, D).detach()
+    arguments = [x if d == 0 else x[0] for x, d in zip((table, ids, offsets), in_dims, strict=True)]
+
+    def one(t, i, o):
+        return (embedding_bag(i, o, t, mode=mode, padding_idx=padding_idx) ** 2).sum()
+
+    got = vmap(grad(one), in_dims)(*arguments)
+    for k in range(3):
+        expected = grad(one)(*(x[k] if d == 0 else x for x, d in zip(arguments, in_dims, strict=True)))
+        assert_same(got.to_dense()[k], expected)
+
+
+def test_nothing_is_ever_as_large_as_the_table():
+    num_rows = 10**6
+    table = leaf(num_rows, D, dtype=torch.float32)
+    ids = torch.arange(0, num_rows, num_rows // 20)
+    with no_large_outputs(limit=50 * (20 + D)):
+        for fn in (
+            lambda t: embedding(ids, t),
+            lambda t: embedding(ids, t, padding_idx=0),
+            lambda t: embedding_bag(
+                ids.view(4, 5), None, t, mode="sum", per_sample_weights=ids.view(4, 5) / num_rows
+            ),
+            lambda t: embedding_bag(ids.view(4, 5), None, t, mode="mean", padding_idx=0),
+            lambda t: embedding_bag(ids, torch.tensor([0, 3, 3]), t, mode="max"),
+            lambda t: vmap(lambda i: embedding(i, t))(ids.view(4, 5)),
+        ):
+            first = torch.autograd.grad((fn(table) ** 3).sum(), table, create_graph=True)[0]
+            second = torch.autograd.grad((first**3).sum(), table, create_graph=True)[0]
+            torch.autograd.grad((second**3).sum(), table)
+        grad(lambda t: (grad(loss)(t, ids) ** 2).sum())(table.detach())
+        vmap(grad(loss), (None, 0))(table.detach(), ids.view(4, 5))
+
+
+TABLE, ONE = torch.zeros(3, 2), torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: embedding(torch.tensor([3]), TABLE),
+            ValueError,
+            r"embedding\(ids, table\): ids must be.*0 to 2.*got 3",
+        ),
+        (lambda: embedding(torch.tensor([-1]), TABLE), ValueError, "ids must be from 0 to 2.*got -1"),
+        (
+            lambda: embedding(torch.tensor([4]), TABLE, padding_idx=0),
+            ValueError,
+            "ids must be from 0 to 2.*got 4",
+        ),
+        (lambda: vmap(lambda i: embedding(i, TABLE))(torch.tensor([7])), ValueError, "ids must be.*got 7"),
+        (lambda: embedding(torch.tensor([5]), RowSparse(ONE, torch.ones(2, 2), (3, 2))), ValueError, "got 5"),
+        (
+            lambda: embedding(torch.tensor([0.0]), TABLE),
+            TypeError,
+            "ids must be int64 or int32, got torch.float32",
+        ),
+        (lambda: embedding(ONE, torch.zeros(3)), ValueError, r"table must be \[V, D...\], got shape \(3,\)"),
+        (lambda: embedding(ONE, TABLE, padding_idx=3), ValueError, "padding_idx.*from -3 to 2, got 3"),
+        (lambda: embedding_bag(ONE, ONE, TABLE, mode="min"), ValueError, "mode must be.*got 'min'"),
+        (
+            lambda: embedding_bag(ONE, None, TABLE),
+            ValueError,
+            r"ids must be \[bags, n\] without offsets.*\(2,\)",
+        ),
+        (lambda: embedding_bag(ONE[None], ONE, TABLE), ValueError, r"ids must be 1-d with offsets.*\(1, 2\)"),
+        (
+            lambda: embedding_bag(ONE, ONE / 2, TABLE),
+            TypeError,
+            "offsets must be int64 or int32, got torch.float32",
+        ),
+        (lambda: embedding_bag(ONE, ONE[None], TABLE), ValueError, "offsets must be 1-d"),
+        (lambda: embedding_bag(ONE, ONE + 1, TABLE), ValueError, r"offsets must ascend from 0.*got \[1, 2\]"),
+        (
+            lambda: embedding_bag(ONE, ONE * 3, TABLE),
+            ValueError,
+            r"at most the number of ids, 2, got \[0, 3\]",
+        ),
+        (lambda: embedding_bag(ONE, ONE[:0], TABLE), ValueError, r"got \[\]"),
+        (
+            lambda: embedding_bag(ONE, ONE, TABLE, per_sample_weights=ONE / 1),
+            ValueError,
+            'are for mode="sum"',
+        ),
+        (
+            lambda: embedding_bag(ONE, ONE, TABLE, mode="sum", per_sample_weights=torch.ones(3)),
+            ValueError,
+            r"per_sample_weights must have the shape of ids, \(2,\), got \(3,\)",
+        ),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from metagrad.sparse.tables.swap import swap_tables
+from tests.sparse.guards import no_large_outputs
+
+V, D = 40, 3
+
+
+class Pair(nn.Module):
+    """Looks one table up twice, another once, in nested modules and in different widths."""
+
+    def __init__(self, num_rows=V, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.user = nn.Embedding(num_rows, D, **options)
+        self.nested = nn.ModuleDict({"item": nn.Embedding(num_rows, 2)})
+        self.body = nn.Sequential(nn.Linear(2 * D + 2, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.double()
+
+    def forward(self, ids):
+        first, second = self.user(ids[..., 0]), self.user(ids[..., 1])
+        return self.body(torch.cat([first, second, self.nested["item"](ids[..., 0] // 2)], -1))
+
+
+class Bags(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(V, D, **options).double()
+
+    def forward(self, ids, *offsets):
+        return torch.tanh(self.bag(ids, *offsets))
+
+
+class OurOwn(nn.Module):
+    """Calls metagrad's lookups on a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(V, D, dtype=torch.float64))
+
+    def forward(self, ids):
+        return embedding(ids, self.table) * embedding_bag(ids, None, self.table, mode="sum").unsqueeze(1)
+
+
+IDS = torch.tensor([[3, 5], [5, 3], [7, 3], [39, 0]])
+OFFSETS = torch.tensor([0, 3, 3, 6])
+CASES = {
+    "two tables": (Pair, ["user.weight", "nested.item.weight"], (IDS,)),
+    "one of two": (Pair, ["user.weight"], (IDS,)),
+    "padding": (lambda: Pair(padding_idx=3), ["user.weight"], (IDS,)),
+    "negative padding": (lambda: Pair(padding_idx=-1), ["user.weight"], (IDS,)),
+    "sparse flag": (lambda: Pair(sparse=True), ["user.weight"], (IDS,)),
+    "int32": (Pair, ["user.weight"], (IDS.int(),)),
+    "metagrad's lookups": (OurOwn, ["table"], (IDS,)),
+    "bag mean": (Bags, ["bag.weight"], (IDS,)),
+    "bag sum": (lambda: Bags(mode="sum", padding_idx=3), ["bag.weight"], (IDS,)),
+    "bag max": (lambda: Bags(mode="max", padding_idx=3), ["bag.weight"], (IDS,)),
+    "offsets mean": (lambda: Bags(padding_idx=5), ["bag.weight"], (IDS.flatten(), OFFSETS)),
+    "offsets max": (lambda: Bags(mode="max"), ["bag.weight"], (IDS.flatten(), OFFSETS)),
+    "last offset": (
+        lambda: Bags(mode="sum", include_last_offset=True),
+        ["bag.weight"],
+        (IDS.flatten(), torch.tensor([0, 3, 3, 8])),
+    ),
+}
+
+
+class DenseBag(nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` of 2-d ids or offsets, written out, since torch's own has no second derivative."""
+
+    def forward(self, ids, offsets=None):
+        if offsets is None:
+            bags = list(ids)
+        else:
+            ends = offsets[1:].tolist() + ([] if self.include_last_offset else [len(ids)])
+            bags = [ids[start:end] for start, end in zip(offsets.tolist(), ends, strict=False)]
+        rows = []
+        for bag in bags:
+            vectors = (
+                self.weight[bag[bag != self.padding_idx]]
+                if self.padding_idx is not None
+                else self.weight[bag]
+            )
+            if not len(vectors):
+                rows.append(self.weight.new_zeros(D))
+            else:
+                rows.append(getattr(vectors, {"sum": "sum", "mean": "mean", "max": "amax"}[self.mode])(0))
+        return torch.stack(rows)
+
+
+def dense_twin(model):
+    """The same model with lookups whose dense derivatives are right."""
+    if isinstance(model, Bags):
+        model.bag.__class__ = DenseBag
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = False
+    return model
+
+
+def adapted_loss(call, params, args, steps=2):
+    for _ in range(steps):
+        grads = torch.autograd.grad(
+            (call(params, *args) ** 2).sum(), list(params.values()), create_graph=True
+        )
+        params = {name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}
+    return (call(params, *args) ** 3).sum()
+
+
+def dense(tensor):
+    return tensor if tensor is None or type(tensor) is torch.Tensor else tensor.to_dense()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adaptation_equals_dense_with_its_gradient_and_that_of_the_gradient(case):
+    make, sparse, args = CASES[case]
+    results = []
+    for twin in (False, True):
+        model = dense_twin(make()) if twin else make()
+        params = dict(model.named_parameters())
+        if twin:
+            loss = adapted_loss(lambda params, *args: functional_call(model, params, args), params, args)  # noqa: B023
+        else:
+            swapped = swap_tables(model, params, sparse=sparse, batch=args)
+            loss = adapted_loss(swapped, swapped.params, args)
+        first = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        assert all(g.requires_grad for g in first)
+        second = torch.autograd.grad(sum((g**3).sum() for g in first), list(params.values()))
+        results.append([loss, *map(dense, first), *map(dense, second)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", ["two tables", "bag mean", "bag max", "metagrad's lookups"])
+def test_derivatives_up_to_the_third(case):
+    make, sparse, args = CASES[case]
+    model = make()
+    names = list(dict(model.named_parameters()))
+
+    def loss(*values):
+        # The scale makes gradients that are read by finite differences dense.
+        params = {n: v * (1 + 0 * v.sum()) for n, v in zip(names, values, strict=True)}
+        swapped = swap_tables(model, params, sparse=sparse, batch=args)
+        return adapted_loss(swapped, swapped.params, args, steps=1)
+
+    values = [p.detach().mul(0.5).requires_grad_() for p in model.parameters()]
+    assert mg.gradcheck(loss, values, order=3, directions=1)
+
+
+@pytest.mark.parametrize("case", ["two tables", "padding", "bag sum", "bag max", "metagrad's lookups"])
+def test_stacked_tasks_equal_one_after_the_other(case):
+    make, sparse, (ids,) = CASES[case]
+    model = make()
+    params = dict(model.named_parameters())
+    tasks = torch.stack([ids, ids.flip(0), ids % 4, torch.full_like(ids, 6)])
+    together = swap_tables(model, params, sparse=sparse, batch=tasks, stacked=True)
+    each = [swap_tables(model, params, sparse=sparse, batch=task) for task in tasks]
+    for name in sparse:
+        longest = max(len(one.rows[name]) for one in each)
+        assert together.rows[name].shape == (4, longest)
+        assert together.params[name].shape == (4, longest, params[name].shape[1])
+
+    def apart(stacked, tasks):
+        return torch.stack(
+            [
+                one(
+                    {
+                        n: p[: len(one.rows[n])] if n in one.rows else p
+                        for n, p in zip(stacked, values, strict=True)
+                    },
+                    t,
+                )
+                for one, t, values in zip(each, tasks, zip(*stacked.values(), strict=True), strict=True)
+            ]
+        )
+
+    losses = [adapted_loss(call, together.params, (tasks,)) for call in (together, apart)]
+    grads = [torch.autograd.grad(loss, list(params.values()), retain_graph=True) for loss in losses]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-12)
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(dense(got), dense(expected), rtol=1e-9, atol=1e-12)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=4),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=20, deadline=None)
+def test_any_ids(tasks, dtype):
+    size = max(map(len, tasks))
+    ids = torch.tensor([(task * size)[:size] for task in tasks])
+    model = nn.Embedding(10, D).to(dtype)
+    swapped = swap_tables(model, {"weight": model.weight}, sparse=["weight"], batch=ids, stacked=True)
+    assert [sorted(set(rows)) for rows in swapped.rows["weight"].tolist()] == [sorted(set(t)) for t in tasks]
+    torch.testing.assert_close(swapped(swapped.params, ids), model(ids), rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad((swapped(swapped.params, ids) ** 3).sum(), model.weight)
+    (expected,) = torch.autograd.grad((model(ids) ** 3).sum(), model.weight)
+    torch.testing.assert_close(gradient.to_dense(), expected)
+
+
+def test_the_gradient_is_rows_and_nothing_is_as_large_as_the_table():
+    num_rows = 100_000
+    model = Pair(num_rows)
+    params = dict(model.named_parameters())
+    ids = torch.randint(num_rows, (8, 16, 2))
+    with no_large_outputs(num_rows * 2 - 1):
+        swapped = swap_tables(
+            model, params, sparse=["user.weight", "nested.item.weight"], batch=ids, stacked=True
+        )
+        adapted_loss(swapped, swapped.params, (ids,)).backward()
+    assert model.user.weight.grad.rows.tolist() == ids.unique().tolist()
+    assert model.nested["item"].weight.grad.rows.tolist() == (ids[..., 0] // 2).unique().tolist()
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_in_an_unroll(memory):
+    model = Pair()
+    params = dict(model.named_parameters())
+    swapped = swap_tables(model, params, sparse=["user.weight"], batch=IDS)
+
+    def step(params, t, ids):
+        grads = mg.grad((swapped(params, ids) ** 2).sum(), params, create_graph=True)
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}, None
+
+    adapted, _ = mg.unroll(step, swapped.params, IDS, steps=3, memory=memory)
+    loss = (swapped(adapted, IDS) ** 3).sum()
+    expected = adapted_loss(
+        lambda params, ids: functional_call(model, params, (ids,)), params, (IDS,), steps=3
+    )
+    grads = [torch.autograd.grad(value, list(params.values())) for value in (loss, expected)]
+    for got, dense_one in zip(*grads, strict=True):
+        torch.testing.assert_close(dense(got), dense_one, rtol=1e-10, atol=1e-12)
+
+
+def test_tied_lookups_share_their_rows():
+    model = nn.Sequential(nn.Embedding(V, D), nn.Flatten(), nn.Linear(D, 2, bias=False)).double()
+    model.append(nn.Embedding(V, D))
+    model[3].weight = model[0].weight
+    model.forward = lambda ids: model[2](model[0](ids) * model[3](ids + 1))
+    params = dict(model.named_parameters())
+    swapped = swap_tables(model, params, sparse=["0.weight"], batch=torch.tensor([1, 4]))
+    assert swapped.rows["0.weight"].tolist() == [1, 2, 4, 5]
+    torch.testing.assert_close(swapped(swapped.params, torch.tensor([4])), model(torch.tensor([4])))
+
+
+class Uses(nn.Module):
+    """Looks ids up, and does something else with the table."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.emb = nn.Embedding(V, D)
+        self.use = use
+
+    def forward(self, ids):
+        return self.emb(ids).sum() + self.use(self.emb.weight)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: (torch.ones(2, D) @ w.T).sum(),
+        lambda w: w.norm(),
+        lambda w: F.linear(torch.ones(2, D), w).sum(),
+        lambda w: w[torch.tensor([1])].sum(),
+        lambda w: w.index_select(0, torch.tensor([1])).sum(),
+        lambda w: (2 * w).sum(),
+        lambda w: torch.cat([w, w]).sum(),
+        lambda w: w.detach().sum(),
+        lambda w: w.data.sum(),
+        lambda w: torch.vmap(torch.sum)(w).sum(),
+        lambda w: Squared.apply(w).sum(),
+        lambda w: torch.einsum("vd,d->v", w, torch.ones(D)).sum(),
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_any_other_use_of_a_table_is_refused_by_name(use, stacked):
+    model = Uses(use)
+    ids = torch.tensor([[1, 2], [3, 4]])
+    with pytest.raises(
+        ValueError, match=r"sparse=\['emb.weight'\]: the model uses the table as a whole, by aten"
+    ):
+        swap_tables(model, dict(model.named_parameters()), sparse=["emb.weight"], batch=ids, stacked=stacked)
+
+
+class Squared(torch.autograd.Function):
+    """Of such a function no mode is told."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * ctx.saved_tensors[0] * cotangent
+
+
+def test_a_use_that_begins_later_is_refused():
+    model = Uses(lambda w: 0)
+    ids = torch.tensor([1, 2])
+    swapped = swap_tables(model, dict(model.named_parameters()), sparse=["emb.weight"], batch=ids)
+    model.use = lambda w: w.sum()
+    with pytest.raises(ValueError, match=r"uses the table as a whole, by aten\.sum"):
+        swapped(swapped.params, ids)
+
+
+def test_a_table_outside_of_the_parameters_is_refused():
+    model = Uses(lambda w: 0)
+    hidden = [model.emb.weight]
+    model.use = lambda w: hidden[0].norm()
+    with pytest.raises(
+        ValueError, match=r"sparse=\['emb.weight'\]: the model uses the table by norm, from a place"
+    ):
+        swap_tables(model, dict(model.named_parameters()), sparse=["emb.weight"], batch=torch.tensor([1]))
+
+
+def test_what_a_table_is_may_be_asked():
+    model = Uses(lambda w: w.shape[0] + w.size(1) + w.numel() + w.dim() + len(w) + (w.dtype == torch.float32))
+    swapped = swap_tables(
+        model, dict(model.named_parameters()), sparse=["emb.weight"], batch=torch.tensor([1])
+    )
+    expected = model(torch.tensor([1]))
+    torch.testing.assert_close(swapped(swapped.params, torch.tensor([1])), expected)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_ids_that_were_not_found_raise(stacked):
+    model = nn.Embedding(V, D)
+    ids = torch.tensor([[1, 2], [3, 4]])
+    swapped = swap_tables(model, {"weight": model.weight}, sparse=["weight"], batch=ids, stacked=stacked)
+    for other in (ids + 1, ids + 30, ids - 1):
+        with pytest.raises(ValueError, match=r"sparse=\['weight'\]: the model looks up rows that it did not"):
+            swapped(swapped.params, other)
+
+
+class Chosen(nn.Module):
+    """Its second lookup depends on a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(V, 1, _weight=torch.ones(V, 1))
+
+    def forward(self, ids):
+        return self.emb(ids + (self.emb(ids).squeeze(-1) < 0.5).long()).sum()
+
+
+def test_ids_that_depend_on_parameters_raise():
+    model = Chosen()
+    ids = torch.tensor([1, 2])
+    swapped = swap_tables(model, {"emb.weight": model.emb.weight}, sparse=["emb.weight"], batch=ids)
+    assert swapped(swapped.params, ids) == 2
+    with pytest.raises(ValueError, match="The ids must depend on the inputs alone"):
+        swapped({"emb.weight": 0 * swapped.params["emb.weight"]}, ids)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Embedding(V, D, max_norm=1.0), r"F.embedding\(max_norm=1.0\) writes into the table"),
+        (nn.Embedding(V, D, scale_grad_by_freq=True), r"F.embedding\(scale_grad_by_freq=True\) changes"),
+        (nn.EmbeddingBag(V, D, max_norm=1.0), r"F.embedding_bag\(max_norm=1.0\) writes into the table"),
+        (
+            nn.EmbeddingBag(V, D, scale_grad_by_freq=True),
+            r"F.embedding_bag\(scale_grad_by_freq=True\) changes",
+        ),
+    ],
+)
+def test_options_that_cannot_be_differentiated_are_refused(module, message):
+    before = module.weight.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        swap_tables(module, {"weight": module.weight}, sparse=["weight"], batch=IDS)
+    torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
+
+
+def test_arguments_are_checked():
+    model = Pair()
+    params = dict(model.named_parameters())
+    with pytest.raises(
+        TypeError, match=r"sparse\): expected a list of parameter names, got the string 'user.weight'"
+    ):
+        swap_tables(model, params, sparse="user.weight", batch=IDS)
+    with pytest.raises(
+        ValueError, match=r"'item' is not a parameter of the model. Its parameters are \['body.0.b"
+    ):
+        swap_tables(model, params, sparse=["item"], batch=IDS)
+    with pytest.raises(
+        ValueError, match=r"'body.0.bias' must be an embedding table \[V, D\], got shape \(4,\)"
+    ):
+        swap_tables(model, params, sparse=["body.0.bias"], batch=IDS)
+    del params["user.weight"]
+    with pytest.raises(ValueError, match=r"params has no entry for \['user.weight'\]"):
+        swap_tables(model, params, sparse=["user.weight"], batch=IDS)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Pair()
+    weight = model.user.weight
+    with pytest.raises(IndexError):
+        swap_tables(model, dict(model.named_parameters()), sparse=["user.weight"], batch=IDS + V)
+    swap_tables(model, dict(model.named_parameters()), sparse=["user.weight"], batch=IDS)
+    assert model.user.weight is weight
+    assert weight.grad is None
+
+
+def test_a_checkpoint_around_a_lookup_is_refused():
+    model = nn.Embedding(V, D).double()
+    outer = nn.Sequential(model)
+    outer.forward = lambda ids: mg.checkpoint(model, ids)
+    swapped = swap_tables(outer, {"0.weight": model.weight}, sparse=["0.weight"], batch=IDS)
+    with pytest.raises(ValueError, match=r"only a custom autograd\.Function"):
+        swapped(swapped.params, IDS)
