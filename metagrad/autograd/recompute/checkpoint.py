@@ -104,7 +104,7 @@ def recording_call(
     name: str,
     modules: list[nn.Module] | None = None,
 ) -> T:
-    """Call a function, keeping its inputs alone; takes what :func:`metagrad.autograd.recompute.replay.record` does."""
+    """Call a function, keeping its inputs alone; takes what :func:`~.replay.record` does."""
     recording = record(fn, args, kwargs, name=name, modules=modules)
     with unrecorded():  # the recording has shown its tensors
         return attach(recording.call, recording.tensors, recording.outputs, recording.structure)

@@ -2,9 +2,9 @@
 
 Recomputation is right only if the second run does what the first one did. A :class:`Call` therefore captures, at
 call time, everything that can differ later: the arguments, the tensors that the function read without being handed
-them (:mod:`metagrad.autograd.recompute.captured_tensors`), random numbers, autocast and flags (:mod:`metagrad.core.capture`), and the
-modules (:mod:`metagrad.autograd.recompute.modules`). And it holds the second run to the first, by the torch functions that
-were called (:mod:`metagrad.autograd.recompute.journal`) and by their results (:mod:`metagrad.autograd.recompute.fingerprint`).
+them (:mod:`~.captured_tensors`), random numbers, autocast and flags (:mod:`metagrad.core.capture`), and the
+modules (:mod:`~.modules`). And it holds the second run to the first, by the torch functions that
+were called (:mod:`~.journal`) and by their results (:mod:`~.fingerprint`).
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class LBFGS(NewtonOptimizer):
 
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
 
-    see :func:`~metagrad.optim.newton.lbfgs.lbfgs`, whose steps the iterations are. ``step(closure)`` calls the closure
-    for loss and gradient where it begins, and then for both at other parameters, and iterates until the largest
-    element of the gradient is at most ``tolerance_grad``, neither the loss nor any parameter changes by more than
-    ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are made. It returns the loss at its
+    see :func:`~metagrad.optim.newton.lbfgs.lbfgs`, whose steps the iterations are. ``step(closure)`` calls the
+    closure for loss and gradient where it begins, and then for both at other parameters, and iterates until the
+    largest element of the gradient is at most ``tolerance_grad``, neither the loss nor any parameter changes by more
+    than ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are made. It returns the loss at its
     beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
     iteration, with gradients that may be clipped or accumulated.
 
