@@ -152,7 +152,7 @@ def test_a_step_is_the_dense_formula():
     ones = torch.ones(6, 1, dtype=F64)
     for index, a, g in ((0, torch.cat([x, ones], 1), of_sum[0]), (2, hidden.tanh().detach(), of_sum[1])):
         moments = a.T @ a / 6, g.T @ g / 6
-        shares = split_damping(mg.optim.kfac.factors.Factors(*moments), damping)
+        shares = split_damping(mg.optim.kronecker.factors.Factors(*moments), damping)
         inputs, outputs = (m + s * torch.eye(len(m), dtype=F64) for m, s in zip(moments, shares, strict=True))
         gradient = g.T @ a / 6
         direction = torch.linalg.solve(torch.kron(outputs, inputs), gradient.flatten()).view_as(gradient)
