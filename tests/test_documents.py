@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments import bench_curvature, bench_sparse
+from experiments.bench import workloads
 from metagrad.optim import rules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,12 @@ GUIDES = {
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
 
+WORKLOADS = {
+    "bench": workloads.WORKLOADS,
+    "bench_curvature": bench_curvature.WORKLOADS,
+    "bench_sparse": bench_sparse.WORKLOADS,
+}
+
 
 def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
@@ -53,9 +61,9 @@ def test_the_readme_and_the_guides_have_programs():
 @pytest.mark.parametrize("path", WITH_PROGRAMS, ids=name)
 def test_programs_of_documents_run(path, capsys):
     torch.manual_seed(0)
-    session: dict[str, object] = {}
+    namespace: dict[str, object] = {}
     for program in programs(path):
-        exec(compile(program, name(path), "exec"), session)
+        exec(compile(program, name(path), "exec"), namespace)
     if name(path) == "docs/memory.md":
         assert "Each inner step adds" in capsys.readouterr().out
 
@@ -89,6 +97,22 @@ def missing_commands(path: Path, text: str) -> list[str]:
     ]
 
 
+def missing_files(path: Path, text: str) -> list[str]:
+    """Return files of the repository, and folders below that of a README, which are named and do not exist."""
+    files = re.findall(r"`((?:metagrad|experiments|tests|conf|docs)/[a-z_./]*)`", text)
+    folders = re.findall(r"`([a-z_]+/)`", text) if path.is_relative_to(ROOT / "metagrad") else []
+    return [
+        *(file for file in files if not (ROOT / file).exists()),
+        *(folder for folder in folders if not (path.parent / folder).is_dir()),
+    ]
+
+
+def missing_workloads(path: Path, text: str) -> list[str]:
+    commands = re.findall(r"python -m experiments\.(bench\w*)((?: [a-z0-9][\w-]*)*)", text)
+    pairs = [(program, name) for program, names in commands for name in names.split()]
+    return [name for program, name in pairs if name not in WORKLOADS.get(program, [name])]
+
+
 def missing_options(path: Path, text: str) -> list[str]:
     commands = re.findall(r"python -m experiments\.(?:train|curvature|optimizers)\b[^\n`]*", text)
     chosen = [pair for command in commands for pair in OPTIONS.findall(command)]
@@ -103,7 +127,9 @@ def is_option(group: str, option: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "missing", [broken_links, missing_commands, missing_options], ids=lambda f: f.__name__
+    "missing",
+    [broken_links, missing_commands, missing_files, missing_workloads, missing_options],
+    ids=lambda f: f.__name__,
 )
 def test_what_documents_name_exists(missing):
     assert len(DOCUMENTS) > 10
@@ -112,16 +138,17 @@ def test_what_documents_name_exists(missing):
 
 
 @pytest.mark.parametrize(
-    "text", ["[a](no.md)", "[a](README.md#no)", "`python -m experiments.no`", "`make no`"]
+    "text", ["[a](no.md)", "[a](README.md#no)", "`python -m experiments.no`", "`make no`", "`docs/no/`"]
 )
 def test_what_does_not_exist_is_found(text):
     path = ROOT / "README.md"
-    assert broken_links(path, text) + missing_commands(path, text)
+    assert broken_links(path, text) + missing_commands(path, text) + missing_files(path, text)
 
 
 def test_an_option_that_does_not_exist_is_found():
-    text = "python -m experiments.train experiment=no algorithm/inner=adam,no"
-    assert missing_options(ROOT / "README.md", text) == ["experiment=no", "algorithm/inner=no"]
+    path, text = ROOT / "README.md", "`python -m experiments.train experiment=no algorithm/inner=adam,no`"
+    assert missing_options(path, text) == ["experiment=no", "algorithm/inner=no"]
+    assert missing_workloads(path, "`python -m experiments.bench sinusoid no`") == ["no"]
 
 
 @pytest.mark.parametrize("pattern", LONGEST)
