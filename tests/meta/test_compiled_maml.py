@@ -16,7 +16,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import slow
+from tests.marks import fast, slow
 
 rules = mg.optim.rules
 
@@ -126,11 +126,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-# The others are compositions of what these three compile: state, values by step and by parameter.
-@pytest.mark.parametrize(
-    "rule",
-    [r if r in ("adam", "a value for each step", "learned for each parameter") else slow(r) for r in RULES],
-)
+# The others are compositions of what these two compile, state and values by parameter; values by step are below.
+@pytest.mark.parametrize("rule", fast(("adam", "learned for each parameter"), RULES))
 def test_every_rule_equals_eager(rule):
     compiled, eager = pair(perceptron(), RULES[rule](), steps=3, memory="step")
     for second in (False, True):
@@ -138,9 +135,7 @@ def test_every_rule_equals_eager(rule):
         assert_same(meta_gradient(compiled, batch, second=second), meta_gradient(eager, batch, second=second))
 
 
-@pytest.mark.parametrize(
-    "way", [slow(w) if w in ("full", "sqrt", "budget", "truncate", "one by one") else w for w in WAYS]
-)
+@pytest.mark.parametrize("way", fast(("tolerance", "in parts"), WAYS))
 def test_every_way_equals_eager(way):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1, momentum=0.9), steps=3, **WAYS[way])
     weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)

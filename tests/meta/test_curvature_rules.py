@@ -98,7 +98,7 @@ def test_meta_gradients_equal_finite_differences(name, outputs, loss_fn, task_ch
 
 @every_rule
 @pytest.mark.parametrize("memory", ["step", slow("sqrt"), slow("1MiB")])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("task_chunk", [None, slow(1)])
 def test_memory_changes_nothing(name, memory, task_chunk):
     torch.testing.assert_close(
         gradient(name, memory=memory, task_chunk=task_chunk), gradient(name, task_chunk=task_chunk)
@@ -303,9 +303,9 @@ def test_kfac_refuses_a_vmap_of_the_models_own():
 @pytest.mark.parametrize(
     "inner",
     [
-        adahessian(lr=0.05, eps=1.0),
+        slow(adahessian(lr=0.05, eps=1.0)),
         sophia_h(lr=0.02, curvature_every=2),
-        kfac(lr=0.1, damping=1.0, kl_clip=None),
+        slow(kfac(lr=0.1, damping=1.0, kl_clip=None)),
     ],
     ids=["adahessian", "sophia_h", "kfac"],
 )

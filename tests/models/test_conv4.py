@@ -46,11 +46,11 @@ def test_features_of_an_omniglot_image(pool, head, features):
     assert Conv4(5, pool=pool, head=head).head.in_features == features
 
 
-@pytest.mark.parametrize("image_size", range(16, 36))
 @pytest.mark.parametrize("pool", POOLS)
-def test_the_head_fits_every_image_size(pool, image_size):
-    model = Conv4(2, hidden=2, image_size=image_size, pool=pool)
-    assert model(torch.zeros(2, 1, image_size, image_size)).shape == (2, 2)
+def test_the_head_fits_every_image_size(pool):
+    for image_size in range(16, 36):
+        model = Conv4(2, hidden=2, image_size=image_size, pool=pool)
+        assert model(torch.zeros(2, 1, image_size, image_size)).shape == (2, 2), image_size
 
 
 @pytest.mark.parametrize(("pool", "norm", "head"), CASES)

@@ -252,4 +252,6 @@ CASES = {
     "mask": Case(masked, {"lr": 0.05, "other_lr": 0.1}, for_all=("lr", "other_lr")),
     "all at once": Case(mixed, {"lr": 0.05, "max_norm": 0.5}, for_all=("lr", "max_norm")),
 }  # fmt: skip
-over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# The sign of a gradient is changed in one place, which rows of other names go through too.
+DISTINCT = {name: case for name, case in CASES.items() if "maximize" not in name}
+over_cases = pytest.mark.parametrize("case", DISTINCT.values(), ids=DISTINCT)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import metagrad as mg
 from metagrad.autograd.unrolling.trial import Trial
 from metagrad.memory.storages import Ledger, StorageMode
+from tests.marks import slow
 
 WIDTH = 48
 STATE = WIDTH * WIDTH * 8
@@ -46,7 +47,7 @@ def test_step_keeps_one_state_a_step_and_sqrt_keeps_its_square_root():
     assert growth <= 2 * (10 - 5) * STATE * 1.1
 
 
-@pytest.mark.parametrize("steps", [1, 2, 30, 60])
+@pytest.mark.parametrize("steps", [1, 2, 30, slow(60)])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 2.0])
 def test_a_budget_is_kept_and_used(steps, share):
     one_step, full = peak("step", 1)[0], peak("full", steps)[0]

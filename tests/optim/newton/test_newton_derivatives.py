@@ -122,7 +122,9 @@ def test_two_steps_pass_gradcheck_in_parameters_and_hyperparameters(case):
     def fn(w, hyper):
         return adapted(make(**hyper, **options), loss, w)
 
-    assert joint_gradcheck(fn, (w, {key: scalar(value) for key, value in hyper.items()}), order=2)
+    assert joint_gradcheck(
+        fn, (w, {key: scalar(value) for key, value in hyper.items()}), order=2, directions=1
+    )
 
 
 @every

@@ -16,6 +16,7 @@ from experiments.bench_optimizers import robustness
 from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, NewtonCG, TrustRegionNewton
 from metagrad.optim.newton.newton_cg import newton_cg
 from metagrad.optim.objective import TapeObjective
+from tests.marks import slow
 from tests.optim.newton.problems import classic_start, fit_residuals, rosenbrock
 from tests.optim.torch_optim.cases import (
     assert_equal,
@@ -398,7 +399,7 @@ def test_what_there_is_one_of_must_agree_between_groups(make, options, match):
 
 
 @every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_resumes_bit_for_bit(make, dtype):
     model = network(dtype)
     opt = make(model.parameters())

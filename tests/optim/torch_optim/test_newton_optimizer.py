@@ -21,7 +21,7 @@ from metagrad.optim.objective import TapeObjective
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature
 from metagrad.optim.torch_optim.randomness import generators_of
-from tests.marks import slow
+from tests.marks import combined, slow
 from tests.optim.torch_optim.cases import (
     assert_equal,
     batch,
@@ -238,12 +238,15 @@ def test_steps_between_keep_no_graph_of_the_gradient(make, monkeypatch):
 
 
 @every
-@in_options
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    # At a solve and between two.
+    combined(OPTIONS, [2, 3], fast=lambda name, steps: "curvature_every" in OPTIONS[name] or steps == 3),
+)
 def test_resumes_bit_for_bit(make, options, dtype, steps):
     model = network(dtype)
-    opt = make(model.parameters(), **options)
+    opt = make(model.parameters(), **OPTIONS[options])
     run(opt, classification(model, dtype), steps)
     file = io.BytesIO()
     torch.save((model.state_dict(), opt.state_dict()), file)
