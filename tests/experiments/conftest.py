@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from contextlib import nullcontext
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
@@ -62,7 +65,7 @@ def fast_run(run, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_program():
-    """Return a function that starts `python -m experiments.MODULE`, on one thread: the same bits anywhere."""
+    """Return a function that starts `python -m experiments.MODULE` anew, on one thread: the same bits anywhere."""
 
     def start(module, *arguments, cwd):
         environment = {
@@ -81,12 +84,36 @@ def start_program():
 
 
 @pytest.fixture(scope="session")
-def program(start_program):
-    """Return a function that runs a program to its end: exit code, standard output, standard error."""
+def forks():
+    """Return the context of processes that find torch and Hydra imported, and nothing of this repository."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "hydra", "hydra.core.plugins", "matplotlib.pyplot"])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture(scope="session")
+def program(forks, tmp_path_factory):
+    """Return a function that runs `python -m experiments.MODULE` to its end: exit code, output, errors."""
 
     def call(module, *arguments, cwd):
-        process = start_program(module, *arguments, cwd=cwd)
-        out, err = process.communicate(timeout=300)
-        return process.returncode, out, err
+        outputs = [tmp_path_factory.mktemp("program") / name for name in ("out", "err")]
+        process = forks.Process(target=run_as_program, args=(module, arguments, cwd, *outputs))
+        process.start()
+        process.join(timeout=300)
+        assert process.exitcode is not None, "the program does not end"
+        return process.exitcode, *(file.read_text() for file in outputs)
 
     return call
+
+
+def run_as_program(module, arguments, cwd, *outputs):
+    for descriptor, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ["WANDB_MODE"] = "disabled"
+    os.environ.pop("HYDRA_FULL_ERROR", None)
+    os.chdir(cwd)
+    sys.path.insert(0, str(REPOSITORY))
+    sys.argv = [module, *arguments]
+    runpy.run_module(f"experiments.{module}", run_name="__main__", alter_sys=True)
