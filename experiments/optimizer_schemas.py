@@ -152,6 +152,7 @@ class TrustRegionNewton(Newton):
     max_radius: float = MISSING
     accept: float = MISSING
     progress: float | None = MISSING
+    boundary_steps: int = MISSING
 
 
 @dataclass

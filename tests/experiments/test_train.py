@@ -213,7 +213,7 @@ def test_a_metric_that_is_not_measured_is_refused_before_training(run, tmp_path,
 MISFITS = [
     (
         ["model.sizes=[2,4,1]"],
-        r"inputs \[10, 1\] and targets \[10, 1\] of a task, MLP or the loss says: mat1",
+        r"inputs \[10, 1\] and targets \[10, 1\] of a task, MLP or the loss says: (addmm: )?mat1",
     ),
     (["model.sizes=[1,4,2]"], "or the loss says: Using a target size"),
     (["loss._target_=torch.nn.functional.nll_loss"], "or the loss says: "),

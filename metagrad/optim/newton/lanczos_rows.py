@@ -1,7 +1,8 @@
-"""The Lanczos process row by row, each with its own matrix, and differentiable; and cubic models in its spaces."""
+"""The Lanczos process row by row, each with its own matrix, differentiable; and models minimised in its spaces."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +13,12 @@ from metagrad.optim.newton.flat import Rows, divide, dot, norm
 
 _STEPS_OF_A_SPACE, _STEPS_OF_THE_LAST = 3, 12
 """Newton steps to the root: in every space but the last it serves the stopping test alone; 12 are to rounding."""
+_STEPS_OF_A_BALL = 50
 _NEWTON_STEPS = 2
 
 
-class CubicStep(NamedTuple):
-    """The minimum of a cubic model in a Krylov space, for each row."""
+class KrylovStep(NamedTuple):
+    """The minimum of a model in a Krylov space, for each row."""
 
     x: Tensor  # [tasks, n]
     model: Tensor  # its value there, [tasks]
@@ -24,7 +26,7 @@ class CubicStep(NamedTuple):
     products: int  # of all rows together
 
 
-def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max_steps: int) -> CubicStep:
+def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max_steps: int) -> KrylovStep:
     r"""Minimise :math:`g^\top x + x^\top H x / 2 + M |x|^3 / 6` in the Krylov space of the gradient, row by row.
 
     .. math:: x = Q^\top y, \qquad (T + \tfrac{M r}{2} I) \, y = -|g| \, e_1, \qquad r = |y|, \qquad T = Q H Q^\top
@@ -54,12 +56,98 @@ def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max
         Mathematical Programming 127, 2011, section 6.
     """
     length = norm(g)
+
+    def root_of(T: np.ndarray, lower: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        return least_root(T, _array(length), _array(cubic), lower, num_steps)
+
+    space = _space_of(products, g, length, root_of, rtol=rtol, max_steps=max_steps)
+    T, r = space.T, space.root.to(g)
+    for _ in range(_NEWTON_STEPS):
+        r = _newton_step(T, length, cubic, r)
+    y = _at(T, length, cubic, r)
+    quadratic = 0.5 * dot(y, (T @ y[:, :, None]).squeeze(-1))
+    model = length * y[:, 0] + quadratic + cubic * norm(y) ** 3 / 6
+    x = (y[:, None] @ space.basis).squeeze(1)
+    return KrylovStep(x, model, space.steps, space.products)
+
+
+def minimize_in_ball(products: Rows, g: Tensor, radius: Tensor, *, rtol: float, max_steps: int) -> KrylovStep:
+    r"""Minimise :math:`g^\top x + x^\top H x / 2` over :math:`|x| \le \Delta` in the Krylov space of the gradient.
+
+    .. math:: x = Q^\top y, \qquad (T + \lambda I) \, y = -|g| \, e_1, \qquad T = Q H Q^\top
+
+    with the least :math:`\lambda \ge 0` at which the matrix is positive definite and :math:`|y| \le \Delta`. A row
+    ends as in :func:`minimize_cubic`.
+
+    Args:
+        products: Multiplies all rows, each with its own matrix.
+        g: Gradients ``[tasks, n]``.
+        radius: :math:`\Delta`, ``[tasks]``, above 0.
+        rtol: Relative tolerance.
+        max_steps: The largest dimension of the space.
+
+    Returns:
+        Steps, on the tape if products are; their derivatives are right up to the third.
+
+    Example:
+        :math:`-4 x_1 + 3 x_2` with curvatures 1 and -1 is least on the circle at :math:`\lambda` = 5.0163:
+
+        >>> from metagrad.optim.newton.lanczos_rows import minimize_in_ball
+        >>> g, curvatures = torch.tensor([[-4.0, 3.0]]), torch.tensor([1.0, -1.0])
+        >>> x = minimize_in_ball(lambda rows: rows * curvatures, g, torch.ones(1), rtol=1e-6, max_steps=5).x
+        >>> -g / x - curvatures
+        tensor([[5.0163, 5.0163]])
+
+    References:
+        Gould, Lucidi, Roma, Toint, "Solving the trust-region subproblem using the Lanczos method", SIAM J. Optim.
+        9(2), 1999; Conn, Gould, Toint, "Trust-region methods", 2000, sections 7.3 and 7.5.
+    """
+    length = norm(g)
+
+    def root_of(T: np.ndarray, lower: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
+        return least_multiplier(T, _array(length), _array(radius))
+
+    space = _space_of(products, g, length, root_of, rtol=rtol, max_steps=max_steps)
+    # In double precision: near the hard case, the multiplier is next to an eigenvalue.
+    T, multiplier, size = space.T.double(), space.root, radius.double()
+    b = -length.double()[:, None] * _unit(T)
+    is_bounded = multiplier > 0
+    for _ in range(_NEWTON_STEPS):
+        y = torch.linalg.solve(_plus(T, multiplier), b)
+        inner = dot(y, torch.linalg.solve(_plus(T, multiplier), y))
+        reach = norm(y)
+        step = divide((reach - size) * reach**2, size * inner, where=is_bounded & (inner > 0))
+        multiplier = multiplier + step
+    y = torch.linalg.solve(_plus(T, multiplier), b)
+    model = -dot(b, y) + 0.5 * dot(y, (T @ y[:, :, None]).squeeze(-1))
+    x = (y.to(g.dtype)[:, None] @ space.basis).squeeze(1)
+    return KrylovStep(x, model.to(g.dtype), space.steps, space.products)
+
+
+class _Space(NamedTuple):
+    """The last Krylov space of each row, and what the model is solved by there."""
+
+    basis: Tensor  # orthonormal rows, [tasks, k, n]
+    T: Tensor  # the matrix in the basis, [tasks, k, k]
+    root: Tensor  # float64 [tasks], a constant
+    steps: Tensor  # dimensions of the spaces, int64 [tasks]
+    products: int  # of all rows together
+
+
+RootOf = Callable[[np.ndarray, np.ndarray, int], "tuple[np.ndarray, np.ndarray]"]
+"""A matrix ``[tasks, k, k]``, a lower bound and a number of steps to a root and the last element of y there."""
+
+
+def _space_of(
+    products: Rows, g: Tensor, length: Tensor, root_of: RootOf, *, rtol: float, max_steps: int
+) -> _Space:
+    """Run the Lanczos process until the gradient of every model is small in all of space."""
     alive = length > 0
     basis = _Basis(g * divide(torch.ones_like(length), length, where=alive)[:, None])
     diagonal: list[Tensor] = []
     off_diagonal: list[Tensor] = []
     steps = torch.zeros(len(g), dtype=torch.int64, device=g.device)
-    space = _KrylovSpace(length, cubic, max(rtol, 2 * torch.finfo(g.dtype).eps))
+    space = _KrylovSpace(length, root_of, max(rtol, 2 * torch.finfo(g.dtype).eps))
     while True:
         image = products(basis.last)
         steps = steps + alive
@@ -73,14 +161,8 @@ def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max
         alive = torch.from_numpy(is_alive).to(g.device)
         off_diagonal.append(torch.where(alive, beta, 0.0))
         basis.append(rest * divide(torch.ones_like(beta), beta, where=alive)[:, None])
-    T, r = _tridiagonal(diagonal, off_diagonal), torch.from_numpy(space.root).to(g)
-    for _ in range(_NEWTON_STEPS):
-        r = _newton_step(T, length, cubic, r)
-    y = _at(T, length, cubic, r)
-    quadratic = 0.5 * dot(y, (T @ y[:, :, None]).squeeze(-1))
-    model = length * y[:, 0] + quadratic + cubic * norm(y) ** 3 / 6
-    x = (y[:, None] @ basis.rows).squeeze(1)
-    return CubicStep(x, model, steps, len(diagonal))
+    root = torch.from_numpy(space.root).to(g.device)
+    return _Space(basis.rows, _tridiagonal(diagonal, off_diagonal), root, steps, len(diagonal))
 
 
 class _Basis:
@@ -116,10 +198,10 @@ class _Basis:
 
 
 class _KrylovSpace:
-    """The cubic models in the spaces so far, as constants: small matrices, on the CPU and in double precision."""
+    """The models in the spaces so far, as constants: small matrices, on the CPU and in double precision."""
 
-    def __init__(self, length: Tensor, cubic: Tensor, tolerance: float) -> None:
-        self._length, self._cubic = _array(length), _array(cubic)
+    def __init__(self, length: Tensor, root_of: RootOf, tolerance: float) -> None:
+        self._length, self._root_of = _array(length), root_of
         self._tolerance = tolerance
         self._alive = self._length > 0
         self._T = np.zeros((len(self._length), 0, 0))
@@ -134,18 +216,15 @@ class _KrylovSpace:
         T[:, size, size] = _array(alpha)
         T[:, size, size - 1 : size] = T[:, size - 1 : size, size] = self._beta[:, None]
         self._T, beta_here = T, _array(beta)
-        self._lower, last = self._least_root(_STEPS_OF_A_SPACE)
+        self._lower, last = self._root_of(T, self._lower, _STEPS_OF_A_SPACE)
         self._alive = self._alive & (beta_here * abs(last) > self._tolerance * self._length) & (beta_here > 0)
         self._beta = np.where(self._alive, beta_here, 0.0)
         return self._alive
 
     @property
     def root(self) -> np.ndarray:
-        """The root r of the last space, to rounding."""
-        return self._least_root(_STEPS_OF_THE_LAST)[0]
-
-    def _least_root(self, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        return least_root(self._T, self._length, self._cubic, self._lower, num_steps)
+        """The root of the last space, to rounding."""
+        return self._root_of(self._T, self._lower, _STEPS_OF_THE_LAST)[0]
 
 
 def _array(values: Tensor) -> np.ndarray:
@@ -200,6 +279,41 @@ def least_root(
     return r[:, 0], last
 
 
+def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    r"""Find the multiplier of a ball, and the last element of y there.
+
+    By Newton's method on :math:`1 / |y| - 1 / \Delta`, from a lower bound: see :func:`least_root`.
+
+    Args:
+        T: Symmetric matrices ``[tasks, k, k]``.
+        length: Those of gradients, ``[tasks]``.
+        radius: :math:`\Delta`, ``[tasks]``.
+
+    Example:
+        >>> from metagrad.optim.newton.lanczos_rows import least_multiplier
+        >>> least_multiplier(np.ones((2, 1, 1)), np.ones(2), np.array([0.5, 2.0]))[0]
+        array([1., 0.])
+    """
+    is_known = np.asarray(np.isfinite(T).all((1, 2)))
+    values, vectors = np.linalg.eigh(np.where(is_known[:, None, None], T, np.eye(T.shape[1])))
+    parts, size = -length[:, None] * vectors[:, 0], radius[:, None]
+    definite = -values[:, 0] + 4 * np.finfo(float).eps * abs(values).max(1)
+    bound = np.where(values[:, 0] > 0, 0.0, np.maximum(definite, np.finfo(float).tiny))
+    multiplier = np.maximum((abs(parts) / size - values).max(1), bound)[:, None]
+    for _ in range(_STEPS_OF_A_BALL):
+        shifted = values + multiplier
+        squares = (parts / shifted) ** 2
+        reach = np.sqrt(squares.sum(1, keepdims=True))
+        slope = (squares / shifted).sum(1, keepdims=True)
+        is_outside = reach > size * (1 + 1e-14)
+        if not is_outside.any():
+            break
+        step = (reach - size) * reach**2 / np.where(is_outside, size * slope, 1.0)
+        multiplier = multiplier + np.where(is_outside, step, 0.0)
+    last = (vectors[:, -1] * parts / (values + multiplier)).sum(1)
+    return np.where(is_known, multiplier[:, 0], np.nan), np.where(is_known, last, np.nan)
+
+
 def _lower_bound(values: np.ndarray, sizes: np.ndarray, half: np.ndarray) -> np.ndarray:
     """Solve ``r (value + half r) = size`` for each element, and keep the matrix positive definite."""
     root = np.sqrt(values**2 + 4 * half * sizes)
@@ -208,14 +322,18 @@ def _lower_bound(values: np.ndarray, sizes: np.ndarray, half: np.ndarray) -> np.
     return np.maximum(bounds.max(1), definite)
 
 
-def _shifted(T: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
-    return T + torch.diag_embed((0.5 * cubic * r)[:, None].expand(T.shape[:2]))
+def _plus(T: Tensor, shift: Tensor) -> Tensor:
+    return T + torch.diag_embed(shift[:, None].expand(T.shape[:2]))
+
+
+def _unit(T: Tensor) -> Tensor:
+    unit = torch.zeros_like(T[:, 0])
+    unit[:, 0] = 1
+    return unit
 
 
 def _at(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
-    unit = torch.zeros_like(T[:, 0])
-    unit[:, 0] = 1
-    return -torch.linalg.solve(_shifted(T, cubic, r), length[:, None] * unit)
+    return -torch.linalg.solve(_plus(T, 0.5 * cubic * r), length[:, None] * _unit(T))
 
 
 def _newton_step(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
@@ -223,6 +341,6 @@ def _newton_step(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
     y = _at(T, length, cubic, r)
     size = norm(y)
     moves = size > 0
-    inner = dot(y, torch.linalg.solve(_shifted(T, cubic, r), y))
+    inner = dot(y, torch.linalg.solve(_plus(T, 0.5 * cubic * r), y))
     slope = -0.5 * cubic * divide(inner, size, where=moves) - 1
     return r - (size - r) / slope

@@ -1,4 +1,4 @@
-"""Newton's method within a trust region, by Steihaug's conjugate gradients."""
+"""Newton's method within a trust region, by conjugate gradients and the Lanczos process on its boundary."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from metagrad.optim.newton.flat import dot, norm
-from metagrad.optim.newton.krylov import check_solver, conjugate_gradients
+from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
+from metagrad.optim.newton.lanczos_rows import minimize_in_ball
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
+    Problem,
     Report,
     SecondOrder,
     check_can_evaluate,
@@ -44,6 +46,7 @@ class TrustRegionNewton(SecondOrder):
     rtol: float = 1e-10
     progress: float | None = None
     max_steps: int = 250
+    boundary_steps: int = 50
     maximize: bool = False
     batch_ndim: int = 0
 
@@ -56,6 +59,8 @@ class TrustRegionNewton(SecondOrder):
         if not 0 <= self.accept < _POOR:
             raise ValueError(f"{self.call}: accept must be from 0 to below 1/4, got {self.accept}.")
         check_solver(self.call, self.rtol, self.progress, self.max_steps)
+        if not isinstance(self.boundary_steps, int) or self.boundary_steps < 0:
+            raise ValueError(f"{self.call}: boundary_steps must be at least 0, got {self.boundary_steps}.")
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
@@ -73,14 +78,7 @@ class TrustRegionNewton(SecondOrder):
         factor = each(state.factor)
         given = each(self.value("radius", state.step))
         radius = (factor * given).clamp(max=self.max_radius)
-        run = conjugate_gradients(
-            problem.products,
-            -problem.g,
-            radius=radius,
-            rtol=self.rtol,
-            progress=self.progress,
-            max_steps=self.max_steps,
-        )
+        run = self._minimum(problem, radius)
         slope = dot(problem.g, run.x)
         step = problem.step(run.x, 2 * (run.model - slope))
         ratio, length = None, torch.ones_like(radius)
@@ -99,6 +97,31 @@ class TrustRegionNewton(SecondOrder):
             state.step + 1, problem.for_task(factor), report
         )
 
+    def _minimum(self, problem: Problem, radius: Tensor) -> Krylov:
+        """Minimise the model in the region; where conjugate gradients leave it, in a Krylov space on its boundary."""
+        run = conjugate_gradients(
+            problem.products,
+            -problem.g,
+            radius=radius,
+            rtol=self.rtol,
+            progress=self.progress,
+            max_steps=self.max_steps,
+        )
+        leaves = norm(run.x.detach()) > _ON_BOUNDARY * radius
+        if not self.boundary_steps or not bool(leaves.any()):
+            return run
+        found = minimize_in_ball(
+            problem.products, problem.g, radius, rtol=self.rtol, max_steps=self.boundary_steps
+        )
+        # Where the first crossing is as low, to rounding, it stays.
+        lower = leaves & (found.model < run.model).detach()
+        return run._replace(
+            x=torch.where(lower[:, None], found.x, run.x),
+            model=torch.where(lower, found.model, run.model),
+            steps=torch.where(leaves, run.steps + found.steps, run.steps),
+            products=run.products + found.products,
+        )
+
 
 def trust_region_newton(
     lr: Hyperparameter = 1.0,
@@ -111,6 +134,7 @@ def trust_region_newton(
     rtol: float = 1e-10,
     progress: float | None = None,
     max_steps: int = 250,
+    boundary_steps: int = 50,
     maximize: bool = False,
 ) -> TrustRegionNewton:
     r"""Make the rule of Newton steps within a trust region.
@@ -119,14 +143,16 @@ def trust_region_newton(
         d_t \approx \operatorname*{argmin}_{|d| \le \Delta_t} \; m_t(d) = g_t^\top d + \tfrac{1}{2} d^\top H_t d,
         \qquad \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{m_t(d_t)}
 
-    by conjugate gradients that end where they leave the region, or meet negative curvature and follow it to the
-    boundary. The step is taken where :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where
-    :math:`\rho > 3/4` and the step reaches the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
+    by conjugate gradients. Where they leave the region, or meet negative curvature and follow it to the boundary, the
+    model is minimised anew in the Krylov space of the gradient, on the boundary: the first crossing is often after
+    two or three steps, and little better than gradient descent where curvatures differ much. The step is taken where
+    :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where :math:`\rho > 3/4` and the step reaches
+    the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
 
     With a step size :math:`\eta`, ratio and step are those of :math:`\eta d`.
 
-    Derivatives are those of the steps that conjugate gradients took, the one to the boundary included; ratios and
-    factors are constants.
+    Derivatives are those of the steps that conjugate gradients took, or of the minimum on the boundary, there right
+    up to the third; ratios and factors are constants.
 
     Args:
         lr: A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next two. Of
@@ -140,6 +166,8 @@ def trust_region_newton(
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        boundary_steps: The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the
+            step ends where conjugate gradients leave the region (Steihaug).
         maximize: Climb.
 
     Returns:
@@ -163,7 +191,8 @@ def trust_region_newton(
 
     References:
         Steihaug, "The conjugate gradient method and trust regions in large scale optimization", SIAM J. Numer. Anal.
-        20(3), 1983; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
+        20(3), 1983; Gould, Lucidi, Roma, Toint, "Solving the trust-region subproblem using the Lanczos method", SIAM
+        J. Optim. 9(2), 1999; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
     """
     return TrustRegionNewton(
         lr=lr,
@@ -175,5 +204,6 @@ def trust_region_newton(
         rtol=rtol,
         progress=progress,
         max_steps=max_steps,
+        boundary_steps=boundary_steps,
         maximize=maximize,
     )

@@ -86,7 +86,7 @@ class CubicNewton(NewtonOptimizer):
 
 
 class TrustRegionNewton(NewtonOptimizer):
-    r"""Optimize by Newton's method within a trust region, with Steihaug's conjugate gradients.
+    r"""Optimize by Newton's method within a trust region, with conjugate gradients.
 
     .. math:: w_t = w_{t-1} + \operatorname*{argmin}_{|d| \le \Delta_t} \; g_t^\top d + \tfrac{1}{2} d^\top H_t d
 
@@ -103,6 +103,8 @@ class TrustRegionNewton(NewtonOptimizer):
         rtol: Conjugate gradients end at this residual, relative to the gradient.
         progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
         max_steps: The most steps of conjugate gradients.
+        boundary_steps: The most steps of the Lanczos process that goes on where they leave the region, and keeps so
+            many vectors; with 0 the step ends there.
         maximize: Climb.
         nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they
             are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
@@ -125,7 +127,7 @@ class TrustRegionNewton(NewtonOptimizer):
         (tensor([0.6000, 0.8000]), 'boundary', 2.0)
 
     References:
-        Steihaug, SIAM J. Numer. Anal. 20(3), 1983.
+        Steihaug, SIAM J. Numer. Anal. 20(3), 1983; Gould, Lucidi, Roma, Toint, SIAM J. Optim. 9(2), 1999.
     """
 
     make_rule = staticmethod(trust_region_newton)
@@ -144,6 +146,7 @@ class TrustRegionNewton(NewtonOptimizer):
         rtol: float = 1e-10,
         progress: float | None = None,
         max_steps: int = 250,
+        boundary_steps: int = 50,
         maximize: bool = False,
         nonfinite: Literal["raise", "skip"] = "raise",
     ) -> None:
@@ -159,6 +162,7 @@ class TrustRegionNewton(NewtonOptimizer):
                 "rtol": rtol,
                 "progress": progress,
                 "max_steps": max_steps,
+                "boundary_steps": boundary_steps,
                 "maximize": maximize,
                 "nonfinite": nonfinite,
             },

@@ -117,9 +117,15 @@ def test_third_derivatives_that_torch_gets_wrong_are_refused(mode, norm):
         loss = lambda p, x, y: (functional_call(model, p, (x,)) - y).square().mean()  # noqa: E731
         return mg.hvp(loss, params, v, x, y, mode=mode, **options).product
 
-    together = vmap(product, (None, 0, 0))(params, x, y)
-    for i in range(2):
-        torch.testing.assert_close({name: p[i] for name, p in together.items()}, product(params, x[i], y[i]))
+    if norm is nn.BatchNorm1d and mode == "reverse" and torch.__version__ >= "2.14":
+        with pytest.raises(RuntimeError, match=r"accessing `data` under vmap"):  # torch's own backward does
+            vmap(product, (None, 0, 0))(params, x, y)
+    else:
+        together = vmap(product, (None, 0, 0))(params, x, y)
+        for i in range(2):
+            torch.testing.assert_close(
+                {name: p[i] for name, p in together.items()}, product(params, x[i], y[i])
+            )
     for derivative in (
         lambda: product(params, x[0], y[0], create_graph=True),
         lambda: grad(lambda p: product(p, x[0], y[0])["0.weight"].sum())(params),

@@ -88,6 +88,12 @@ CASES = {
         least_squares,
     ),
     "trust_region_newton": (trust_region_newton, {"radius": 0.2}, {}, quartic_of),
+    "trust_region_newton, steihaug": (
+        trust_region_newton,
+        {"radius": 0.2},
+        {"boundary_steps": 0},
+        quartic_of,
+    ),
     "trust_region_newton indefinite": (trust_region_newton, {"radius": 0.3}, {}, indefinite),
     "trust_region_newton shrinks": (trust_region_newton, {"radius": 5.0}, {}, overshooting),
     "cubic_newton": (cubic_newton, {"lr": 0.8, "cubic": 2.0}, {}, quartic_of),

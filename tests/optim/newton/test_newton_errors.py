@@ -42,6 +42,7 @@ WITH_CURVATURE = RULES[:-1]
         (cubic_newton, {"rtol": 1.0}, r"cubic_newton\(...\): rtol must be between 0 and 1"),
         (trust_region_newton, {"radius": 0.0}, "radius must be above 0, got 0.0"),
         (trust_region_newton, {"max_radius": 0.0}, "max_radius must be above 0, got 0.0"),
+        (trust_region_newton, {"boundary_steps": -1}, "boundary_steps must be at least 0, got -1"),
         (trust_region_newton, {"accept": 0.25}, "accept must be from 0 to below 1/4, got 0.25"),
         (
             lbfgs,

@@ -170,16 +170,31 @@ def steihaug(g, H, radius):
     return z, "CONVERGED"
 
 
+def least_on_the_boundary(g, H, radius):
+    """Nocedal, Wright, theorem 4.1: (H + m) d = -g with |d| the radius, and H + m positive definite."""
+
+    def step(m):
+        return -torch.linalg.solve(H + m * I3, g)
+
+    least = max(0.0, -float(torch.linalg.eigvalsh(H)[0]))
+    most = float(g.norm()) / radius + float(torch.linalg.eigvalsh(H).abs().max()) + 1
+    m = brentq(lambda m: 1 / radius - 1 / float(step(m).norm()), least + 1e-12, most, xtol=1e-15, rtol=1e-14)
+    return step(m)
+
+
 @pytest.mark.parametrize("radius", [0.05, 0.6, 2.0, 100.0])
 @pytest.mark.parametrize("start", STARTS, ids=str)
 @pytest.mark.parametrize("loss", [quartic_of, shifted])
-def test_trust_region_newton(loss, start, radius):
-    rule = trust_region_newton(radius=radius, rtol=1e-12)
+@pytest.mark.parametrize("boundary_steps", [0, 50], ids=["steihaug", "least"])
+def test_trust_region_newton(loss, start, radius, boundary_steps):
+    rule = trust_region_newton(radius=radius, rtol=1e-12, boundary_steps=boundary_steps)
     params, w = parameters(start), start
     state = rule.init(params)
     for _ in range(4):
         g, H = derivatives(loss, w)
         d, ending = steihaug(g, H, radius)
+        if boundary_steps and ending != "CONVERGED":
+            d = least_on_the_boundary(g, H, radius)
         ratio = float((loss({"w": w + d}) - loss({"w": w})) / (g @ d + d @ H @ d / 2))
         w = w + d if ratio > 1e-4 else w
         if ratio < 0.25:
