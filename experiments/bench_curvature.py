@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
+from experiments.allocations import peak_bytes
 from experiments.bench.models import Transformer
 from experiments.bench_sparse import MIB, seconds
 from metagrad.curvature import ParameterSpace, ggn, hessian
-from metagrad.sparse.support_table.allocations import peak_bytes
 
 PROBES = 64
 ROUNDING = 1e-9  # relative, in float64

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from experiments.allocations import peak_bytes
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.support_table.allocations import peak_bytes
 
 OURS = "metagrad"
 ORDERS = (1, 2, 3)

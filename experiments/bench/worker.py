@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.allocations import peak_bytes
 from experiments.bench.methods import METHODS, Prepared, RefusedError
 from experiments.bench.workloads import Workload, load
 from metagrad.sparse import RowSparse
-from metagrad.sparse.support_table.allocations import peak_bytes
 
 FEWEST_CALLS = 3
 

@@ -84,9 +84,9 @@ class MAML(nn.Module):
             this; ``out.used`` counts the steps that each task took.
         task_chunk: How many tasks run together; None means all, 1 is a loop.
         sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
-            up, by :func:`metagrad.sparse.swap_tables`: the same result at a cost that does not know V, and the
-            gradient of the table is a :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one
-            by one, as all elementwise ones do. The model runs once more on each batch, to find the rows.
+            up: the same result at a cost that does not depend on V, and the gradient of the table is a
+            :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
+            ones do. The model runs once more on each batch, to find the rows.
         nonfinite: What is done about a loss or a meta-gradient that is NaN or infinite: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows

@@ -13,8 +13,7 @@ from metagrad.core.tree import tree_map
 from metagrad.meta.structured import Nested, call_on, num_tasks
 from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.tables.embedding import embedding
-from metagrad.sparse.tables.swap import find_tables
-from metagrad.sparse.tables.touched import touched_rows
+from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
 def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[str, ...]:

@@ -16,17 +16,14 @@ from metagrad.sparse.operations.reduce import max, mean, norm, sum
 from metagrad.sparse.operations.rulebook import Rulebook
 from metagrad.sparse.operations.segment_functions import gather, segment_max, segment_mean, segment_sum
 from metagrad.sparse.operations.softmax import log_softmax, segment_softmax, softmax
-from metagrad.sparse.policies.accumulate import Accumulator
 from metagrad.sparse.policies.policy import SparsePolicy, current_policy, use_policy
 from metagrad.sparse.policies.stats import stats
 from metagrad.sparse.tables.clip import clip_grad_norm_
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
 from metagrad.sparse.tables.row_sparse import RowSparse
-from metagrad.sparse.tables.swap import SwappedTables, swap_tables
 from metagrad.sparse.tables.table import RowTable
 
 __all__ = [
-    "Accumulator",
     "Parameter",
     "Pattern",
     "RowSparse",
@@ -35,7 +32,6 @@ __all__ = [
     "Segments",
     "SparsePolicy",
     "SparseTensor",
-    "SwappedTables",
     "add",
     "attention",
     "clip_grad_norm_",
@@ -70,6 +66,5 @@ __all__ = [
     "stats",
     "sub",
     "sum",
-    "swap_tables",
     "use_policy",
 ]

@@ -36,6 +36,25 @@ _AUGMENTED = (
 IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
 
 
+def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
+    """Find tables by name, and refuse what is none."""
+    if isinstance(sparse, str):
+        raise TypeError(
+            f"{call}: expected a list of parameter names, got the string {sparse!r}; write [{sparse!r}]."
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones by all of their names
+    for name in sparse:
+        if name not in parameters:
+            raise ValueError(
+                f"{call}: {name!r} is not a parameter of the model. Its parameters are {sorted(parameters)}."
+            )
+        if parameters[name].ndim != 2:
+            raise ValueError(
+                f"{call}: {name!r} must be an embedding table [V, D], got shape {tuple(parameters[name].shape)}."
+            )
+    return {name: parameters[name] for name in sparse}
+
+
 def touched_rows(
     model: nn.Module,
     tables: Mapping[str, Tensor],

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse import Pattern, SparseTensor
 
 BLOCK = (2, 2)
 WIDTH = 3

@@ -1,4 +1,4 @@
-"""Which derivatives of sparse operations are right: `python -m metagrad.sparse.support [--device cuda] [--json]`.
+"""Which derivatives of sparse operations are right: `python -m experiments.sparse_support [--device cuda] [--json]`.
 
 Every cell is found by running it, torch's answer beside ours. t_0 is the sum of squares of an operation's result, and
 t_k that of the gradients of t_{k-1} with respect to all operands. At a small size the gradient of order k is compared
@@ -25,11 +25,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from metagrad.sparse.kernels.numbers import has_csr_kernels
-from metagrad.sparse.policies.stats import stats
-from metagrad.sparse.support_table.allocations import peak_bytes
-from metagrad.sparse.support_table.cases import OPERATIONS
-from metagrad.sparse.support_table.forms import Form, Forms, Leaf, Setting
+from experiments.allocations import peak_bytes
+from experiments.sparse_support.cases import OPERATIONS
+from experiments.sparse_support.forms import Form, Forms, Leaf, Setting
+from metagrad import sparse
 
 ORDERS = (1, 2, 3)
 SMALL, LARGE = 6, 2000  # rows
@@ -79,8 +78,8 @@ def table(rows: Sequence[Row]) -> str:
     """Format the answers for a terminal.
 
     Example:
-        >>> row = metagrad.sparse.support.Row("A @ x", "COO", "cpu", ["dense"] * 3, ["ok"] * 3, "csr")
-        >>> print(metagrad.sparse.support.table([row]))
+        >>> row = Row("A @ x", "COO", "cpu", ["dense"] * 3, ["ok"] * 3, "csr")
+        >>> print(table([row]))
         operation  layout  torch 1  torch 2  torch 3  ours 1  ours 2  ours 3  kernel
         A @ x      COO     dense    dense    dense    ok      ok      ok      csr
     """
@@ -100,16 +99,16 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _row(name: str, layout: str, small: Forms, large: Forms, setting: Setting) -> Row:
-    with stats() as s:
+    with sparse.stats() as s:
         ours = _answers(small, large, small.metagrad, large.metagrad, setting)
-    kernel = "csr" if has_csr_kernels(setting.dtype, setting.device) else "gather"
+    has_csr = setting.dtype in (torch.float32, torch.float64) and setting.device.type in ("cpu", "cuda")
     return Row(
         operation=name,
         layout=layout,
         device=str(setting.device),
         torch=_answers(small, large, small.torch, large.torch, setting),
         metagrad=ours,
-        kernel=kernel if s.calls["product"] or s.calls["segment sum"] else "-",
+        kernel=("csr" if has_csr else "gather") if s.calls["product"] or s.calls["segment sum"] else "-",
     )
 
 

@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations import merge, products, reduce
-from metagrad.sparse.operations.attention import attention
-from metagrad.sparse.operations.segment_functions import segment_max, segment_mean
-from metagrad.sparse.operations.softmax import softmax
-from metagrad.sparse.support_table.forms import (
+from experiments.sparse_support.forms import (
     WIDTH,
     Forms,
     MatrixOperation,
@@ -23,7 +16,8 @@ from metagrad.sparse.support_table.forms import (
     StridedOperation,
     strided_forms,
 )
-from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from metagrad import sparse
+from metagrad.sparse import Pattern, Segments, SparseTensor
 
 
 def _constructor(layout: str) -> Callable[[Setting], Forms]:
@@ -40,7 +34,7 @@ def _constructor(layout: str) -> Callable[[Setting], Forms]:
             [setting.numbers(pattern.nnz), setting.numbers(setting.n, WIDTH, seed=1)],
             dense=lambda v, x: x.new_zeros(shape).index_put((row, col), v) @ x,
             torch=lambda v, x: torch.sparse.mm(make(v), x),
-            metagrad=lambda v, x: products.spmm(SparseTensor(pattern, v), x),
+            metagrad=lambda v, x: sparse.spmm(SparseTensor(pattern, v), x),
             dense_numbers=setting.n**2,
         )
 
@@ -55,7 +49,7 @@ def _sampled(setting: Setting) -> Forms:
         [setting.numbers(setting.n, WIDTH, seed=k) for k in range(2)],
         dense=lambda x, y: (x @ y.mT)[cells],
         torch=lambda x, y: torch.sparse.sampled_addmm(zeros, x, y.mT),
-        metagrad=lambda x, y: products.sddmm(x, y.mT, pattern).values,
+        metagrad=lambda x, y: sparse.sddmm(x, y.mT, pattern).values,
         dense_numbers=setting.n**2,
     )
 
@@ -71,7 +65,7 @@ def _embedding(setting: Setting) -> Forms:
         [table],
         dense=lambda w: w[ids],
         torch=lambda w: F.embedding(ids, w, sparse=True),
-        metagrad=lambda w: embedding(ids, w),
+        metagrad=lambda w: sparse.embedding(ids, w),
         dense_numbers=table.numel(),
     )
 
@@ -83,7 +77,7 @@ def _embedding_bag(setting: Setting) -> Forms:
         [table, weights],
         dense=lambda w, s: (w[ids] * s[..., None]).sum(1),
         torch=lambda w, s: F.embedding_bag(ids, w, per_sample_weights=s, mode="sum", sparse=True),
-        metagrad=lambda w, s: embedding_bag(ids, None, w, per_sample_weights=s, mode="sum"),
+        metagrad=lambda w, s: sparse.embedding_bag(ids, None, w, per_sample_weights=s, mode="sum"),
         dense_numbers=table.numel(),
     )
 
@@ -113,7 +107,7 @@ def _attention(setting: Setting) -> Forms:
         [setting.numbers(1, setting.n, 8, seed=k) for k in range(3)],
         dense=lambda q, k, v: _scores(q, k, pattern).softmax(-1) @ v,
         torch=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=pattern.to_mask()),
-        metagrad=lambda q, k, v: attention(q, k, v, pattern),
+        metagrad=lambda q, k, v: sparse.attention(q, k, v, pattern),
         dense_numbers=setting.n**2,
     )
 
@@ -131,28 +125,28 @@ def _masked_softmax(a: Tensor) -> Tensor:
 
 
 OPERATIONS: Sequence[MatrixOperation | StridedOperation] = (
-    MatrixOperation("A @ x", "Ax", torch.matmul, torch.matmul, products.spmm),
-    MatrixOperation("sparse.mm(A, x)", "Ax", torch.matmul, torch.sparse.mm, products.spmm),
+    MatrixOperation("A @ x", "Ax", torch.matmul, torch.matmul, sparse.spmm),
+    MatrixOperation("sparse.mm(A, x)", "Ax", torch.matmul, torch.sparse.mm, sparse.spmm),
     MatrixOperation(
-        "A.t() @ x", "Ax", lambda a, x: a.mT @ x, lambda a, x: a.t() @ x, lambda a, x: products.spmm(a.t(), x)
+        "A.t() @ x", "Ax", lambda a, x: a.mT @ x, lambda a, x: a.t() @ x, lambda a, x: sparse.spmm(a.t(), x)
     ),
     StridedOperation("v -> A(v) @ x", _constructor("COO"), ("COO",)),
     StridedOperation("v -> A(v) @ x", _constructor("CSR"), ("CSR",)),
-    MatrixOperation("A @ B", "AB", torch.matmul, torch.matmul, products.spgemm),
-    MatrixOperation("A + B", "AB", torch.add, torch.add, merge.add),
-    MatrixOperation("A * B", "AB", torch.mul, torch.mul, merge.mul),
-    MatrixOperation("A.sum(1)", "A", lambda a: a.sum(1), _row_sums, lambda a: reduce.sum(a, 1)),
+    MatrixOperation("A @ B", "AB", torch.matmul, torch.matmul, sparse.spgemm),
+    MatrixOperation("A + B", "AB", torch.add, torch.add, sparse.add),
+    MatrixOperation("A * B", "AB", torch.mul, torch.mul, sparse.mul),
+    MatrixOperation("A.sum(1)", "A", lambda a: a.sum(1), _row_sums, lambda a: sparse.sum(a, 1)),
     MatrixOperation(
         "softmax(A, 1)",
         "A",
         _masked_softmax,
         lambda a: torch.sparse.softmax(a, 1),
-        lambda a: softmax(a, 1),
+        lambda a: sparse.softmax(a, 1),
     ),
     StridedOperation("sddmm(x, y)", _sampled, ("CSR",)),
     StridedOperation("embedding", _embedding),
     StridedOperation("embedding_bag", _embedding_bag),
-    StridedOperation("segment mean", _segments("mean", segment_mean)),
-    StridedOperation("segment max", _segments("max", segment_max)),
+    StridedOperation("segment mean", _segments("mean", sparse.segment_mean)),
+    StridedOperation("segment max", _segments("max", sparse.segment_max)),
     StridedOperation("attention", _attention),
 )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from metagrad.sparse import support
-from metagrad.sparse.support_table.cases import OPERATIONS
-from metagrad.sparse.support_table.forms import Form, Forms, Leaf, MatrixOperation, Setting, StridedOperation
+from experiments.sparse_support import __main__ as support
+from experiments.sparse_support.cases import OPERATIONS
+from experiments.sparse_support.forms import Form, Forms, Leaf, MatrixOperation, Setting, StridedOperation
 
 N = 400
 

@@ -19,7 +19,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         device: Whose memory to count.
 
     Example:
-        >>> metagrad.sparse.support_table.allocations.peak_bytes(lambda: torch.zeros(1000) + torch.zeros(1000))
+        >>> peak_bytes(lambda: torch.zeros(1000) + torch.zeros(1000))
         12000
     """
     device = torch.device(device)

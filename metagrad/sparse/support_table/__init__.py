@@ -1,1 +1,0 @@
-"""The cases of the capability table, each found by running it."""
