@@ -105,6 +105,9 @@ innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 functorch_config = torch._functorch.config
 """What compiled code keeps for its backward pass."""
 
+AccumulateGrad = _C._functions.AccumulateGrad
+"""The nodes at which a graph ends: those of leaves."""
+
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that is running was asked to retain its graph."""
 
@@ -146,6 +149,9 @@ def teach_compiler(context: object) -> None:
 foreach_mul = _torch._foreach_mul
 foreach_norm = _torch._foreach_norm
 """One call for a list of tensors."""
+
+flattened = _C._nn.flatten_dense_tensors
+"""The entries of a list of tensors of one dtype, one after the other."""
 
 # Kinds
 

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from metagrad.core import _torch
 
 def _equal_in_python(first: tuple, second: tuple) -> bool:
     """Compare two states of ``random``: 624 words, all of which change together, and a position."""
+    if first is second:
+        return True
     return all(first[1][i] == second[1][i] for i in (-1, 0, 1, -2)) and first[2] == second[2]
 
 
@@ -33,33 +36,47 @@ class _Generator(NamedTuple):
     equal: Callable[[Any, Any], bool]
 
 
-class _NumpyState:
-    """The state of ``numpy.random``, copied only if it has moved: that takes NumPy a tenth of a millisecond."""
+class _Watched:
+    """A state that is copied only if the memory it is in has changed: a copy takes many microseconds.
 
-    def __init__(self) -> None:
-        self._raw = b""
-        self._state: dict[str, Any] = {}
+    Args:
+        memory: Returns that memory, or nothing where it is not known.
+        copy: Returns the state.
+    """
 
-    def get(self) -> dict[str, Any]:
+    def __init__(self, memory: Callable[[], tuple], copy: Callable[[], Any]) -> None:
+        self._memory, self._copy = memory, copy
+        self._seen: tuple = ()
+        self._state: Any = None
+
+    def get(self) -> Any:
         """Return the state."""
-        raw = _raw_numpy_state()
-        if not raw or raw != self._raw or self._state["has_gauss"]:
-            self._state = np.random.get_state(legacy=False)  # type: ignore[assignment]
-            self._raw = raw
+        memory = self._memory()
+        if not memory or memory != self._seen:
+            self._state, self._seen = self._copy(), memory
         return self._state
 
-    def equal(self, first: dict[str, Any], second: dict[str, Any]) -> bool:
-        """Compare two states."""
-        return first is second or _comparable(first) == _comparable(second)
 
-
-def _raw_numpy_state() -> bytes:
+def _memory_of_numpy() -> tuple:
     """Return the memory of NumPy's generator, if it is the usual one: 624 words and a position.
 
-    A normal number that was drawn along with another and is still to be handed out is not in it.
+    A normal number that was drawn along with another and is still to be handed out is not in it, so that the state is
+    copied where the last copy had one.
     """
     address = _address(np.random.get_bit_generator())  # type: ignore[reportAttributeAccessIssue]
-    return ctypes.string_at(address, 625 * 4) if address else b""
+    if not address or (_numpy_state._state or {}).get("has_gauss"):
+        return ()
+    return (ctypes.string_at(address, 625 * 4),)
+
+
+def _memory_of_python() -> tuple:
+    """Return the memory of Python's generator, an object of CPython, and the number still to be handed out."""
+    generator: Any = random.getstate.__self__
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return ()
+    start = object.__basicsize__
+    size = random.Random.mro()[1].__basicsize__ - start
+    return ctypes.string_at(id(generator) + start, size), vars(generator)["gauss_next"]
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,13 +93,18 @@ def _comparable(state: dict[str, Any]) -> tuple:
     return inner, state.get("has_gauss"), state.get("gauss")
 
 
-_numpy_state = _NumpyState()
+_numpy_state = _Watched(_memory_of_numpy, lambda: np.random.get_state(legacy=False))
+_python_state = _Watched(_memory_of_python, random.getstate)
+
+
+def _equal_in_numpy(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first is second or _comparable(first) == _comparable(second)
 
 
 def _generators() -> Iterator[_Generator]:
     yield _Generator("torch", torch.get_rng_state, torch.set_rng_state, torch.equal)
-    yield _Generator("random", random.getstate, random.setstate, _equal_in_python)
-    yield _Generator("numpy.random", _numpy_state.get, np.random.set_state, _numpy_state.equal)
+    yield _Generator("random", _python_state.get, random.setstate, _equal_in_python)
+    yield _Generator("numpy.random", _numpy_state.get, np.random.set_state, _equal_in_numpy)
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
             get = functools.partial(torch.cuda.get_rng_state, i)
@@ -103,9 +125,12 @@ class RandomState:
         """Return the libraries that have drawn since."""
         return {g.library for g, state in self.states if not g.equal(state, g.get())}
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> contextlib.AbstractContextManager[None]:
         """Draw again what the recorded call drew, and leave the generators untouched."""
+        return self._restored() if self.states else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
         now = [(generator, generator.get()) for generator, _ in self.states]
         self.restore()
         try:
@@ -140,22 +165,29 @@ _FLAGS = [
 ]
 
 
+_CPU = torch.device("cpu")
+
+
 class Flags:
     """Settings of torch that choose dtypes, devices and kernels."""
 
     def __init__(self) -> None:
         self.values = [flag.get() for flag in _FLAGS]
-        self.device = torch.get_default_device()
+        self.device = _default_device()
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Set what has been changed since back, for a while."""
+        now = Flags()
+        return contextlib.nullcontext() if now.__dict__ == self.__dict__ else self._restored(now)
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Set what has been changed since back, for a while."""
+    def _restored(self, present: Flags) -> Iterator[None]:
         moved = [
             (flag, then, now)
-            for flag, then, now in zip(_FLAGS, self.values, (flag.get() for flag in _FLAGS), strict=True)
+            for flag, then, now in zip(_FLAGS, self.values, present.values, strict=True)
             if then != now
         ]
-        same_device = torch.get_default_device() == self.device
+        same_device = present.device == self.device
         try:
             for flag, then, _ in moved:
                 flag.set(then)
@@ -164,6 +196,11 @@ class Flags:
         finally:
             for flag, _, now in moved:
                 flag.set(now)
+
+
+def _default_device() -> torch.device:
+    """Return where new tensors are made; a mode says so if it is not a CPU."""
+    return torch.get_default_device() if _torch.num_function_modes() else _CPU
 
 
 class AutocastState:
@@ -175,12 +212,18 @@ class AutocastState:
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
         }
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> contextlib.AbstractContextManager[None]:
         """Cast as the recorded call did; without a cache, whose entries would outlive the recomputation."""
+        casts = {
+            kind for kind, (enabled, _) in self.kinds.items() if enabled or torch.is_autocast_enabled(kind)
+        }
+        return self._restored(casts) if casts else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self, casts: set[str]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for kind, (enabled, dtype) in self.kinds.items():
-                if enabled or torch.is_autocast_enabled(kind):
+                if kind in casts:
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )

@@ -18,6 +18,7 @@ from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
+from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.tree import Tree, tree_map
 from metagrad.meta.curvature import inner_curvature, observed_layers
@@ -302,10 +303,12 @@ def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:
             "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
             "learn from the support examples. Does the model detach its output?"
         )
-    for name, gradient in zip(params, grads, strict=True):
-        if gradient is not None and gradient.layout is not torch.strided:
+    with without_torch_function():
+        layouts = [None if gradient is None else gradient.layout for gradient in grads]
+    for name, layout in zip(params, layouts, strict=True):
+        if layout not in (None, torch.strided):
             raise ValueError(
-                f"MAML: the inner gradient of {name!r} is a sparse tensor, {gradient.layout}, as F.embedding(..., "
+                f"MAML: the inner gradient of {name!r} is a sparse tensor, {layout}, as F.embedding(..., "
                 f"sparse=True) makes it, which has no derivative. Pass sparse=[{name!r}] to MAML, which adapts the "
                 "rows that are looked up, or leave sparse at False there."
             )

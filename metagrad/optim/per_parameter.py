@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import without_torch_function
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -74,12 +75,13 @@ class PerParameter(RuleNode):
         at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
         slots = state[1:]
         rows = []
-        for (key, w), *chosen in zip(params.items(), *at, strict=True):
+        with without_torch_function():  # modes that look at calls are not told of what no value depends on
+            kinds = [(w.numel(), w.dtype) for w in params.values()]
+        for (key, w), (size, dtype), *chosen in zip(params.items(), kinds, *at, strict=True):
             own = [None if slot is None else slot[key] for slot in slots]
-            if not w.numel():
+            if not size:
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
-            dtype = w.dtype
             results = self.move(
                 count(state.step, dtype),
                 w,
@@ -87,7 +89,7 @@ class PerParameter(RuleNode):
                 *own,
                 **dict(zip(keywords, chosen, strict=True)),
             )
-            rows.append([result if result is None else _in_dtype(result, dtype) for result in results])
+            rows.append(_in_dtype(results, dtype))
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
 
@@ -119,9 +121,13 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
     return {key: grads[key] for key in params}
 
 
-def _in_dtype(result: Tensor, dtype: torch.dtype) -> Tensor:
+def _in_dtype(results: tuple[Tensor | None, ...], dtype: torch.dtype) -> Sequence[Tensor | None]:
     # A 0-d tensor as hyper-parameter widens a 0-d parameter, which in place would keep its dtype.
-    return result if result.dtype == dtype else result.to(dtype)
+    with without_torch_function():
+        widened = [result is not None and result.dtype != dtype for result in results]
+    if not any(widened):
+        return results
+    return [r if r is None or not wide else r.to(dtype) for r, wide in zip(results, widened, strict=True)]
 
 
 def _by_name(params: Params, rows: Sequence[Iterable[Any]], pattern: Iterable[object | None]) -> list[Any]:

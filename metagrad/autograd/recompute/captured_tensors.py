@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.recompute.journal import Entry, Journal, take_apart
-from metagrad.autograd.recompute.writes import Writes, written_by
+from metagrad.autograd.recompute.journal import ATOMS, Entry, Journal, take_apart
+from metagrad.autograd.recompute.writes import Writes, may_write, written_by
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.graph import graph_nodes
@@ -42,6 +42,9 @@ REPEAT = (
     "It must do the same again: depend on its arguments, on the tensors that it reads, on the random numbers of "
     "torch, NumPy and Python, and on the attributes of its modules alone."
 )
+
+
+_NOTHING: dict[str, Any] = {}
 
 
 class Constant(NamedTuple):
@@ -195,9 +198,12 @@ class FunctionModes:
     def __init__(self) -> None:
         self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> contextlib.AbstractContextManager[None]:
         """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
+        return self._restored() if self.modes else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _restored(self) -> Iterator[None]:
         active = set(map(id, _torch.function_modes()))
         missing = [mode for mode in self.modes if id(mode) not in active]
         for mode in missing:
@@ -275,15 +281,19 @@ class Observer(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         tensors: list[Tensor] = []
         constants: list[Any] = [torch.is_grad_enabled(), func]
-        for value in args:
+        for value in (
+            (*args, *kwargs.values()) if kwargs else args
+        ):  # without a call for each: it shows in a step
             if isinstance(value, Tensor):
                 tensors.append(value)
                 constants.append(Tensor)
+            elif type(value) in ATOMS:
+                constants.append(value)
             else:
                 take_apart(value, tensors, constants)
         if kwargs:
-            take_apart(kwargs, tensors, constants)
-        return self._called(tuple(constants), tensors, func, args, kwargs or {})
+            constants += kwargs
+        return self._called(tuple(constants), tensors, func, args, kwargs or _NOTHING)
 
     def _called(
         self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
@@ -311,7 +321,8 @@ class Recorder(Observer):
         self.enclosing = enclosing
         self.arguments = {id(tensor): tensor for tensor in arguments}
         self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
-        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.made = {key: weakref.ref(tensor) for key, tensor in self.arguments.items()}
+        """What torch functions returned, and the arguments, which are made outside."""
         self.without_grad: set[int] = set()
         self.own: set[Node] = set(self.entrances)
         """Nodes of which everything that depends on them was made by the function: also what recordings inside this
@@ -321,7 +332,7 @@ class Recorder(Observer):
     def _called(
         self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        if kwargs.get("generator") is not None:
+        if kwargs and kwargs.get("generator") is not None:
             self._note_generator(kwargs["generator"])
         # Before the call, which may raise or leave the operator to the other operand.
         number = self.reads.journal.append(entry)
@@ -329,17 +340,16 @@ class Recorder(Observer):
         if free:
             others = {i: self.reads.add(tensor, number, i, self.enclosing) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), others)
-        targets = written_by(function, args, kwargs)
-        if targets:
+        if may_write(function, kwargs) and (targets := written_by(function, args, kwargs)):
             with unobserved():
                 for recorder in (self, *self._enclosing_recorders()):
                     recorder.reads.writes.protect(function, targets)
         result = function(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_in(result)
-        with_grad = False
         for tensor in made:
-            with_grad = with_grad or tensor.requires_grad
-        self.reads.journal.with_grad[number] = with_grad
+            if tensor.requires_grad:
+                self.reads.journal.with_grad[number] = True
+                break
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
 
@@ -366,11 +376,9 @@ class Recorder(Observer):
         """
         doubtful: dict[int, Tensor] = {}
         for position, tensor in enumerate(tensors):
-            key = id(tensor)
-            if key not in self.arguments:
-                made = self.made.get(key)
-                if made is None or made() is not tensor or key in self.without_grad:
-                    doubtful[position] = tensor
+            made = self.made.get(id(tensor))
+            if made is None or made() is not tensor or id(tensor) in self.without_grad:
+                doubtful[position] = tensor
         if not doubtful:
             return doubtful
         with unobserved():
@@ -391,7 +399,7 @@ class Recorder(Observer):
     def has_made(self, tensor: Tensor) -> bool:
         """Say whether a torch function of the call returned the tensor."""
         made = self.made.get(id(tensor))
-        return made is not None and made() is tensor
+        return made is not None and made() is tensor and id(tensor) not in self.arguments
 
     def note(self, made: Iterable[Tensor]) -> None:
         """Remember tensors as made by the function."""
@@ -443,8 +451,10 @@ class Recorder(Observer):
         """Raise if a graph ends at a tensor that was never seen: its gradient would be lost."""
         leaves = {id(tensor) for tensor in self.reads.differentiable}
         for node in nodes:
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and id(variable) not in leaves and not self._is_known(variable):
+            if type(node) is not _torch.AccumulateGrad:
+                continue
+            variable = node.variable  # type: ignore[attr-defined]
+            if id(variable) not in leaves and not self._is_known(variable):
                 raise ValueError(
                     f"{name}: the function depends on a tensor of shape {tuple(variable.shape)} that requires "
                     "grad and that only a custom autograd.Function or a torch.func transform reads. Pass it "

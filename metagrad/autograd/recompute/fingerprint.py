@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import disabled_torch_dispatch, is_functorch_wrapped
+from metagrad.core._torch import disabled_torch_dispatch, flattened, is_functorch_wrapped
 
 _NUM_SAMPLES = 32
-_MOST_TO_COPY = 2**10  # entries of a tensor that is summed together with others
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
 
 RELATIVE_ERROR = 1e-5
@@ -38,11 +36,16 @@ class Fingerprint:
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self.kinds = [_kind(tensor) for tensor in tensors]
-        groups: dict[tuple, list[Tensor]] = defaultdict(list)
-        for tensor, kind in zip(tensors, self.kinds, strict=True):
-            if tensor is not None and kind is not None and 0 not in kind.shape:
-                groups[tensor.device, kind.dtype].append(tensor)
+        self._numbers: dict[int, float] = {}  # of which a transfer is no more than a call
+        groups: dict[tuple, list[Tensor]] = {}
         with torch.no_grad():
+            for index, (tensor, kind) in enumerate(zip(tensors, self.kinds, strict=True)):
+                if tensor is None or kind is None or 0 in kind.shape:
+                    continue
+                if tensor.is_cpu and tensor.numel() == 1:
+                    self._numbers[index] = tensor.item()
+                else:
+                    groups.setdefault((tensor.device, kind.dtype), []).append(tensor)
             self._groups = [_Group.of(group) for group in groups.values()]
 
     def difference(self, tensors: Sequence[Tensor | None], *, exact: bool) -> str | None:
@@ -57,6 +60,12 @@ class Fingerprint:
             for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
                 if kind is not None and now is not None and kind != now:
                     return f"result {index} was {kind}, and became {now}"
+        for index in self._numbers.keys() & other._numbers.keys():
+            tensor = tensors[index]
+            assert tensor is not None
+            error = 0.0 if exact else _kept(tensor.dtype)[1]
+            if not _agree([self._numbers[index]], [other._numbers[index]], error):
+                return f"a result of shape {tuple(tensor.shape)} has other values"
         for group, again in zip(self._groups, other._groups, strict=False):
             difference = group.difference(again, exact)
             if difference is not None:
@@ -73,7 +82,7 @@ class _Kind(NamedTuple):
 
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
-    if tensor is None or is_functorch_wrapped(tensor) or tensor.layout != torch.strided or tensor.is_meta:
+    if tensor is None or is_functorch_wrapped(tensor) or tensor.layout is not torch.strided or tensor.is_meta:
         return None
     if getattr(type(tensor), "__torch_dispatch__", None) is not disabled_torch_dispatch:
         return None  # a subclass with operations of its own
@@ -87,7 +96,9 @@ class _Group(NamedTuple):
     sizes: tuple[int, ...]
     """How many entries of each are known or summed together."""
     numbers: Tensor | bytes
-    """Entries of each tensor, then the sum, in the widest dtype. On a CPU bytes, which are no storage."""
+    """Entries of each tensor. On a CPU bytes, which are no storage."""
+    total: Tensor | complex
+    """The sum of all entries that are known."""
     dtype: torch.dtype
     rounding: float
     """The relative error of results that were computed in another order."""
@@ -95,15 +106,15 @@ class _Group(NamedTuple):
     @classmethod
     def of(cls, tensors: list[Tensor]) -> _Group:
         parts = [_part(tensor) for tensor in tensors]
-        sizes = tuple(part.numel() for part in parts)
-        dtype = tensors[0].dtype
-        wide, rounding = _widest(dtype)
-        shapes = [tensor.shape for tensor in tensors]
-        return cls(shapes, sizes, _numbers(torch.cat(parts).to(wide), _places(sizes)), wide, rounding)
+        sizes = tuple([part.numel() for part in parts])
+        kept, rounding = _kept(tensors[0].dtype)
+        entries = flattened(parts)
+        numbers = _numbers(entries if entries.dtype == kept else entries.to(kept), _places(sizes))
+        return cls([tensor.shape for tensor in tensors], sizes, *numbers, kept, rounding)
 
     def difference(self, other: _Group, exact: bool) -> str | None:
         """Say which tensor differs."""
-        if isinstance(self.numbers, bytes) and self.numbers == other.numbers:
+        if isinstance(self.numbers, bytes) and (self.numbers, self.total) == (other.numbers, other.total):
             return None
         first, second = self._listed(), other._listed()
         error = 0.0 if exact else self.rounding
@@ -113,8 +124,9 @@ class _Group(NamedTuple):
             if not _agree(first[start:end], second[start:end], error):
                 return f"a result of shape {tuple(shape)} has other values"
             start = end
-        # Errors of the terms are independent.
-        if not _agree(first, second, error * max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))):
+        # The errors of the terms are independent.
+        error *= max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))
+        if not _agree([*first, complex(self.total)], [*second, complex(other.total)], error):
             return (
                 f"results of shapes {', '.join(str(tuple(shape)) for shape in self.shapes)} have another sum"
             )
@@ -126,42 +138,40 @@ class _Group(NamedTuple):
         return torch.frombuffer(bytearray(self.numbers), dtype=self.dtype).tolist()
 
 
-def _numbers(entries: Tensor, places: np.ndarray) -> Tensor | bytes:
-    """Return the entries at some places, then the sum of all."""
-    if entries.device.type == "cpu":
+def _numbers(entries: Tensor, places: np.ndarray) -> tuple[Tensor | bytes, Tensor | complex]:
+    """Return the entries at some places, and the sum of all in double precision."""
+    if entries.is_cpu:
         array = entries.numpy()
-        return array.take(places).tobytes() + array.sum().tobytes()
-    return torch.cat([entries[torch.from_numpy(places).to(entries.device)], entries.sum().reshape(1)])
+        return array.take(places).tobytes(), np.add.reduce(array, dtype=np.result_type(array, np.float64))
+    wide = torch.promote_types(entries.dtype, torch.float64)
+    return entries[torch.from_numpy(places).to(entries.device)], entries.sum(dtype=wide)
 
 
 @functools.lru_cache(maxsize=64)
-def _widest(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """Return the dtype that holds all numbers of another, and the error that recomputing them may have."""
+def _kept(dtype: torch.dtype) -> tuple[torch.dtype, float]:
+    """Return a dtype that NumPy knows for the numbers of another, and the error that recomputing them may have."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64, 0.0
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    return wide, max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps)
+    rounding = max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps)
+    least = torch.complex64 if dtype.is_complex else torch.float32
+    return least if dtype.itemsize < least.itemsize else dtype, rounding
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """Return all entries of a tensor, or of many a few, and their sum unless there are very many."""
+    """Return the entries of a tensor, or a few of very many."""
     size = tensor.numel()
-    if size <= _MOST_TO_COPY:
-        return tensor.reshape(-1)
+    if size <= _MOST_TO_SUM:
+        return tensor
     step = -(-size // _NUM_SAMPLES)
     if tensor.is_contiguous():
-        samples = tensor.as_strided((-(-size // step),), (step,))
-    else:
-        places = torch.arange(0, size, step, device=tensor.device)
-        samples = tensor[torch.unravel_index(places, tensor.shape)]
-    if size > _MOST_TO_SUM:
-        return samples
-    return torch.cat([samples, tensor.sum(dtype=_widest(tensor.dtype)[0]).reshape(1)])
+        return tensor.as_strided((-(-size // step),), (step,))
+    places = torch.arange(0, size, step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]
 
 
 def _steps(size: int) -> range:
     """Return which entries of a part are kept."""
-    return range(0, size, -(-size // (_NUM_SAMPLES + 1)))
+    return range(0, size, -(-size // _NUM_SAMPLES))
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 Entry: TypeAlias = tuple
 """(grad mode, torch function, constants of its arguments ...)."""
 
-_ATOMS = frozenset(
+ATOMS = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
@@ -35,10 +35,10 @@ def take_apart(value: Any, tensors: list[Tensor], constants: list[Any]) -> None:
     if isinstance(value, Tensor):
         tensors.append(value)
         constants.append(Tensor)
-    elif type(value) in _ATOMS:
+    elif type(value) in ATOMS:
         constants.append(value)
     elif isinstance(value, (list, tuple)):
-        if len(value) > _LONG and all(type(item) in _ATOMS for item in value):
+        if len(value) > _LONG and all(type(item) in ATOMS for item in value):
             constants.append(hash(tuple(value)))
             return
         constants.append(len(value))
@@ -56,14 +56,14 @@ def _constants_of(value: Any) -> Iterator[Any]:
     """Yield what identifies an argument that is neither a tensor, a plain value nor a container."""
     if isinstance(value, slice):
         yield from (
-            item if type(item) in _ATOMS else type(item) for item in (value.start, value.stop, value.step)
+            item if type(item) in ATOMS else type(item) for item in (value.start, value.stop, value.step)
         )
     elif isinstance(value, (np.ndarray, np.generic)):
         yield (value.shape, value.dtype)
         yield None if value.dtype == object else hash(value.tobytes())
     elif isinstance(value, functools.partial):
         yield from _constants_of(value.func)
-        yield from (item for item in (*value.args, *value.keywords.values()) if type(item) in _ATOMS)
+        yield from (item for item in (*value.args, *value.keywords.values()) if type(item) in ATOMS)
     elif isinstance(value, types.FunctionType):
         yield value.__code__
         yield from _captured_by(value)
@@ -75,14 +75,14 @@ def _captured_by(function: Any) -> Iterator[Any]:
     """Yield the plain values that a Python function has closed over, or has as defaults."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            if type(cell.cell_contents) in _ATOMS:
+            if type(cell.cell_contents) in ATOMS:
                 yield cell.cell_contents
-    yield from (default for default in function.__defaults__ or () if type(default) in _ATOMS)
+    yield from (default for default in function.__defaults__ or () if type(default) in ATOMS)
 
 
 def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a namespace that are numbers, strings and the like."""
-    return {key: value for key, value in namespace.items() if type(value) in _ATOMS}
+    return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
 class Journal:

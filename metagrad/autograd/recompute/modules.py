@@ -92,7 +92,8 @@ class ModuleState:
         """Let the modules be as they were."""
         for module, plain, buffers in self.states:
             module.__dict__.update(plain)
-            module._buffers.update(buffers)
+            if buffers:
+                module._buffers.update(buffers)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -104,16 +105,17 @@ class ModuleState:
         finally:
             for module, attributes, buffers, lists in now:
                 _put_back(module.__dict__, attributes)
-                _put_back(module._buffers, buffers)
+                if buffers or module._buffers:
+                    _put_back(module._buffers, buffers)
                 for name, items in lists.items():
                     module.__dict__[name][:] = items
 
 
 def _held(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, list]]:
     """Return what a module holds: its attributes, its buffers, and what its lists hold."""
-    attributes = dict(module.__dict__)
+    attributes = module.__dict__.copy()
     lists = {name: list(value) for name, value in attributes.items() if type(value) is list}
-    return attributes, dict(module._buffers), lists
+    return attributes, module._buffers.copy(), lists
 
 
 def _put_back(namespace: dict[str, Any], values: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ class Call:
         self.arguments = arguments
         self.num_arguments = num_arguments
         self.reads = Reads()
-        self.results = Fingerprint([])
+        self.results: Fingerprint | None = None
         self.constants: list[tuple] = []
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         with unobserved():
@@ -101,6 +101,7 @@ class Call:
             yield
 
     def _verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        assert self.results is not None
         difference = self.results.difference(outputs, exact=is_deterministic())
         if difference is None and self.constants:
             inputs = {node for tensor in tensors if (node := tensor.grad_fn) is not None}

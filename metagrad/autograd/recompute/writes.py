@@ -24,6 +24,11 @@ _HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 _ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}
 
 
+def may_write(function: Callable, kwargs: dict[str, Any]) -> bool:
+    """Say whether a torch function writes into anything, by its name and its keywords alone."""
+    return _writing(function) is not None or "out" in kwargs
+
+
 def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a torch function may write into."""
     found = tensors_in(kwargs["out"]) if "out" in kwargs else []
