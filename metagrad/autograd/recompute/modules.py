@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from metagrad.autograd.recompute.journal import plain_values
 
@@ -87,6 +87,16 @@ class ModuleState:
                 if module._buffers.get(name) is not buffer:
                     return name
         return None
+
+    def buffers(self) -> list[Tensor]:
+        """Return all buffers, as they were."""
+        return [buffer for _, _, buffers in self.states for buffer in buffers.values() if buffer is not None]
+
+    def is_as_now(self) -> bool:
+        """Say whether flags, numbers and buffers are as they were."""
+        return self.rebound_buffer() is None and all(
+            plain_values(module.__dict__) == plain for module, plain, _ in self.states
+        )
 
     def put_back(self) -> None:
         """Let the modules be as they were."""

@@ -46,7 +46,7 @@ class _Swept(torch.autograd.Function):
 
         if torch.is_grad_enabled():
             return (None, *eager())
-        with loop.autocast.restored():
+        with loop.surroundings():
             return (None, *loop.kernels.attempt(compiled, eager))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from metagrad.autograd.compile.backend import Repeated
 from metagrad.autograd.compile.check import check_compilable
 from metagrad.autograd.compile.compiled import operand
 from metagrad.autograd.compile.retained_graph import rooted
+from metagrad.autograd.recompute.modules import ModuleState
 from metagrad.autograd.unrolling.compiled_steps import Kernels, Layout, Versions, Wanted, checked_before
 from metagrad.autograd.unrolling.schedule import Step, plain
-from metagrad.core.capture import AutocastState
+from metagrad.core.capture import AutocastState, Flags
 from metagrad.core.tree import HOLE, Structure, Tree, TreeSpec, dissect, tree_flatten
 
 Around = Callable[[int], contextlib.AbstractContextManager]
@@ -57,7 +58,8 @@ class Loop:
         self.tensors = [leaf for leaf in (*counted, *scaled) if isinstance(leaf, Tensor)]
         self.width = sum(isinstance(leaf, Tensor) for leaf in counted)
         self.numbers = [torch.full((), t, dtype=torch.int64, device=self.device) for t in times]
-        self.autocast = AutocastState()
+        self.autocast, self.flags = AutocastState(), Flags()
+        self._note_modules()
         self.aux: Structure | None = None
         self._repeated = Repeated()
 
@@ -126,16 +128,33 @@ class Loop:
         state, shared = ([operand(tensor, True) for tensor in part] for part in (state, shared))
         args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
         self.kernels.note(self.owner, check_compilable(self.step, args, self.kernels.call))
+        self._note_modules()
+
+    def _note_modules(self) -> None:
+        self.modules = ModuleState(self.kernels.modules(self.owner, self.step))
+        self.buffers = Versions.of(self.modules.buffers())
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Set up autocast, flags and modules as they were when the loop was made, for what is computed again."""
+        with self.autocast.restored(), self.flags.restored():
+            if self.modules.is_as_now():  # and guards of compiled code need not look at them anew
+                yield
+            else:
+                with self.modules.restored():
+                    yield
 
     def eager(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the loop without compiling it: the last state, and the stacked aux."""
+        """Run the loop again without compiling it: the last state, and the stacked aux."""
         numbers = dict(zip(self.times, self.numbers, strict=True))
 
         def step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
             return self.step(state, numbers[t], *args)
 
         state = self.layout.state.fill(tensors[: self.width])
-        state, aux = plain(step, state, self.layout.args.fill(tensors[self.width :]), self.times)
+        self.buffers.check(self.kernels.call)
+        with self.surroundings():
+            state, aux = plain(step, state, self.layout.args.fill(tensors[self.width :]), self.times)
         return dissect((state, aux))[0]
 
     def chained(self, tensors: Sequence[Tensor]) -> list[Tensor]:

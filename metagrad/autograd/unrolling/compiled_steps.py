@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions, laid_out, pass_gate
 from metagrad.autograd.compile.fallback import Fallback
+from metagrad.autograd.recompute.modules import modules_of
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.tree import HOLE, Structure, Tree, tree_flatten, tree_leaves
@@ -32,6 +33,12 @@ class Versions(NamedTuple):
 
     tensors: list[Tensor]
     numbers: list[int]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Versions:
+        """Note the versions of tensors; inference tensors, which nobody writes into, have none."""
+        counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        return cls(counted, [tensor._version for tensor in counted])
 
     def check(self, call: str) -> None:
         """Raise if one was modified since."""
@@ -58,17 +65,24 @@ class Kernels(Fallback):
         self.pull = Compiled(_pull, options.options)
         self.whole = Compiled(_whole, options.options)
         self._read: weakref.WeakKeyDictionary[object, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._modules: weakref.WeakKeyDictionary[object, list[weakref.ref]] = weakref.WeakKeyDictionary()
 
     def note(self, owner: object, read: list[Tensor]) -> None:
         """Remember, as long as a step's owner lives, what the step reads without being handed it."""
         self._read[owner] = read
+        self._modules.pop(owner, None)
+
+    def modules(self, owner: object, step: Step) -> list[nn.Module]:
+        """Return the modules that a step can reach, which are looked for when it is compiled."""
+        if owner not in self._modules:
+            self._modules[owner] = [weakref.ref(module) for module in modules_of(step)]
+        return [module for reference in self._modules[owner] if (module := reference()) is not None]
 
     def versions(self, owner: object, find: Callable[[], object]) -> Versions:
         """Return what a step reads without being handed it; ``find`` leads to :meth:`note` if that is not known."""
         if owner not in self._read:
             find()
-        read = self._read[owner]
-        return Versions(read, [tensor._version for tensor in read])
+        return Versions.of(self._read[owner])
 
 
 def flat_step(

@@ -403,3 +403,55 @@ def test_by_inductor(memory):
 @pytest.mark.slow
 def test_one_graph_by_inductor():
     torch.testing.assert_close(gradients(2, compile="whole"), gradients(2), rtol=1e-10, atol=1e-14)
+
+
+class Switched(torch.nn.Module):
+    """A layer whose value depends on its flag, on a number and on a buffer."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3, dtype=torch.float64)
+        self.scale = 2.0
+        self.register_buffer("mean", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x).tanh() * self.mean
+        return y * self.scale if self.training else y.sin()
+
+
+def derivative_after(meddle, order, memory, **how):
+    """Differentiate a loop of a module that is meddled with once the loop has run."""
+    model, x = Switched(), draw(3).requires_grad_()
+    with torch.no_grad():
+        model.linear.weight.copy_(draw(3, 3, seed=1))
+        model.linear.bias.zero_()
+    weights = dict(model.named_parameters())
+
+    def step(s, t, weights):
+        return 0.5 * s + torch.func.functional_call(model, weights, (s,)), None
+
+    y, _ = mg.unroll(step, x, weights, steps=4, memory=memory, **how)
+    meddle(model)
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=order == 2)
+    return g if order == 1 else torch.autograd.grad(g.square().sum(), x)[0]
+
+
+MEDDLING = {
+    "flag": torch.nn.Module.eval,
+    "number": lambda model: setattr(model, "scale", 3.0),
+    "buffer bound anew": lambda model: setattr(model, "mean", model.mean * 5),
+}
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+def test_modules_that_change_after_a_compiled_loop_change_no_derivative(memory):
+    how = {"compile": {"backend": "eager"}}
+    for order in (1, 2):
+        expected = derivative_after(lambda model: None, order, "full")
+        for meddle in MEDDLING.values():
+            got = derivative_after(meddle, order, memory, **how)
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+        with pytest.raises(RuntimeError, match="modified (in place|by an inplace operation)"):
+            derivative_after(lambda model: model.mean.mul_(2), order, memory, **how)
