@@ -453,5 +453,5 @@ def test_modules_that_change_after_a_compiled_loop_change_no_derivative(memory):
         for meddle in MEDDLING.values():
             got = derivative_after(meddle, order, memory, **how)
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
-        with pytest.raises(RuntimeError, match="modified (in place|by an inplace operation)"):
+        with pytest.raises(RuntimeError, match=r"modified (in place|by an inplace operation)"):
             derivative_after(lambda model: model.mean.mul_(2), order, memory, **how)
