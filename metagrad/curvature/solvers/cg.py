@@ -1,8 +1,9 @@
-"""Conjugate gradients, with negative curvature, a trust radius and stopping rules of optimizers."""
+"""Conjugate gradients, row by row, with negative curvature, a trust radius and stopping rules of optimizers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,12 +35,157 @@ class CGState(NamedTuple):
     x: Tensor  # iterates, [k, n]
     r: Tensor  # residuals b - A x, [k, n]
     p: Tensor  # search directions, [k, n]
-    rz: Tensor  # r^T M r with the preconditioner M, [k]
+    x_image: Tensor  # M x, of the matrix M whose inverse preconditions, [k, n]
+    p_image: Tensor  # M p, likewise
+    rz: Tensor  # r^T M^-1 r, [k]
+    scale: Tensor  # the largest |A p| / |p| so far, in the norms of M, [k]
     steps: Tensor  # int64 [k]
     status: Tensor  # int64 [k]
     direction: Tensor  # of negative curvature, [k, n]
-    norms: tuple[Tensor, Tensor, Tensor]  # x^T M^-1 x, x^T M^-1 p and p^T M^-1 p, [k] each
     models: tuple[Tensor, ...]  # values x^T A x / 2 - b^T x of the model at all iterates so far, [k] each
+    products: int  # with all rows together
+
+
+@dataclass(frozen=True)
+class ConjugateGradients:
+    r"""The iteration, on the tape if products are; every row may have a matrix of its own.
+
+    Norms :math:`|x|^2 = x^T M x` are those of the preconditioner, which multiplies with the inverse of M.
+
+    Args:
+        products: Multiplies rows; those that have ended are False in its second argument, and may give anything.
+        tolerance: Norms of residuals at which rows have converged, [k].
+        precondition: A map of rows.
+        radius: Of the trust region around 0, where the iteration must start then, [k].
+        progress: As of :class:`CG`.
+        follows_negative: Where the curvature :math:`\kappa = p^T A p / p^T M p` is not above rounding errors, take
+            one last step along p by its absolute value (Dauphin et al., NeurIPS 2014); or by that of M where there
+            is none but rounding, as gradient descent does. Else the iterate before is what a row ends with.
+        observe: Called at each step with its number, residuals, directions p, products A p, and the rows in which p
+            has positive curvature.
+    """
+
+    products: Callable[[Tensor, Tensor], Tensor]
+    tolerance: Tensor
+    precondition: Rows | None = None
+    radius: Tensor | None = None
+    progress: float | None = None
+    follows_negative: bool = False
+    observe: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
+
+    def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGState:
+        """Iterate from x with the residual r, in the rows that are sound; the others are not finite."""
+        state = self._initial_state(b, x, r, is_sound)
+        for step in range(max_steps):
+            if not bool((state.status == RUNNING).any()):
+                break
+            state = self._step(step, state, b)
+        return state._replace(status=ended(state.status))
+
+    def _initial_state(self, b: Tensor, x: Tensor, r: Tensor, is_sound: Tensor) -> CGState:
+        status = fill(running(b), ~is_sound, Result.NON_FINITE)
+        status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
+        z, rz, status = self._preconditioned(r, status)
+        return CGState(
+            x,
+            r,
+            z,
+            x_image=x,
+            p_image=r,
+            rz=rz,
+            scale=torch.zeros_like(rz.detach()),
+            steps=torch.zeros_like(status),
+            status=status,
+            direction=torch.zeros_like(b, requires_grad=False),
+            models=self._models((), x, b, r),
+            products=0,
+        )
+
+    def _step(self, step: int, state: CGState, b: Tensor) -> CGState:
+        q = self.products(state.p, state.status == RUNNING)
+        status = fill(state.status, ~is_finite(q), Result.NON_FINITE)
+        moves = status == RUNNING
+        q = torch.where(moves[:, None], q, 0.0)
+        curvature, rounding, scale = self._curvature(state, q)
+        is_negative = moves & (dot(state.p, q) <= rounding)
+        if self.observe is not None:
+            self.observe(step, state.r, state.p, q, moves & ~is_negative)
+        status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
+        alpha = divide(state.rz, curvature, where=moves if self.follows_negative else moves & ~is_negative)
+        if self.radius is not None:
+            to_boundary = _step_to_boundary(state, self.radius)
+            leaves = moves & (is_negative | (alpha >= to_boundary))
+            alpha = torch.where(leaves, to_boundary, alpha)
+            status = fill(status, leaves, Result.BOUNDARY)
+        x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
+        status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
+        models = self._models(state.models, x, b, r)
+        status = fill(status, self._makes_no_progress(models), Result.PROGRESS)
+        z, rz, status = self._preconditioned(r, status)
+        goes_on = status == RUNNING
+        beta = divide(rz, state.rz, where=goes_on)[:, None]
+        p = torch.where(goes_on[:, None], z + beta * state.p, state.p)
+        return CGState(
+            x,
+            r,
+            p,
+            x_image=x if self.precondition is None else state.x_image + alpha[:, None] * state.p_image,
+            p_image=p if self.precondition is None else r + beta * state.p_image,
+            rz=torch.where(goes_on, rz, state.rz),
+            scale=scale,
+            steps=state.steps + (alpha.detach() != 0),
+            status=status,
+            direction=state.direction
+            if self.follows_negative
+            else torch.where(is_negative[:, None], _unit(state.p), state.direction),
+            models=models,
+            products=state.products + 1,
+        )
+
+    def _preconditioned(self, r: Tensor, status: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return z = M^-1 r, r^T z, and the status."""
+        z = r if self.precondition is None else self.precondition(r)
+        rz = dot(r, z)
+        status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
+        return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
+
+    def _curvature(self, state: CGState, q: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
+        """Return what r^T z is divided by, the p^T A p that may be rounding, and the scale so far."""
+        pq = dot(state.p, q)
+        if not self.follows_negative:
+            return pq, 0.0, state.scale
+        pp = dot(state.p, state.p_image)
+        images = dot(q, q if self.precondition is None else self.precondition(q)).detach()
+        scale = torch.maximum(state.scale, divide(images, pp.detach(), where=pp.detach() > 0).sqrt())
+        rounding = torch.finfo(pq.dtype).eps * scale * pp
+        return torch.where(pq.abs() <= rounding, pp, pq.abs()), rounding, scale
+
+    def _models(self, models: tuple[Tensor, ...], x: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, ...]:
+        if self.progress is None:
+            return ()
+        return (*models, -0.5 * dot(x.detach(), b.detach() + r.detach()))
+
+    def _makes_no_progress(self, models: tuple[Tensor, ...]) -> Tensor:
+        """Martens' rule, at step i = len(models) - 1."""
+        step = len(models) - 1
+        lag = max(10, math.ceil(step / 10))
+        if self.progress is None or step <= lag:
+            return torch.tensor(False)
+        now, before = models[-1], models[-1 - lag]
+        return (now < 0) & (before - now < lag * self.progress * now.abs())
+
+
+def _step_to_boundary(state: CGState, radius: Tensor) -> Tensor:
+    """Return the positive root t of |x + t p| = radius; in the form that does not cancel, as iterates only grow."""
+    xp, pp = dot(state.x, state.p_image), dot(state.p, state.p_image)
+    rest = (radius**2 - dot(state.x, state.x_image)).clamp_min(0)
+    discriminant = xp * xp + pp * rest
+    is_inside = discriminant > 0
+    return divide(rest, xp + torch.where(is_inside, discriminant, 1.0).sqrt(), where=is_inside)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows.detach() / norm(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
 
 
 @dataclass(frozen=True)
@@ -106,105 +252,12 @@ class CG:
                 "Leave out x0."
             )
         x, r = initial(products, b, x0)
-        state = self._initial_state(x, r, b, precondition, limits)
-        for _ in range(limits.max_steps):
-            if not bool((state.status == RUNNING).any()):
-                break
-            state = self._step(state, products, b, precondition, limits)
-        return Run(state.x, state.steps, ended(state.status), state.direction)
-
-    def _initial_state(
-        self, x: Tensor, r: Tensor, b: Tensor, precondition: Rows | None, limits: Limits
-    ) -> CGState:
-        status = fill(running(b), ~is_finite(r), Result.NON_FINITE)
-        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
-        z = r if precondition is None else precondition(r)
-        rz = dot(r, z)
-        status = _checked_preconditioner(status, rz)
-        zeros = torch.zeros_like(rz)
-        return CGState(
-            x,
-            r,
-            z,
-            rz,
-            steps=torch.zeros_like(status),
-            status=status,
-            direction=torch.zeros_like(b, requires_grad=False),
-            norms=(zeros, zeros, rz.detach()),
-            models=self._models((), x, b, r),
+        iteration = ConjugateGradients(
+            lambda rows, active: multiply(products, rows, active),
+            limits.tolerance,
+            precondition,
+            None if self.radius is None else torch.full_like(limits.tolerance, self.radius),
+            self.progress,
         )
-
-    def _step(
-        self, state: CGState, products: Rows, b: Tensor, precondition: Rows | None, limits: Limits
-    ) -> CGState:
-        q = multiply(products, state.p, state.status == RUNNING)
-        status = fill(state.status, ~is_finite(q), Result.NON_FINITE)
-        moves = status == RUNNING
-        q = torch.where(moves[:, None], q, 0.0)
-        pq = dot(state.p, q)
-        status = fill(status, pq <= 0, Result.NEGATIVE_CURVATURE)
-        meets_negative = moves & (status != RUNNING)
-        alpha = divide(state.rz, pq, where=status == RUNNING)
-        if self.radius is not None:
-            to_boundary = _step_to_boundary(state.norms, self.radius)
-            status = fill(status, alpha >= to_boundary, Result.BOUNDARY)
-            alpha = torch.where(moves & (status != RUNNING), to_boundary, alpha)
-        x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
-        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
-        models = self._models(state.models, x, b, r)
-        status = fill(status, self._makes_no_progress(models), Result.PROGRESS)
-        z = r if precondition is None else precondition(r)
-        rz = dot(r, z)
-        status = _checked_preconditioner(status, rz)
-        goes_on = status == RUNNING
-        beta = divide(rz, state.rz, where=goes_on)
-        return CGState(
-            x,
-            r,
-            torch.where(goes_on[:, None], z + beta[:, None] * state.p, state.p),
-            torch.where(goes_on, rz, state.rz),
-            steps=state.steps + (alpha.detach() != 0),
-            status=status,
-            direction=torch.where(meets_negative[:, None], _unit(state.p), state.direction),
-            norms=_next_norms(state.norms, alpha.detach(), beta.detach(), rz.detach()),
-            models=models,
-        )
-
-    def _models(self, models: tuple[Tensor, ...], x: Tensor, b: Tensor, r: Tensor) -> tuple[Tensor, ...]:
-        if self.progress is None:
-            return ()
-        return (*models, -0.5 * dot(x.detach(), b.detach() + r.detach()))
-
-    def _makes_no_progress(self, models: tuple[Tensor, ...]) -> Tensor:
-        """Martens' rule, at step i = len(models) - 1."""
-        step = len(models) - 1
-        lag = max(10, math.ceil(step / 10))
-        if step <= lag:
-            return torch.tensor(False)
-        now, before = models[-1], models[-1 - lag]
-        return (now < 0) & (before - now < lag * self.progress * now.abs())  # type: ignore[operator]
-
-
-def _checked_preconditioner(status: Tensor, rz: Tensor) -> Tensor:
-    status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
-    return fill(status, rz <= 0, Result.BREAKDOWN)
-
-
-def _step_to_boundary(norms: tuple[Tensor, Tensor, Tensor], radius: float) -> Tensor:
-    """Return the positive root t of |x + t p| = radius; in the form that does not cancel."""
-    xx, xp, pp = norms
-    room = (radius**2 - xx).clamp_min(0)
-    root = torch.sqrt(xp * xp + pp * room)
-    return torch.where(xp > 0, room / (xp + root), divide(root - xp, pp, where=pp > 0))
-
-
-def _next_norms(
-    norms: tuple[Tensor, Tensor, Tensor], alpha: Tensor, beta: Tensor, rz: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Conn, Gould, Toint, equations 7.5.5 to 7.5.7: M r is orthogonal to all earlier directions in this norm."""
-    xx, xp, pp = norms
-    return xx + alpha * (2 * xp + alpha * pp), beta * (xp + alpha * pp), rz + beta * beta * pp
-
-
-def _unit(rows: Tensor) -> Tensor:
-    return rows.detach() / norm(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
+        state = iteration.run(b, x, r, limits.max_steps, is_finite(r))
+        return Run(state.x, state.steps, state.status, state.direction)

@@ -12,7 +12,7 @@ from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.solvers.solution import Result
 
 Rows: TypeAlias = Callable[[Tensor], Tensor]
-"""A linear map of rows, [k, n] to [k, n], which treats each row alike."""
+"""A linear map of rows, [k, n] to [k, n]; of one operator, unless a function says that each row has its own."""
 
 RESULTS = tuple(Result)
 RUNNING = -1

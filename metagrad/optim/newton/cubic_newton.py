@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.newton.flat import dot, norm
+from metagrad.curvature.solvers.iteration import dot
+from metagrad.optim.newton.flat import norm
 from metagrad.optim.newton.krylov import check_solver
 from metagrad.optim.newton.lanczos_rows import minimize_cubic
 from metagrad.optim.newton.second_order import (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.newton.flat import divide, dot
+from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.optim.newton.newton_system import Memory, NewtonSystem
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,

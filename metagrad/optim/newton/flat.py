@@ -6,15 +6,12 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from metagrad.curvature.solvers.iteration import Rows, dot
 from metagrad.optim.rule import Params
-
-Rows: TypeAlias = Callable[[Tensor], Tensor]
-"""A linear map of rows ``[tasks, n]``, where every task has a matrix of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,16 +90,6 @@ def check_uniform(call: str, params: Params) -> None:
                 f"{first[1].device} and {key!r} is {p.dtype} on {p.device}. Give each kind a rule, or an "
                 "optimizer, of its own."
             )
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply row with row, ``[tasks, n]`` and ``[tasks, n]`` to ``[tasks]``."""
-    return (a * b).sum(-1)
-
-
-def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:
-    """Divide where allowed, and give 0 elsewhere, there with a zero derivative too."""
-    return torch.where(where, numerator, 0.0) / torch.where(where, denominator, 1.0)
 
 
 def norm(rows: Tensor) -> Tensor:

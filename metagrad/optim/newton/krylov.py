@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.curvature import Result
-from metagrad.optim.newton.flat import Rows, divide, dot
-from metagrad.optim.newton.sampled_pairs import Pairs, no_pairs
-
-RESULTS = tuple(Result)
-_RUNNING = -1
+from metagrad.curvature.solvers.cg import ConjugateGradients
+from metagrad.curvature.solvers.iteration import Rows, dot, initial, norm
+from metagrad.optim.newton.sampled_pairs import Pairs, PairSampler
 
 
 class Krylov(NamedTuple):
@@ -25,19 +21,6 @@ class Krylov(NamedTuple):
     ending: Tensor  # index into RESULTS, int64 [tasks]
     products: int  # of all rows together
     pairs: Pairs  # of search directions p and products A p
-
-
-class _State(NamedTuple):
-    x: Tensor
-    r: Tensor  # b - A x
-    p: Tensor  # search directions
-    rr: Tensor  # r^T r
-    rz: Tensor  # r^T M^-1 r
-    scale: Tensor  # the largest |A p| / |p| so far, in the norms of M
-    steps: Tensor
-    status: Tensor
-    pairs: Pairs
-    least: Tensor  # r^T r below which a direction is rounding, and makes no pair
 
 
 def conjugate_gradients(
@@ -92,111 +75,32 @@ def conjugate_gradients(
         via Hessian-free optimization", ICML 2010, section 4.4; Dauphin et al., "Identifying and attacking the saddle
         point problem", NeurIPS 2014, for the step by the absolute curvature.
     """
-    tolerance = max(rtol, 2 * torch.finfo(b.dtype).eps) * torch.linalg.vector_norm(b.detach(), dim=-1)
-    metric, is_known = _checked(metric, b)
-    state, count = _begun(products, b, x0, metric, no_pairs(b, pairs))
-    models = [_model(state, b).detach()]
-    status = _fill(state.status, ~is_known, Result.NON_FINITE)
-    status = _fill(status, state.rr.detach().sqrt() <= tolerance, Result.CONVERGED)
-    state = state._replace(status=status)
-    for step in range(max_steps):
-        if not bool((state.status == _RUNNING).any()):
-            break
-        state = _step(state, step, products, radius, metric)
-        count += 1
-        models.append(_model(state, b).detach())
-        status = _fill(state.status, state.rr.detach().sqrt() <= tolerance, Result.CONVERGED)
-        status = _fill(status, _has_stalled(models, progress), Result.PROGRESS)
-        state = state._replace(status=status)
-    ending = _fill(state.status, state.status == _RUNNING, Result.MAX_STEPS)
-    return Krylov(state.x, _model(state, b), state.steps, ending, count, state.pairs)
+    x, r, count = _start(products, b, x0)
+    is_sound = torch.ones(len(b), dtype=torch.bool, device=b.device)
+    if metric is not None:
+        is_sound = metric.detach().isfinite().all(-1)
+        metric = torch.where(is_sound[:, None], metric, 1.0)
+    sampler = PairSampler(b, pairs)
+    run = ConjugateGradients(
+        lambda rows, active: products(rows),
+        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * norm(b),
+        precondition=None if metric is None else lambda rows: rows / metric,
+        radius=radius,
+        progress=progress,
+        follows_negative=True,
+        observe=sampler if pairs else None,
+    ).run(b, x, r, max_steps, is_sound)
+    model = -0.5 * dot(run.x, b + run.r)
+    return Krylov(run.x, model, run.steps, run.status, count + run.products, sampler.pairs)
 
 
-def _checked(metric: Tensor | None, b: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Put 1 in the rows that have no finite preconditioner, and say which have one, or need none."""
-    if metric is None:
-        return None, torch.ones(len(b), dtype=torch.bool, device=b.device)
-    is_known = metric.detach().isfinite().all(-1)
-    return torch.where(is_known[:, None], metric, 1.0), is_known
-
-
-def _begun(
-    products: Rows, b: Tensor, x0: Tensor | None, metric: Tensor | None, pairs: Pairs
-) -> tuple[_State, int]:
-    x, r, count = torch.zeros_like(b), b, 0
-    if x0 is not None:
-        residual, count = b - products(x0), 1
-        is_better = (dot(x0, b + residual) > 0)[:, None]  # the model at x0 is below that at 0
-        x, r = torch.where(is_better, x0, x), torch.where(is_better, residual, r)
-    steps = torch.zeros(len(b), dtype=torch.int64, device=b.device)
-    zeros = torch.zeros_like(r[:, 0]).detach()
-    z, rr = _over(r, metric), dot(r, r)
-    rz = rr if metric is None else dot(r, z)
-    status = torch.full_like(steps, _RUNNING)
-    least = torch.finfo(b.dtype).eps ** (2 / 3) * dot(b, b).detach()
-    return _State(x, r, z, rr, rz, zeros, steps, status, pairs, least), count
-
-
-def _step(state: _State, step: int, products: Rows, radius: Tensor | None, metric: Tensor | None) -> _State:
-    goes = state.status == _RUNNING
-    p = state.p
-    q = products(p)
-    is_finite = q.detach().isfinite().all(-1)
-    status = _fill(state.status, ~is_finite, Result.NON_FINITE)
-    q = torch.where(is_finite[:, None], q, 0.0)
-    pq, pp = dot(p, q), dot(p, p if metric is None else metric * p)
-    size = divide(dot(q, _over(q, metric)).detach(), pp.detach(), where=pp.detach() > 0).sqrt()
-    scale = torch.maximum(state.scale, size)
-    rounding = torch.finfo(pq.dtype).eps * scale * pp
-    is_negative = (status == _RUNNING) & (pq <= rounding)
-    # Without any curvature along p but that of rounding, the step is that of gradient descent.
-    curvature = torch.where(pq.abs() <= rounding, pp, pq.abs())
-    alpha = divide(state.rz, curvature, where=status == _RUNNING)
-    makes_pair = (status == _RUNNING) & ~is_negative & (state.rr > state.least)
-    pairs = state.pairs.with_pair(step, p, q, makes_pair)
-    status = _fill(status, is_negative, Result.NEGATIVE_CURVATURE)
-    if radius is not None:
-        to_boundary = _to_boundary(state.x, p, pp, radius)
-        leaves = goes & is_finite & (is_negative | (alpha >= to_boundary))
-        alpha = torch.where(leaves, to_boundary, alpha)
-        status = _fill(status, leaves, Result.BOUNDARY)
-    x, r = state.x + alpha[:, None] * p, state.r - alpha[:, None] * q
-    z, rr = _over(r, metric), dot(r, r)
-    rz = rr if metric is None else dot(r, z)
-    beta = divide(rz, state.rz, where=status == _RUNNING)
-    steps = state.steps + (goes & is_finite)
-    return _State(x, r, z + beta[:, None] * p, rr, rz, scale, steps, status, pairs, state.least)
-
-
-def _over(rows: Tensor, metric: Tensor | None) -> Tensor:
-    return rows if metric is None else rows / metric
-
-
-def _model(state: _State, b: Tensor) -> Tensor:
-    return -0.5 * dot(state.x, b + state.r)
-
-
-def _to_boundary(x: Tensor, p: Tensor, pp: Tensor, radius: Tensor) -> Tensor:
-    """Return the positive root t of |x + t p| = radius, in the form that does not cancel."""
-    xp, room = dot(x, p), (radius**2 - dot(x, x)).clamp_min(0)
-    discriminant = xp * xp + pp * room
-    is_inside = discriminant > 0
-    return divide(room, xp + torch.where(is_inside, discriminant, 1.0).sqrt(), where=is_inside)
-
-
-def _has_stalled(models: list[Tensor], progress: float | None) -> Tensor:
-    """Martens' rule, at step i = len(models) - 1."""
-    step = len(models) - 1
-    lag = max(10, math.ceil(step / 10))
-    if progress is None or step <= lag:
-        return torch.tensor(False, device=models[0].device)
-    now, before = models[-1], models[-1 - lag]
-    return (now < 0) & (before - now < lag * progress * now.abs())
-
-
-def _fill(status: Tensor, where: Tensor, result: Result) -> Tensor:
-    """Give rows that still run a result, where a condition holds."""
-    return torch.where((status == _RUNNING) & where, RESULTS.index(result), status)
+def _start(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """Return x0 where the model is lower there than at 0, its residual, and how many products that took."""
+    x, r = initial(products, b, x0)
+    if x0 is None:
+        return x, r, 0
+    is_better = (dot(x0, b + r) > 0)[:, None]
+    return torch.where(is_better, x, 0.0), torch.where(is_better, r, b), 1
 
 
 def check_solver(call: str, rtol: float, progress: float | None, max_steps: int) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.optim.newton.flat import Rows, divide, dot, norm
+from metagrad.curvature.solvers.iteration import Rows, divide, dot
+from metagrad.optim.newton.flat import norm
 
 _STEPS_OF_A_SPACE, _STEPS_OF_THE_LAST = 3, 12
 """Newton steps to the root: in every space but the last it serves the stopping test alone; 12 are to rounding."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.newton.flat import divide, dot
+from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.optim.newton.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
 from metagrad.optim.newton.strong_wolfe import Searched, strong_wolfe
 from metagrad.optim.rule import Hyperparameter, Params

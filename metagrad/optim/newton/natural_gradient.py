@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.newton.damped import Damped
-from metagrad.optim.newton.flat import divide
 from metagrad.optim.newton.second_order import Problem, Step
 from metagrad.optim.rule import Hyperparameter
 

@@ -7,10 +7,11 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.curvature.solvers.iteration import dot
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.newton.flat import RowSpace, dot
+from metagrad.optim.newton.flat import RowSpace
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.lbfgs import two_loop
 from metagrad.optim.newton.sampled_pairs import Pairs

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.curvature.solvers.iteration import dot
+
 
 class Pairs(NamedTuple):
     """Directions and their products, oldest first; places that nothing has come to are zero, and come before."""
@@ -22,6 +24,22 @@ class Pairs(NamedTuple):
         return Pairs(
             *(_exchanged(old, place, new, where) for old, new in zip(self, (move, change), strict=True))
         )
+
+
+class PairSampler:
+    """Collects the pairs of a solve with right-hand sides ``b``, ``[tasks, n]``, so many of each row.
+
+    None is of a direction whose residual is below the cube root of the precision, relative to ``b``: so late,
+    directions have lost conjugacy to rounding.
+    """
+
+    def __init__(self, b: Tensor, length: int) -> None:
+        self.pairs = no_pairs(b, length)
+        self._least = torch.finfo(b.dtype).eps ** (2 / 3) * dot(b, b).detach()
+
+    def __call__(self, step: int, r: Tensor, p: Tensor, q: Tensor, where: Tensor) -> None:
+        """Take the pair of a step where it is to be kept."""
+        self.pairs = self.pairs.with_pair(step, p, q, where & (dot(r, r) > self._least))
 
 
 def no_pairs(like: Tensor, length: int) -> Pairs:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from metagrad.curvature.solvers.iteration import RESULTS, Rows, dot
 from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
-from metagrad.optim.newton.flat import Rows, RowSpace, check_uniform, dot
-from metagrad.optim.newton.krylov import RESULTS, Krylov
+from metagrad.optim.newton.flat import RowSpace, check_uniform
+from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode

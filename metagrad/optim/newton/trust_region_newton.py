@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.newton.flat import dot, norm
+from metagrad.curvature.solvers.iteration import dot
+from metagrad.optim.newton.flat import norm
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.lanczos_rows import minimize_in_ball
 from metagrad.optim.newton.second_order import (

@@ -401,6 +401,20 @@ def test_a_value_that_is_no_solution_has_no_implicit_derivative():
         indefinite.value.sum().backward()
 
 
+@pytest.mark.parametrize("least", [1.0, -1.0])
+def test_the_derivative_of_a_step_to_the_trust_radius_includes_that_of_its_length(least):
+    """The length was taken for a constant, so that the derivative left the sphere."""
+    A = torch.diag(torch.tensor([least, 2.0, 7.0], dtype=torch.float64)).requires_grad_()
+    b = random(3).requires_grad_()
+
+    def fn(A, b):
+        options = {"method": CG(radius=0.4), "differentiate": "unroll", "check_symmetry": False}
+        return solve(MatrixMap((A + A.t()) / 2), b, **options).value
+
+    torch.testing.assert_close(fn(A, b).norm().detach(), torch.tensor(0.4, dtype=torch.float64))
+    assert mg.gradcheck(fn, (A, b), order=2)
+
+
 def test_a_trust_region_does_not_bound_the_solves_of_derivatives():
     A, b = matrix("flat", 10), (1e-3 * random(10)).requires_grad_()
     x = solve(MatrixMap(A), b, method=CG(radius=1.0), rtol=1e-10).value

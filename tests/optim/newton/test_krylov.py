@@ -9,7 +9,8 @@ from scipy.optimize import brentq
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import metagrad as mg
-from metagrad.optim.newton.krylov import RESULTS, conjugate_gradients
+from metagrad.curvature.solvers.iteration import RESULTS
+from metagrad.optim.newton.krylov import conjugate_gradients
 from metagrad.optim.newton.lanczos_rows import least_root, minimize_cubic
 from metagrad.optim.newton.lbfgs import two_loop
 from metagrad.optim.newton.strong_wolfe import strong_wolfe
