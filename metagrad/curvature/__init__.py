@@ -2,18 +2,15 @@
 
 from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.layers import layer_traces
-from metagrad.curvature.estimators.norms import frobenius_norm
+from metagrad.curvature.estimators.norms import frobenius_norm, layer_traces
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.linear_map import LinearMap
-from metagrad.curvature.operators.algebra import Identity
 from metagrad.curvature.operators.batches import accumulated
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
-from metagrad.curvature.operators.named import NamedEstimate
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.minres import MINRES

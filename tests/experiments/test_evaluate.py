@@ -7,12 +7,7 @@ import torch
 from scipy import stats
 
 from experiments.build import build_parts, build_splits, generator
-from experiments.evaluate import Interval, accuracies, evaluate, mean_interval, student_quantile
-
-
-@pytest.mark.parametrize(("freedom", "tolerance"), [(3, 2e-3), (10, 1e-5), (30, 1e-6), (599, 1e-9)])
-def test_student_quantile_is_that_of_scipy(freedom, tolerance):
-    assert student_quantile(0.975, freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=tolerance)
+from experiments.evaluate import Interval, accuracies, evaluate, mean_interval
 
 
 def test_mean_interval_in_closed_form():

@@ -12,6 +12,7 @@ from metagrad.autograd.checks.missing_derivatives import named_if_missing, refus
 from metagrad.autograd.derivatives.batched_vjp import Chunk, Together, checked_chunk
 from metagrad.autograd.derivatives.variables import (
     Variable,
+    coordinates,
     differentiated,
     end_nodes,
     find_variables,
@@ -116,8 +117,7 @@ class Linearization:
         self._has_third = create_graph
         self._together = Together()
         with torch.set_grad_enabled(create_graph):
-            coordinates = [x.scatter(stacked(found), 1) for x, found in zip(variables, parts, strict=True)]
-            gradient = self._tree([c.squeeze(0) for c in coordinates])
+            gradient = self._tree(coordinates(variables, parts))
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
 
     def hvp(self, v: Tree, *, chunk: Chunk = "64MiB", create_graph: bool | None = None) -> Tree:
@@ -249,8 +249,8 @@ class Linearization:
         is_stack = counts != {None}
         return vectors if is_stack else [vector.unsqueeze(0) for vector in vectors], is_stack
 
-    def _tree(self, coordinates: Sequence[Tensor]) -> Tree:
-        wrapped = [x.wrap(c) for x, c in zip(self.variables, coordinates, strict=True)]
+    def _tree(self, values: Sequence[Tensor]) -> Tree:
+        wrapped = [x.wrap(c) for x, c in zip(self.variables, values, strict=True)]
         return tree_unflatten(wrapped, self._spec)
 
     def _refuse_closed(self) -> None:

@@ -182,16 +182,6 @@ def _looked_up(node: Node, num_rows: int) -> tuple[Tensor, Tensor]:
     return ids, ids == padding if padding < num_rows else torch.zeros_like(ids, dtype=torch.bool)
 
 
-def pads(nodes: Iterable[Node]) -> bool:
-    """Say whether a graph has lookups whose padding, a constant for derivatives, was looked up."""
-    for node in nodes:
-        if _is_lookup(node):
-            shape = node._saved_weight_sym_argsize_0 if node.name() != "_GatherBackward" else 0  # type: ignore[attr-defined]
-            if bool(_looked_up(node, shape)[1].any()):
-                return True
-    return False
-
-
 def lookup_nodes(found: Iterable[Lookups | None]) -> list[Node]:
     """Return the nodes of some lookups."""
     return [at.edge.node for lookups in found if lookups is not None for at in lookups.lookups]

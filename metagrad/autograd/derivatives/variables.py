@@ -147,3 +147,8 @@ def _refuse_sparse(call: str, variables: list[Variable], parts: list[list[Tensor
 def stacked(parts: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Take each for a stack of one."""
     return [None if part is None else part.unsqueeze(0) for part in parts]
+
+
+def coordinates(variables: Sequence[Variable], parts: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
+    """Return what :func:`differentiated` found as coordinates ``[*shape]`` of each variable."""
+    return [v.scatter(stacked(came), 1).squeeze(0) for v, came in zip(variables, parts, strict=True)]

@@ -1,9 +1,11 @@
-"""An orthonormal basis that grows, and what it becomes when one of its makers is left out."""
+"""Orthonormal bases that grow, what they become when one vector is left out, and the error of means of such."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from metagrad.curvature.estimators.probing import Probing
 
 
 class Basis:
@@ -71,3 +73,73 @@ def inverse_rows(lower: Tensor) -> Tensor:
     least = torch.finfo(lower.dtype).eps * torch.where(largest > 0, largest, torch.ones_like(largest))
     moved = torch.where(pivots.abs() < least, torch.copysign(least, pivots) - pivots, 0.0)
     return torch.linalg.solve_triangular(lower + torch.diag(moved), eye, upper=False).t()
+
+
+class ProbedBasis:
+    """Probes ``[k, n]``, an orthonormal basis of their products, and the products of the basis.
+
+    Args:
+        probing: What draws and multiplies.
+    """
+
+    def __init__(self, probing: Probing) -> None:
+        self.probing = probing
+        dtype, device = probing.operator.dtype, probing.operator.device
+        self.basis = Basis(probing.n, dtype, device)
+        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
+        self.probes, self.products_of_basis = nothing, nothing
+
+    def extend(self, products: int) -> None:
+        """Spend so many more products: half on probes, half on the basis of their products."""
+        probing = self.probing
+        count = min(products // 2, probing.n - len(self.probes))
+        if count:
+            probes = probing.draw(count)
+            new = self.basis.append(probing.products(probes), probing.call)
+            self.probes = torch.cat([self.probes, probes])
+            self.products_of_basis = torch.cat([self.products_of_basis, probing.products(new)])
+
+
+LEAST = 0.25  # of k Cov / s^2 that is assumed whatever the pairs say, which are few and noisy
+MARGIN = (
+    1.3  # on the covariance: its estimate is right in the mean but skewed, too low more than half of the time
+)
+
+
+def inflation(samples: Tensor, covariance: Tensor, most: float) -> Tensor:
+    r"""Return by how much correlation inflates the variance of the mean, as a factor.
+
+    Let :math:`e_i` be unbiased estimates, where the i-th probe is tested and all others are fitted, and
+    :math:`e_i^{(j)}` the same with the j-th probe left out altogether. Given all other probes, :math:`e_i^{(j)}` does
+    not depend on the j-th, and both have their mean over the i-th at the true value; therefore
+
+    .. math:: \mathrm{Cov}(e_i, e_j) = E[(e_i^{(j)} - e_i) (e_j^{(i)} - e_j)]
+
+    exactly, and with the sample variance :math:`s^2` (whose mean is the variance less the covariance)
+
+    .. math:: \mathrm{Var}(\bar e) = E[s^2] / k + \mathrm{Cov} .
+
+    The mean over all pairs estimates the covariance without bias; the factor is :math:`1 + k \, \mathrm{Cov} / s^2`,
+    with a margin and kept within bounds. The elements of a vector share one factor, of their sums.
+
+    Args:
+        samples: The estimates, [k] or [k, n].
+        covariance: Their covariance, summed over the elements; see :func:`covariance_of`.
+        most: Bound for :math:`k \, \mathrm{Cov} / s^2`.
+    """
+    k = samples.shape[0]
+    if k < 2:
+        return torch.ones_like(covariance)
+    variance = samples.detach().var(0).sum()
+    ratio = torch.where(variance > 0, MARGIN * k * covariance / variance, 0.0)
+    return 1 + ratio.clamp(LEAST, most)
+
+
+def covariance_of(changes: Tensor) -> Tensor:
+    """Estimate the covariance of leave-one-out estimates.
+
+    Args:
+        changes: How the i-th changes when the j-th probe is left out too, [k, k]; the diagonal is not read.
+    """
+    k = len(changes)
+    return (changes * changes.t()).fill_diagonal_(0).sum() / max(1, k * (k - 1))

@@ -1,14 +1,15 @@
-"""Norms of a linear map, from products with random probes."""
+"""Norms of a linear map, and traces of its diagonal blocks, from products with random probes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.estimate import Estimate, standard_error
+from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.estimators.probing import Probing
-from metagrad.curvature.estimators.sequential import checked_budget, spend
+from metagrad.curvature.estimators.probing import Probing, checked_budget, spend
 from metagrad.curvature.linear_map import LinearMap
 
 
@@ -82,3 +83,83 @@ class _SquaredNorms:
 
 def _squared_norm(probes: Tensor, products: Tensor) -> Tensor:
     return products.square().sum(1)
+
+
+def layer_traces(
+    operator: LinearMap,
+    blocks: Mapping[str, slice],
+    *,
+    probes: int | None = None,
+    distribution: Distribution = "rademacher",
+    generator: torch.Generator | None = None,
+    chunk: str | int | float = "64MiB",
+) -> dict[str, Estimate]:
+    r"""Estimate the trace of every diagonal block, all from the same products.
+
+    .. math:: \mathrm{tr} A_{bb} = E[z_b^T (A z)_b], \qquad E[z z^T] = I
+
+    What couples a block to others adds variance, not bias: a block alone, by :func:`trace` on its own operator,
+    has a smaller error for the same number of products, but its products are for it alone.
+
+    Args:
+        operator: The map, n x n and symmetric.
+        blocks: Where each block is, by name; they may overlap, and need not cover everything.
+        probes: How many products to spend, one for each probe; 64 by default.
+        distribution: "rademacher", "normal" or "sphere", see :func:`draw`.
+        generator: Draws the probes; the same state gives the same bits.
+        chunk: Probes are drawn and multiplied in pieces of so many bytes.
+
+    Returns:
+        For each block its trace, by Hutchinson's method; ``matvecs`` counts the products that all share. The
+        estimates of one call are correlated. They are differentiable where the products are.
+
+    Raises:
+        ValueError: There are no blocks, a block is empty, has a step or leaves the map, a product has NaN
+            or inf, or an argument is out of range.
+        TypeError: A block is no slice, or an argument has the wrong type.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.estimators.norms import layer_traces
+        >>> A = torch.diag(torch.tensor([1.0, 2.0, 3.0]))
+        >>> H = SimpleNamespace(shape=A.shape, dtype=A.dtype, device=A.device, products=lambda v: v @ A)
+        >>> found = layer_traces(H, {"body": slice(0, 2), "head": slice(2, 3)}, probes=4)
+        >>> float(found["body"]), float(found["head"])
+        (3.0, 3.0)
+    """
+    call = "layer_traces(operator, blocks)"
+    budget = checked_budget(call, probes, None)
+    probing = Probing(call, operator, distribution, generator, chunk)
+    spans = _checked_blocks(call, blocks, probing.n)
+
+    def forms(probes: Tensor, products: Tensor) -> Tensor:
+        dots = [(probes[:, span] * products[:, span]).sum(1) for span in spans]
+        squares = [products[:, span].detach().square().sum(1) for span in spans]
+        return torch.stack([torch.stack(dots, 1), torch.stack(squares, 1)], 2)
+
+    found = probing.reduced(budget, forms)  # [probes, blocks, 2]
+    floors = probing.rounding(found[..., 1].mean(0).sqrt())
+    return {
+        name: from_samples(
+            found[:, k, 0],
+            floors[k],
+            matvecs=probing.matvecs,
+            method="hutchinson",
+            quantity=f"trace of {name}",
+        )
+        for k, name in enumerate(blocks)
+    }
+
+
+def _checked_blocks(call: str, blocks: Mapping[str, slice], n: int) -> list[slice]:
+    if not blocks:
+        raise ValueError(f"{call}: expected at least one block, got none.")
+    for name, block in blocks.items():
+        if not isinstance(block, slice):
+            raise TypeError(f"{call}: blocks[{name!r}] must be a slice, got {type(block).__name__}.")
+        start, stop = block.start or 0, n if block.stop is None else block.stop
+        if block.step not in (None, 1) or not 0 <= start < stop <= n:
+            raise ValueError(
+                f"{call}: blocks[{name!r}] must be a slice with 0 <= start < stop <= {n} and no step, got {block}."
+            )
+    return list(blocks.values())

@@ -7,13 +7,19 @@ from typing import Literal, get_args
 import torch
 
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.hutchinson import Exact, Hutchinson
-from metagrad.curvature.estimators.hutchpp import HutchPlusPlus
+from metagrad.curvature.estimators.hutchinson import Exact, Hutchinson, HutchPlusPlus
 from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.estimators.probing import FACTORISED, Probing, check_factorised, checked_size
-from metagrad.curvature.estimators.sequential import FIRST, PROBES, checked_budget, spend
-from metagrad.curvature.estimators.xnystrace import XNysTrace
-from metagrad.curvature.estimators.xtrace import XTrace
+from metagrad.curvature.estimators.probing import (
+    FACTORISED,
+    FIRST,
+    PROBES,
+    Probing,
+    check_factorised,
+    checked_budget,
+    checked_size,
+    spend,
+)
+from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
 from metagrad.curvature.linear_map import LinearMap
 
 Method = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace", "xnystrace"]

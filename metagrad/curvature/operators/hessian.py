@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,32 +11,17 @@ from torch import Tensor
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.derivatives.batched_vjp import Chunk, checked_chunk
-from metagrad.autograd.derivatives.linearize import linearized
-from metagrad.autograd.derivatives.lookups import pads
-from metagrad.autograd.derivatives.variables import (
-    Variable,
-    differentiated,
-    end_nodes,
-    find_variables,
-    stacked,
-)
-from metagrad.core.graph import graph_nodes
+from metagrad.autograd.derivatives.hvp import hvp
+from metagrad.autograd.derivatives.linearize import Linearization, linearized
+from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
-from metagrad.curvature.operators.modes import (
-    Blockwise,
-    Choice,
-    FiniteDifference,
-    Forward,
-    Mode,
-    Multiplier,
-    Reverse,
-)
-from metagrad.curvature.operators.named import Named
 from metagrad.curvature.operators.objective import LossFn, Objective, Parameters, takes_nothing
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import Named, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
+
+Mode = Literal["reverse", "forward", "block"]
 
 _CALL = "hessian(loss, params)"
 
@@ -48,15 +32,13 @@ def hessian(
     data: Batch | Iterable[Batch] | None = None,
     *,
     sparse: Sequence[str] = (),
-    mode: Mode = "auto",
+    mode: Mode = "reverse",
     chunk: Chunk = "64MiB",
     create_graph: bool = False,
     allow_unused: bool = False,
     reduction: Reduction = "mean",
     progress: Progress | None = None,
     check_deterministic: bool = True,
-    step: float | None = None,
-    allow_kinks: bool = False,
 ) -> Operator:
     r"""Make the operator of the Hessian of a loss.
 
@@ -75,15 +57,10 @@ def hessian(
     "block"             forward over reverse, block by block            4 to 5 gradients, the memory of one block;
                                                                         ``loss`` must be a
                                                                         :func:`metagrad.autograd.chain`
-    "finite_difference" central differences of gradients                2 gradients; about 10 digits in float64, 4 in
-                                                                        float32; smooth losses
-    "auto"              "reverse", or with a warning that says why the
-                        next that works
     =================== =============================================== ============================================
 
     All but the first need the loss as a function. Each evaluation runs it again, with the same random numbers, and so
-    the running statistics of BatchNorm in training are updated again. Finite differences see through ``detach()``:
-    what is a constant for derivatives varies for them.
+    the running statistics of BatchNorm in training are updated again.
 
     Args:
         loss: A tensor with one element, and its graph; or a function ``loss_fn(params, *batch)`` that returns one, or
@@ -105,9 +82,6 @@ def hessian(
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
             differ.
-        step: For finite differences, the length of the step relative to ``1 + |params along v|``; by default the cube
-            root of the rounding unit.
-        allow_kinks: Let finite differences step across kinks.
 
     Returns:
         An operator, which is a context manager; of one batch it has the ``loss`` and its ``gradient``, flat.
@@ -115,7 +89,7 @@ def hessian(
     Raises:
         ValueError: The loss is not one number, or not connected to a parameter (it is named); the mode is unknown, or
             needs the loss as a function; a derivative is missing or known to be wrong in torch; two passes over the
-            data differ; and, in products, a step crosses a kink, or a product has nan or inf.
+            data differ; or a product has nan or inf.
         TypeError: ``params`` is no dict of floating point tensors, or ``data`` is an iterator.
 
     Example:
@@ -140,22 +114,25 @@ def hessian(
         Vaiter, Moreau, "How to compute Hessian-vector products?", ICLR blog posts 2024.
     """
     ParameterSpace(params)  # checks them
-    how = _How(tuple(sparse), checked_chunk(_CALL, chunk), create_graph, allow_unused, step, allow_kinks)
-    choice = Choice(_CALL, _modes(loss, params, mode, create_graph))
+    _check(loss, params, mode)
+    how = _How(mode, tuple(sparse), checked_chunk(_CALL, chunk), create_graph, allow_unused)
     if isinstance(loss, Tensor):
         if data is not None:
             raise ValueError(
                 f"{_CALL}: data goes with a loss function, but loss is a tensor. Leave data out."
             )
-        return HessianOperator(_Source(loss, params, how), choice)
-
+        return _with_graph(loss, params, how)
     if data is not None and takes_nothing(loss):
         raise ValueError(
             f"{_CALL}: loss takes no arguments, so data has nowhere to go. Take (params, *batch)."
         )
 
-    def operator_for(batch: Batch, index: int = 0) -> HessianOperator:
-        return HessianOperator(_Source(Objective(loss, params, _arguments(batch)), params, how), choice)
+    def operator_for(batch: Batch) -> HessianOperator:
+        objective = Objective(loss, params, _arguments(batch))
+        value = objective.here()
+        if mode == "reverse":
+            return _with_graph(value, objective.params, how)
+        return _evaluated(value, objective, how)
 
     if data is None or is_one_batch(data):
         return operator_for(() if data is None else data)
@@ -171,60 +148,14 @@ def hessian(
     )
 
 
-@dataclass(frozen=True)
-class _How:
+class _How(NamedTuple):
     """The options of :func:`hessian` that concern one batch."""
 
+    mode: Mode
     sparse: tuple[str, ...]
     chunk: int
     create_graph: bool
     allow_unused: bool
-    step: float | None
-    allow_kinks: bool
-
-
-class _Source:
-    """What the Hessian is of, on one batch: a loss with its graph, or a loss function."""
-
-    def __init__(self, loss: Tensor | Objective, params: Parameters, how: _How) -> None:
-        self.loss = loss
-        self.params = loss.params if isinstance(loss, Objective) else dict(params)
-        self.how = how
-
-    def multiplier(self, mode: Mode) -> tuple[Multiplier, Tensor, Named]:
-        """Return what multiplies, the loss, and its gradient."""
-        how = self.how
-        loss = self.loss if isinstance(self.loss, Tensor) else self.loss.here()
-        variables = find_variables(_CALL, loss, self.params, how.sparse)
-        space = _space_of(self.params, variables)
-        if mode == "reverse":
-            spec = tree_structure(self.params)
-            lin = linearized(_CALL, loss, variables, spec, how.allow_unused, how.create_graph)
-            return Reverse(lin, space, how.chunk), lin.loss, lin.gradient
-        assert isinstance(self.loss, Objective)
-        self._refuse_wrong(loss, variables, mode)
-        self.loss.padding = {
-            name: variable.lookups.padding
-            for name, variable in zip(self.params, variables, strict=True)
-            if variable.lookups is not None
-        }
-        gradient = _gradient(loss, variables, space, how)
-        loss = loss if how.create_graph else loss.detach()
-        if mode == "finite_difference":
-            return FiniteDifference(self.loss, space, how.step, how.allow_kinks), loss, gradient
-        kind = Forward if mode == "forward" else Blockwise
-        return kind(self.loss, space, how.create_graph), loss, gradient
-
-    def _refuse_wrong(self, loss: Tensor, variables: list[Variable], mode: Mode) -> None:
-        """Refuse what torch cuts or gets wrong; what it lacks is met when it is needed."""
-        order = 1 if mode == "finite_difference" else 3 if self.how.create_graph else 2
-        ends = end_nodes(variables)
-        refuse_missing(_CALL, loss, order=order, behind=ends, kinds=("cut", "wrong"))
-        if mode == "finite_difference" and pads(graph_nodes([loss], set(ends))):
-            raise MissingDerivative(
-                f'{_CALL}, mode="finite_difference": the loss looks padding up, which is a constant for derivatives '
-                "and none for differences. Name the table in sparse, or take another mode."
-            )
 
 
 class HessianOperator(Operator):
@@ -234,109 +165,139 @@ class HessianOperator(Operator):
         loss: The loss at the parameters.
     """
 
-    def __init__(self, source: _Source, choice: Choice) -> None:
-        self._source: _Source | None = source
-        self._choice = choice
-        self._multiplier: Multiplier
-        self._gradient: Named
-        self.loss: Tensor
-        self._begin()
-        super().__init__(self._multiplier.space)
-
-    def _begin(self) -> None:
-        """Start in the first mode that does."""
-        assert self._source is not None
-        try:
-            self._multiplier, self.loss, self._gradient = self._source.multiplier(self._choice.mode)
-        except MissingDerivative as error:
-            self._choice.reject(error)
-            self._begin()
+    def __init__(self, space: ParameterSpace, loss: Tensor, gradient: Named) -> None:
+        super().__init__(space)
+        self.loss = loss
+        self._gradient = gradient
 
     @property
     def gradient(self) -> Tensor:
         """The gradient at the parameters, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
         return self.space.flatten(self._gradient)
 
-    def _products(self, vectors: Tensor) -> Tensor:
-        return self._attempt(lambda multiplier: multiplier.products(vectors))
-
-    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        self._refuse_closed()
-
-        def multiply(multiplier: Multiplier) -> Tensor:
-            if isinstance(multiplier, Reverse):
-                return multiplier.block_products(block, vectors)
-            return self.space.narrow(block, multiplier.products(self.space.widen(block, vectors)))
-
-        return self._attempt(multiply)
-
-    def _attempt(self, multiply: Callable[[Multiplier], Tensor]) -> Tensor:
-        """Multiply in the first mode that can."""
-        try:
-            products = multiply(self._multiplier)
-        except MissingDerivative as error:
-            self._choice.reject(error)
-            self._multiplier.close()
-            self._begin()
-            return self._attempt(multiply)
-        self._choice.settle()
-        return products
+    def __repr__(self) -> str:
+        return f"HessianOperator(shape={self.shape}, dtype={self.dtype})"
 
     def _free(self) -> None:
-        self._multiplier.close()
-        del self._multiplier
-        self._source = None
         self.loss, self._gradient = self.loss.detach(), tree_map(torch.Tensor.detach, self._gradient)
 
 
-def _modes(loss: Tensor | LossFn, params: Parameters, mode: Mode, create_graph: bool) -> list[Mode]:
-    """List the modes to try."""
+class _Linearized(HessianOperator):
+    """Products from the graph of the gradient, which is kept."""
+
+    def __init__(self, space: ParameterSpace, lin: Linearization, chunk: int) -> None:
+        super().__init__(space, lin.loss, lin.gradient)
+        self._lin = lin
+        self._chunk = chunk
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self._block_products(self.space, vectors)
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        """Multiply rows of a diagonal block: the backward passes go no further than that."""
+        self._refuse_closed()
+        only = [self.space.names.index(name) for name in block.names]
+        on_tape = self._lin.create_graph and torch.is_grad_enabled()
+        pieces = self._lin.pieces(block.split(vectors), chunk=self._chunk, create_graph=on_tape, only=only)
+        if on_tape:
+            return torch.cat([block.join(parts) for _, parts in pieces])
+        products = torch.empty_like(vectors)
+        for place, parts in pieces:
+            for part, columns in zip(parts, block.slices.values(), strict=True):
+                products[place, columns] = part.reshape(len(part), -1)
+        return products
+
+    def _free(self) -> None:
+        self._lin.close()
+        del self._lin
+        super()._free()
+
+
+class _Evaluated(HessianOperator):
+    """Products for which the loss is evaluated again: forward over reverse, of all of it or block by block."""
+
+    def __init__(
+        self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: Objective, how: _How
+    ) -> None:
+        super().__init__(space, loss, gradient)
+        self._objective = objective
+        self._how = how
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        on_tape = self._how.create_graph and torch.is_grad_enabled()
+        product = self._by_blocks if self._how.mode == "block" else self._forward
+        return torch.stack([product(row, on_tape) for row in vectors])
+
+    def _forward(self, vector: Tensor, on_tape: bool) -> Tensor:
+        objective, space = self._objective, self.space
+
+        def loss_at(coordinates: list[Tensor]) -> Tensor:
+            return objective.at(space, coordinates)
+
+        try:
+            with torch.set_grad_enabled(on_tape):
+                point, direction = objective.point(space), space.split(vector)
+                found = hvp(loss_at, point, direction, mode="forward", create_graph=on_tape)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # The loss has run once as it is, so what stops it is the transform.
+            what = str(error).splitlines()[0]
+            raise MissingDerivative(f"{_CALL}: torch.func does not run this loss: {what}") from error
+        return space.join(found.product)
+
+    def _by_blocks(self, vector: Tensor, on_tape: bool) -> Tensor:
+        objective, directions = self._objective, self.space.unflatten(vector)
+        with objective.surroundings():
+            found = hvp(
+                objective.loss_fn, objective.params, directions, *objective.args, mode="block", create_graph=on_tape
+            )  # fmt: skip
+        return self.space.join(list(found.product.values()))
+
+    def _free(self) -> None:
+        del self._objective
+        super()._free()
+
+
+def _with_graph(loss: Tensor, params: Parameters, how: _How) -> HessianOperator:
+    variables = find_variables(_CALL, loss, params, how.sparse)
+    spec = tree_structure(dict(params))
+    lin = linearized(_CALL, loss, variables, spec, how.allow_unused, how.create_graph)
+    return _Linearized(ParameterSpace.of(params, variables), lin, how.chunk)
+
+
+def _evaluated(loss: Tensor, objective: Objective, how: _How) -> HessianOperator:
+    variables = find_variables(_CALL, loss, objective.params, how.sparse)
+    # What torch cuts or gets wrong; what it lacks is met when it is needed.
+    order = 3 if how.create_graph else 2
+    refuse_missing(_CALL, loss, order=order, behind=end_nodes(variables), kinds=("cut", "wrong"))
+    objective.find_padding(variables)
+    parts = differentiated(
+        _CALL, loss, variables, allow_unused=how.allow_unused, create_graph=how.create_graph
+    )
+    space = ParameterSpace.of(objective.params, variables)
+    with torch.set_grad_enabled(how.create_graph):
+        gradient = space.unflatten(space.join(coordinates(variables, parts)))
+    return _Evaluated(space, loss if how.create_graph else loss.detach(), gradient, objective, how)
+
+
+def _check(loss: Tensor | LossFn, params: Parameters, mode: Mode) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"{_CALL}: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}.")
     if not isinstance(loss, Tensor) and not callable(loss):
         raise TypeError(f"{_CALL}: loss must be a tensor or a function, got {type(loss).__name__}.")
-    is_function = not isinstance(loss, Tensor) and not takes_nothing(loss)
-    is_chain = isinstance(loss, Chain) and not any(isinstance(p, SparseTensor) for p in params.values())
-    possible: list[Mode] = ["reverse"]
-    if is_function:
-        possible += ["forward", *(["block"] if is_chain else []), "finite_difference"]  # type: ignore[reportAssignmentType]
-    if create_graph and is_function:
-        possible.remove("finite_difference")
-    if mode == "auto":
-        return possible
-    if mode not in possible:
-        raise ValueError(f"{_CALL}: mode={mode!r} {_needs(mode, is_function)}")
-    return [mode]
-
-
-def _needs(mode: Mode, is_function: bool) -> str:
-    if not is_function:
-        return (
-            "evaluates the loss at other points: pass it as a function of (params, *data), not as a value or a "
-            "closure."
+    if mode != "reverse" and (isinstance(loss, Tensor) or takes_nothing(loss)):
+        raise ValueError(
+            f"{_CALL}: mode={mode!r} evaluates the loss at other points: pass it as a function of (params, *data), "
+            "not as a value or a closure."
         )
-    if mode == "block":
-        return (
-            "needs to know the blocks: pass metagrad.autograd.chain(model, loss_fn) for the loss, with ordinary "
-            "parameters."
+    is_sparse = any(isinstance(p, SparseTensor) for p in params.values())
+    if mode == "block" and (is_sparse or not isinstance(loss, Chain)):
+        raise ValueError(
+            f"{_CALL}: mode='block' needs to know the blocks: pass metagrad.autograd.chain(model, loss_fn) for the "
+            "loss, with ordinary parameters."
         )
-    return 'has no derivatives: leave create_graph at False, or take mode="reverse".'
 
 
 def _arguments(batch: Batch) -> tuple[Tree, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-
-def _space_of(params: Parameters, variables: list[Variable]) -> ParameterSpace:
-    tables = [variable.lookups for variable in variables]
-    rows = {n: found.table.rows for n, found in zip(params, tables, strict=True) if found is not None}
-    return ParameterSpace(params, rows=rows)
-
-
-def _gradient(loss: Tensor, variables: list[Variable], space: ParameterSpace, how: _How) -> Named:
-    parts = differentiated(
-        _CALL, loss, variables, allow_unused=how.allow_unused, create_graph=how.create_graph
-    )
-    with torch.set_grad_enabled(how.create_graph):
-        found = [v.scatter(stacked(came), 1).squeeze(0) for v, came in zip(variables, parts, strict=True)]
-        return space.unflatten(space.join(found))

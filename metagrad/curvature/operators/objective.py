@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
+from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.tree import Tree, tree_leaves
 from metagrad.curvature.operators.space import ParameterSpace
@@ -44,16 +45,18 @@ class Objective:
         self.padding: dict[str, Tensor] = {}
         self._random = RandomState()
         self._autocast = AutocastState()
-        self._is_first = True
 
     def here(self) -> Tensor:
-        """Evaluate the loss at the parameters themselves, on the tape."""
-        with torch.enable_grad(), contextlib.nullcontext() if self._is_first else self.surroundings():
+        """Evaluate the loss at the parameters themselves, on the tape: once, before :meth:`at`."""
+        with torch.enable_grad():
             loss = self.loss_fn() if self.is_closure else self.loss_fn(self.params, *self.args)
-        if self._is_first:
-            self._random.close()
-            self._is_first = False
+        self._random.close()
         return loss
+
+    def find_padding(self, variables: Sequence[Variable]) -> None:
+        """Learn which rows of tables are looked up as padding."""
+        found = zip(self.params, variables, strict=True)
+        self.padding = {name: v.lookups.padding for name, v in found if v.lookups is not None}
 
     def at(self, space: ParameterSpace, coordinates: Sequence[Tensor]) -> Tensor:
         """Evaluate the loss at other coordinates."""

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from metagrad.core import _torch
-from metagrad.curvature.estimators.diagonal import Method as DiagonalMethod
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.layers import layer_traces as estimate_layer_traces
 from metagrad.curvature.estimators.norms import frobenius_norm as estimate_frobenius_norm
-from metagrad.curvature.estimators.probes import Distribution
+from metagrad.curvature.estimators.norms import layer_traces as estimate_layer_traces
 from metagrad.curvature.estimators.trace import trace as estimate_trace
-from metagrad.curvature.operators.named import NamedEstimate
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import solve as solve_flat
@@ -28,9 +26,71 @@ from metagrad.curvature.spectrum.log_determinant import log_determinant as estim
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 if TYPE_CHECKING:
+    import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
 O = TypeVar("O", bound="Operator")  # noqa: E741
+
+_NUMPY = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+
+Named: TypeAlias = "dict[str, Tensor | SparseTensor]"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NamedEstimate:
+    """An :class:`Estimate` of a vector whose value, standard error and interval are dicts of the parameters.
+
+    Attributes:
+        flat: The estimate of the flat vector, ``[n]``.
+        space: The parameters.
+
+    Example:
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
+        ...     H.diagonal(probes=2).value
+        {'w': tensor([ 6., 12.])}
+    """
+
+    flat: Estimate
+    space: ParameterSpace
+
+    @property
+    def value(self) -> Named:
+        """The estimate."""
+        return self.space.unflatten(self.flat.value)
+
+    @property
+    def stderr(self) -> Named:
+        """Its standard error."""
+        return self.space.unflatten(self.flat.stderr)
+
+    def interval(self, level: float = 0.95) -> tuple[Named, Named]:
+        """Return the ends of the intervals that cover each true value with probability ``level``."""
+        low, high = self.flat.interval(level)
+        return self.space.unflatten(low), self.space.unflatten(high)
+
+    @property
+    def samples(self) -> int:
+        """How many samples the standard error is from."""
+        return self.flat.samples
+
+    @property
+    def matvecs(self) -> int:
+        """How many products were spent."""
+        return self.flat.matvecs
+
+    @property
+    def method(self) -> str:
+        """The method, by name."""
+        return self.flat.method
+
+    @property
+    def converged(self) -> bool:
+        """False where ``rtol`` was asked for and not reached."""
+        return self.flat.converged
+
+    def __repr__(self) -> str:
+        return repr(self.flat)
 
 
 class Operator:
@@ -136,14 +196,34 @@ class Operator:
         return self.products(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
 
     def to_scipy(self) -> LinearOperator:
-        """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays; detached.
+        """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU; without graph.
+
+        The operator must stay open for as long as that is used.
 
         Raises:
             ValueError: NumPy does not have the dtype, as bfloat16.
-        """
-        from metagrad.curvature.operators.interchange import to_scipy
 
-        return to_scipy(self)
+        Example:
+            >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
+            >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
+            array([3., 6.], dtype=float32)
+        """
+        from scipy.sparse.linalg import LinearOperator
+
+        if self.dtype not in _NUMPY:
+            raise ValueError(
+                f"H.to_scipy(): NumPy has no {self.dtype}. Convert the model and its data with .float() first."
+            )
+
+        def matmat(columns: np.ndarray) -> np.ndarray:
+            rows = torch.as_tensor(columns.T, dtype=self.dtype, device=self.device)
+            return self.products(rows).detach().cpu().numpy().T
+
+        def matvec(column: np.ndarray) -> np.ndarray:
+            return matmat(column.reshape(-1, 1))[:, 0]
+
+        dtype = _NUMPY[self.dtype]
+        return LinearOperator(self.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)  # type: ignore[reportCallIssue]
 
     # Estimates and solutions: what functions of a linear map find of this one
 
@@ -153,39 +233,16 @@ class Operator:
     density = estimate_density
     log_determinant = estimate_log_determinant
 
-    def diagonal(
-        self,
-        *,
-        method: DiagonalMethod = "hutchinson",
-        probes: int | None = None,
-        rtol: float | None = None,
-        distribution: Distribution = "rademacher",
-        generator: torch.Generator | None = None,
-        chunk: str | int | float = "64MiB",
-    ) -> NamedEstimate:
-        """Estimate the diagonal, by the names of the parameters: :func:`metagrad.curvature.diagonal`."""
-        flat = estimate_diagonal(
-            self, method=method, probes=probes, rtol=rtol, distribution=distribution, generator=generator, chunk=chunk
-        )  # fmt: skip
-        return NamedEstimate(flat, self.space)
+    def diagonal(self, **options: Any) -> NamedEstimate:
+        """Estimate the diagonal, by the names of the parameters: :func:`metagrad.curvature.diagonal`, its options."""
+        return NamedEstimate(estimate_diagonal(self, **options), self.space)
 
-    def layer_traces(
-        self,
-        blocks: Mapping[str, slice] | None = None,
-        *,
-        probes: int | None = None,
-        distribution: Distribution = "rademacher",
-        generator: torch.Generator | None = None,
-        chunk: str | int | float = "64MiB",
-    ) -> dict[str, Estimate]:
-        """Estimate the trace of each layer, from one pass: :func:`metagrad.curvature.layer_traces`.
+    def layer_traces(self, blocks: Mapping[str, slice] | None = None, **options: Any) -> dict[str, Estimate]:
+        """Estimate the trace of each layer, from one pass: :func:`metagrad.curvature.layer_traces`, its options.
 
         Without ``blocks``, parameters whose names agree up to the last dot are a layer.
         """
-        blocks = self.space.layers() if blocks is None else blocks
-        return estimate_layer_traces(
-            self, blocks, probes=probes, distribution=distribution, generator=generator, chunk=chunk
-        )
+        return estimate_layer_traces(self, self.space.layers() if blocks is None else blocks, **options)
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
         """Solve ``H x = b``: :func:`metagrad.curvature.solve`, with all of its options.
@@ -205,9 +262,15 @@ class Operator:
     # Algebra
 
     def __add__(self, other: Operator) -> Operator:
-        from metagrad.curvature.operators.algebra import add
-
-        return add(self, other) if isinstance(other, Operator) else NotImplemented
+        if not isinstance(other, Operator):
+            return NotImplemented
+        if not self.space.is_same(other.space):
+            raise ValueError(
+                f"A + B: A and B must be on the same parameters, got {self.space} and {other.space}."
+            )
+        return Sum(
+            [term for part in (self, other) for term in (part.terms if isinstance(part, Sum) else [part])]
+        )
 
     def __sub__(self, other: Operator) -> Operator:
         return self + -1.0 * other if isinstance(other, Operator) else NotImplemented
@@ -216,9 +279,11 @@ class Operator:
         return -1.0 * self
 
     def __mul__(self, factor: float | Tensor) -> Operator:
-        from metagrad.curvature.operators.algebra import scale
-
-        return scale(self, factor) if isinstance(factor, (int, float, Tensor)) else NotImplemented
+        if not isinstance(factor, (int, float, Tensor)):
+            return NotImplemented
+        if isinstance(factor, Tensor) and factor.numel() != 1:
+            raise ValueError(f"c * H: c must be one number, got a tensor of shape {tuple(factor.shape)}.")
+        return Scaled(self, factor.reshape(()) if isinstance(factor, Tensor) else factor)
 
     def __rmul__(self, factor: float | Tensor) -> Operator:
         return self * factor
@@ -228,8 +293,6 @@ class Operator:
 
     def identity(self) -> Operator:
         """Return the identity on the same parameters."""
-        from metagrad.curvature.operators.algebra import Identity
-
         return Identity(self.space)
 
     def damped(self, delta: float | Tensor) -> Operator:
@@ -238,8 +301,6 @@ class Operator:
 
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
-        from metagrad.curvature.operators.algebra import Block
-
         return Block(self, self.space.block(name))
 
     # Life
@@ -283,3 +344,64 @@ class Operator:
     def _first_nonfinite(self, rows: Tensor) -> str:
         bad = (~rows.isfinite()).any(0).nonzero()
         return repr(self.space.name_at(int(bad[0])))
+
+
+class Sum(Operator):
+    """A sum of operators on the same parameters."""
+
+    def __init__(self, terms: Sequence[Operator]) -> None:
+        super().__init__(terms[0].space)
+        self.terms = tuple(terms)
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        total = self.terms[0].products(vectors)
+        for term in self.terms[1:]:
+            total = total + term.products(vectors)
+        return total
+
+    def _free(self) -> None:
+        for term in self.terms:
+            term.close()
+
+
+class Scaled(Operator):
+    """An operator times a number, which may require grad."""
+
+    def __init__(self, operator: Operator, factor: float | Tensor) -> None:
+        super().__init__(operator.space)
+        self.operator = operator
+        self.factor = factor
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self.operator.products(vectors) * self.factor
+
+    def _free(self) -> None:
+        self.operator.close()
+
+
+class Identity(Operator):
+    """The identity on some parameters.
+
+    Example:
+        >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
+        >>> (0.5 * metagrad.curvature.Identity(space)).to_dense()
+        tensor([[0.5000, 0.0000],
+                [0.0000, 0.5000]])
+    """
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return vectors.clone()
+
+
+class Block(Operator):
+    """A diagonal block of an operator."""
+
+    def __init__(self, operator: Operator, space: ParameterSpace) -> None:
+        super().__init__(space)
+        self.operator = operator
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self.operator._block_products(self.space, vectors)
+
+    def _free(self) -> None:
+        self.operator.close()

@@ -167,10 +167,7 @@ class Evaluation:
 
     def space(self) -> ParameterSpace:
         """Return the space of the parameters, of tables the rows that are looked up."""
-        params = self.problem.params
-        tables = [variable.lookups for variable in self.variables]
-        rows = {n: found.table.rows for n, found in zip(params, tables, strict=True) if found is not None}
-        return ParameterSpace(params, rows=rows)
+        return ParameterSpace.of(self.problem.params, self.variables)
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
         """Put other tensors into the places of those that depend on the parameters in what the model returned."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
+from metagrad.autograd.derivatives.variables import Variable
 from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -118,6 +119,14 @@ class ParameterSpace:
         self.device: torch.device = first.device
         self.entries = [_coordinates(name, p, (rows or {}).get(name)) for name, p in params.items()]
         self.slices = _slices(self.entries)
+
+    @classmethod
+    def of(cls, params: Mapping[str, Tensor | SparseTensor], variables: Sequence[Variable]) -> ParameterSpace:
+        """Return the space of parameters in the graph of a loss, of tables the rows that it looks up."""
+        tables = [variable.lookups for variable in variables]
+        return cls(
+            params, rows={n: found.table.rows for n, found in zip(params, tables, strict=True) if found}
+        )
 
     @property
     def names(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -13,11 +13,7 @@ from metagrad.curvature.estimators.probing import checked_size
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.lanczos import checked_products, row_norms
-from metagrad.curvature.spectrum.lobpcg import block_size, lobpcg
-from metagrad.curvature.spectrum.subspace import Subspace
-from metagrad.curvature.spectrum.thick_restart import Which, ranking, thick_restart_lanczos
-
-Method = Literal["lanczos", "lobpcg"]
+from metagrad.curvature.spectrum.thick_restart import Subspace, Which, ranking, thick_restart_lanczos
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,21 +29,19 @@ class Eigenpairs:
         vectors: Unit vectors, rows, shape [k, n]; constants. None where they were not asked for.
         residuals: :math:`\|A v - \lambda v\|` from a last product, and what rounding may add to it; shape [k].
         matvecs: How many products were spent.
-        method: "lanczos" or "lobpcg".
         converged: Whether every residual is at most ``rtol`` times the operator's norm (and what rounding may add),
             and the search for copies was finished.
 
     Example:
         >>> from metagrad.curvature.spectrum.eigenvalues import Eigenpairs
-        >>> Eigenpairs(torch.tensor([3.0, 1.0]), None, torch.tensor([1e-6, 1e-5]), 30, "lanczos", True)
-        2 eigenvalues from 1 to 3, +- at most 1e-05 (lanczos, 30 products)
+        >>> Eigenpairs(torch.tensor([3.0, 1.0]), None, torch.tensor([1e-6, 1e-5]), 30, True)
+        2 eigenvalues from 1 to 3, +- at most 1e-05 (30 products)
     """
 
     values: Tensor
     vectors: Tensor | None
     residuals: Tensor
     matvecs: int
-    method: str
     converged: bool
 
     def __repr__(self) -> str:
@@ -55,7 +49,7 @@ class Eigenpairs:
         status = "" if self.converged else ", not converged"
         return (
             f"{len(values)} eigenvalues from {values.min().item():.6g} to {values.max().item():.6g}, +- at most "
-            f"{self.residuals.max().item():.2g} ({self.method}, {self.matvecs} products{status})"
+            f"{self.residuals.max().item():.2g} ({self.matvecs} products{status})"
         )
 
 
@@ -64,7 +58,6 @@ def eigenvalues(
     k: int,
     *,
     which: Which = "largest",
-    method: Method = "lanczos",
     rtol: float = 1e-5,
     max_products: int | None = None,
     max_basis: int | None = None,
@@ -86,14 +79,8 @@ def eigenvalues(
     "magnitude" the largest in absolute value        by absolute value, descending
     =========== ==================================== ====================================================
 
-    ========= ======================================================= ==========================================
-    method    how                                                     memory, in vectors of n elements
-    ========= ======================================================= ==========================================
-    "lanczos" thick-restart Lanczos; a search for missed copies of    ``max_basis``, and 2 k at the end
-              repeated eigenvalues after it has converged
-    "lobpcg"  conjugate gradients in a block of about 1.5 k vectors;  about 18 k
-              several times the products, in batches
-    ========= ======================================================= ==========================================
+    The method is thick-restart Lanczos, with a search for missed copies of repeated eigenvalues after it has
+    converged; it keeps ``max_basis`` vectors, and 2 k at the end.
 
     Eigenvalues inside the spectrum cannot be had this way; see :func:`metagrad.curvature.density`. A tight
     cluster (as the smallest eigenvalues of an overparameterised model, all about zero) converges slowly or not.
@@ -106,9 +93,8 @@ def eigenvalues(
         operator: A symmetric map of n-vectors.
         k: How many, from 1 to n.
         which: Which.
-        method: How. The two share no step, so that their agreement means something.
         rtol: Stop when every residual is this times the operator's norm (the largest product with a unit vector
-            seen, for Lanczos and LOBPCG alike) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
+            seen) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
         max_products: The most products to spend, those for the residuals included; 2000 or 20 n, whichever is less,
             but never less than a start takes, by default. What is reached then is returned, with
             ``converged=False``.
@@ -137,91 +123,54 @@ def eigenvalues(
 
     References:
         Parlett, "The symmetric eigenvalue problem", 1998, chapter 4 (residual bounds) and 13; Wu, Simon,
-        "Thick-restart Lanczos method for large symmetric eigenvalue problems", 2000; Knyazev, "Toward the optimal
-        preconditioned eigensolver", 2001; Magnus, "On differentiating eigenvalues and eigenvectors", 1985.
+        "Thick-restart Lanczos method for large symmetric eigenvalue problems", 2000; Magnus, "On differentiating
+        eigenvalues and eigenvectors", 1985.
     """
-    _check(operator, k, which, method, rtol, generator)
-    if method == "lanczos":
-        found = _by_lanczos(operator, k, which, rtol, max_products, max_basis, generator)
-    elif max_basis is not None:
-        raise ValueError(f'{_CALL}: max_basis is for method="lanczos"; "lobpcg" holds about 18 k vectors.')
-    else:
-        found = _by_lobpcg(operator, k, which, rtol, max_products, generator)
-    pairs = _with_residuals(operator, found, which, method, rtol)
+    n = _checked_size(operator, k, which, rtol, generator)
+    max_basis = min(n, max(2 * k + 1, 40) if max_basis is None else max_basis)
+    if max_basis < min(n, k + 2):
+        raise ValueError(f"{_CALL}: max_basis must be at least k + 2 = {k + 2}, got {max_basis}.")
+    found = thick_restart_lanczos(
+        operator,
+        k,
+        which=which,
+        rtol=rtol,
+        max_products=_budget(max_products, n, k),
+        max_basis=max_basis,
+        generator=generator,
+        call=_CALL,
+    )
+    pairs = _with_residuals(operator, found, which, rtol)
     return pairs if vectors else replace(pairs, vectors=None)
 
 
 _CALL = "eigenvalues(operator, k)"
 
 
-def _check(operator: LinearMap, k: int, which: str, method: str, rtol: float, generator: object) -> None:
+def _checked_size(operator: LinearMap, k: int, which: str, rtol: float, generator: object) -> int:
     n = checked_size(_CALL, operator)
     check_drawing(_CALL, "normal", generator)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"{_CALL}: k must be an int, got {type(k).__name__}.")
     if not 1 <= k <= n:
         raise ValueError(f"{_CALL}: the operator is {n} x {n}, so k must be from 1 to {n}, got {k}.")
-    for name, value, known in (("which", which, get_args(Which)), ("method", method, get_args(Method))):
-        if value not in known:
-            raise ValueError(f"{_CALL}: {name} must be one of {', '.join(known)}, got {value!r}.")
+    if which not in get_args(Which):
+        raise ValueError(f"{_CALL}: which must be one of {', '.join(get_args(Which))}, got {which!r}.")
     if not 0 <= rtol < 1:
         raise ValueError(f"{_CALL}: rtol must be at least 0 and less than 1, got {rtol}.")
+    return n
 
 
-def _by_lanczos(
-    operator: LinearMap, k: int, which: Which, rtol: float, max_products: int | None, max_basis: int | None,
-    generator: torch.Generator | None,
-) -> Subspace:  # fmt: skip
-    n = operator.shape[0]
-    max_basis = min(n, max(2 * k + 1, 40) if max_basis is None else max_basis)
-    if max_basis < min(n, k + 2):
-        raise ValueError(f"{_CALL}: max_basis must be at least k + 2 = {k + 2}, got {max_basis}.")
-    return thick_restart_lanczos(
-        operator, k, which=which, rtol=rtol, max_products=_budget(max_products, n, k, k), max_basis=max_basis,
-        generator=generator, call=_CALL,
-    )  # fmt: skip
-
-
-def _by_lobpcg(
-    operator: LinearMap, k: int, which: Which, rtol: float, max_products: int | None,
-    generator: torch.Generator | None,
-) -> Subspace:  # fmt: skip
-    if which == "magnitude":
-        raise ValueError(
-            f'{_CALL}: method="lobpcg" goes to one end of the spectrum, so which="magnitude" needs '
-            'method="lanczos", or which="both".'
-        )
-    n = operator.shape[0]
-    counts = {"largest": (k, 0), "smallest": (0, k), "both": ((k + 1) // 2, k // 2)}[which]
-    starts = [block_size(count, n) for count in counts]
-    budget = _budget(max_products, n, k, sum(starts))
-    found = Subspace(torch.empty(0, n, dtype=operator.dtype, device=operator.device), 0.0, 0, True)
-    for sign, count, reserve in ((1, counts[0], starts[1]), (-1, counts[1], 0)):
-        if count:
-            end = lobpcg(
-                operator, count, sign=sign, against=found.vectors, scale=found.scale, rtol=rtol,
-                max_products=budget - found.matvecs - reserve, generator=generator, call=_CALL,
-            )  # fmt: skip
-            found = Subspace(
-                torch.cat([found.vectors, end.vectors]), end.scale, found.matvecs + end.matvecs,
-                found.settled and end.settled,
-            )  # fmt: skip
-    return found
-
-
-def _budget(max_products: int | None, n: int, k: int, start: int) -> int:
+def _budget(max_products: int | None, n: int, k: int) -> int:
     """Return how many products the iteration may take: the last k are for the residuals."""
-    needed = start + k
     if max_products is None:
-        return max(min(2000, 20 * n), needed) - k
-    if max_products < needed:
-        raise ValueError(f"{_CALL}: max_products must be at least {needed} for k = {k}, got {max_products}.")
+        return max(min(2000, 20 * n), 2 * k) - k
+    if max_products < 2 * k:
+        raise ValueError(f"{_CALL}: max_products must be at least {2 * k} for k = {k}, got {max_products}.")
     return max_products - k
 
 
-def _with_residuals(
-    operator: LinearMap, found: Subspace, which: Which, method: Method, rtol: float
-) -> Eigenpairs:
+def _with_residuals(operator: LinearMap, found: Subspace, which: Which, rtol: float) -> Eigenpairs:
     """Multiply once more: the only product that is kept on the tape."""
     vectors = found.vectors / row_norms(found.vectors).unsqueeze(1)
     images = checked_products(operator, vectors, _CALL)
@@ -236,6 +185,5 @@ def _with_residuals(
         vectors[order],
         residuals[order],
         found.matvecs + len(order),
-        method,
         found.settled and bool((residuals <= rtol * found.scale + rounding).all()),
     )

@@ -16,7 +16,6 @@ from metagrad.curvature.spectrum.lanczos import (
     orthogonalise,
     row_norms,
 )
-from metagrad.curvature.spectrum.subspace import Subspace
 
 Which = Literal["largest", "smallest", "both", "magnitude"]
 
@@ -45,6 +44,22 @@ class KrylovSpace(NamedTuple):
     scale: float
     steps: int
     matvecs: int
+
+
+class Subspace(NamedTuple):
+    """Approximate eigenvectors, before their residuals are taken.
+
+    Attributes:
+        vectors: Rows, about orthonormal, shape [k, n]; constants.
+        scale: The largest norm of a product with a unit vector: a lower bound of the operator's norm.
+        matvecs: How many products were spent.
+        settled: False where the budget ended the search.
+    """
+
+    vectors: Tensor
+    scale: float
+    matvecs: int
+    settled: bool
 
 
 class RitzPairs(NamedTuple):

@@ -7,11 +7,10 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.hutchpp import HutchPlusPlus
+from metagrad.curvature.estimators.diagonal import XDiag
+from metagrad.curvature.estimators.hutchinson import HutchPlusPlus
 from metagrad.curvature.estimators.probing import Probing
-from metagrad.curvature.estimators.xdiag import XDiag
-from metagrad.curvature.estimators.xnystrace import XNysTrace
-from metagrad.curvature.estimators.xtrace import XTrace
+from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
 from tests.curvature.maps import MatrixMap
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.curvature.estimators.layers import layer_traces
+from metagrad.curvature.estimators.norms import layer_traces
 from metagrad.curvature.estimators.trace import trace
 from tests.curvature.maps import MatrixMap, matrix
 

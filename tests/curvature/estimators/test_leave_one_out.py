@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from metagrad.curvature.estimators.leave_one_out import LEAST, MARGIN, covariance_of, inflation
+from metagrad.curvature.estimators.basis import LEAST, MARGIN, covariance_of, inflation
 
 
 def test_the_covariance_is_the_mean_over_pairs():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.sequential import checked_budget, is_tight, spend
+from metagrad.curvature.estimators.probing import checked_budget, is_tight, spend
 
 
 class Halving:

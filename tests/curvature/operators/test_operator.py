@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.curvature.operators.algebra import Identity
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import Identity, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse import SparseTensor
 
