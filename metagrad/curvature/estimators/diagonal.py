@@ -14,8 +14,6 @@ from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import Probing, check_factorised, checked_budget, spend
 from metagrad.curvature.linear_map import LinearMap
 
-MOST = 2.0  # bound for k Cov / s^2, as for XTrace
-
 
 class XDiag(ProbedBasis):
     r"""Estimate the diagonal by the mean over i of :math:`\mathrm{diag}(P_i A) + z_i \odot (I - P_i) A z_i`.
@@ -29,6 +27,7 @@ class XDiag(ProbedBasis):
     """
 
     name = "xdiag"
+    most = 2.0  # bound for k Cov / s^2, as for XTrace
 
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
@@ -49,7 +48,7 @@ class XDiag(ProbedBasis):
             method=self.name,
             quantity="diagonal",
             shift=on_basis,
-            inflation=inflation(samples, covariance, MOST),
+            inflation=inflation(samples, covariance, self.most),
         )
 
     def _covariance(self, lost: Tensor, alone: Tensor, directions: Tensor, products: Tensor) -> Tensor:

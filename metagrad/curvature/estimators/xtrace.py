@@ -11,9 +11,6 @@ from metagrad.curvature.estimators.basis import ProbedBasis, covariance_of, infl
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Probing
 
-# Bound for k Cov / s^2: measured up to 1.6. Where the spectrum decays fast it is about 0, with a very noisy estimate.
-MOST_OF_XTRACE = 2.0
-
 
 class XTrace(ProbedBasis):
     r"""Estimate the trace by the mean over i of :math:`\mathrm{tr}(Q_i A Q_i^T) + g_i^T A g_i`.
@@ -28,6 +25,8 @@ class XTrace(ProbedBasis):
     """
 
     name = "xtrace"
+    # Bound for k Cov / s^2: measured up to 1.6. Where the spectrum decays fast it is about 0, with a noisy estimate.
+    most = 2.0
 
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
@@ -48,7 +47,7 @@ class XTrace(ProbedBasis):
             scales = (probing.n - len(basis) + 1, squares)
         samples = _scaled(one.rest(), scales) - (lost @ on_basis * lost).sum(1)
         with torch.no_grad():
-            inflated = inflation(samples, covariance_of(one.changes(scales)), MOST_OF_XTRACE)
+            inflated = inflation(samples, covariance_of(one.changes(scales)), self.most)
         return from_samples(
             samples,
             probing.rounding(torch.linalg.matrix_norm(lower) / len(lower) ** 0.5),
@@ -109,10 +108,6 @@ def _scaled(rest: Tensor, scales: Scales) -> Tensor:
     return rest if scales is None else rest * (scales[0] / scales[1])
 
 
-# Bound for k Cov / s^2: measured up to 16, where the spectrum decays fast, with an estimate that is right there.
-MOST_OF_XNYSTRACE = 50.0
-
-
 class XNysTrace:
     r"""Estimate the trace by the mean over i of :math:`\mathrm{tr} A_i + z_i^T (A - A_i) z_i`.
 
@@ -128,6 +123,8 @@ class XNysTrace:
     """
 
     name = "xnystrace"
+    # Bound for k Cov / s^2: measured up to 16, where the spectrum decays fast, with an estimate that is right there.
+    most = 50.0
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
@@ -162,7 +159,7 @@ class XNysTrace:
         left = _NystromLeftOut(rows @ rows.t(), removed @ removed.t(), directions, probing.n)
         samples = left.one()
         with torch.no_grad():
-            inflated = inflation(samples, covariance_of(left.two() - samples[:, None]), MOST_OF_XNYSTRACE)
+            inflated = inflation(samples, covariance_of(left.two() - samples[:, None]), self.most)
         norm = torch.linalg.matrix_norm(products) / len(gram) ** 0.5
         return from_samples(
             samples,

@@ -41,7 +41,7 @@ def test_the_standard_error_has_the_covariance_of_all_pairs(method, distribution
     cls, definition, cost = method
     monkeypatch.setattr(bases, "LEAST", -float("inf"))
     monkeypatch.setattr(bases, "MARGIN", 1.0)
-    monkeypatch.setattr(f"{cls.__module__}.MOST", float("inf"))
+    monkeypatch.setattr(cls, "most", float("inf"))
     A = matrix(spectrum, N)
     for seed in range(20):  # the first seed whose variance is positive: an unbiased one need not be
         fitted = naive.fitted(cls, A, cost * K, distribution, seed)

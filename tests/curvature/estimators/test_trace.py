@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.curvature.estimators import xtrace
 from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.estimators.xtrace import XNysTrace
 from tests.curvature.coverage import coverage, covers, median_error
 from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
 from tests.marks import combined, slow
@@ -160,7 +160,7 @@ def test_pairs_make_the_difference():
         return trace(DiagonalMap(values), method="xnystrace", probes=60, generator=generator)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xtrace, "MOST_OF_XNYSTRACE", 0.25)
+        patch.setattr(XNysTrace, "most", 0.25)
         assert coverage(estimate, values.sum(), repeats=60) < 0.7
 
 
