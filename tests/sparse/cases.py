@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from metagrad.sparse import Pattern, SparseTensor, sddmm, spgemm, spmm
-from metagrad.sparse.operations.elementwise import Elementwise
-from metagrad.sparse.operations.merge import add, mul
-from metagrad.sparse.operations.segment_functions import gather, segment_max, segment_mean, segment_sum
-from metagrad.sparse.operations.softmax import log_softmax, segment_softmax, softmax
+from metagrad.sparse.matrix.tensor import Elementwise
+from metagrad.sparse.operations.arithmetic import add, mul
+from metagrad.sparse.operations.reduce import log_softmax, softmax
+from metagrad.sparse.operations.segments import (
+    gather,
+    segment_max,
+    segment_mean,
+    segment_softmax,
+    segment_sum,
+)
 
 WIDTH = 3
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.kernels.rows import scatter_rows
-from metagrad.sparse.tables.row_sparse import HOLE, RowSparse
+from metagrad.sparse.tables.row_sparse import HOLE, RowSparse, scatter_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
 from metagrad.autograd.derivatives.variables import Variable
-from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"

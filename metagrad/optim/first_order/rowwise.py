@@ -12,9 +12,8 @@ from torch import Tensor
 from metagrad.optim.curvature import Diagonal, KnownDiagonal
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.rule import Params, Rule, RuleNode
-from metagrad.sparse.kernels.rows import gather_rows
-from metagrad.sparse.tables.row_sparse import RowSparse
-from metagrad.sparse.tables.table import RowTable
+from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
+from metagrad.sparse.tables.row_table import RowTable
 
 
 class RowwiseState(NamedTuple):

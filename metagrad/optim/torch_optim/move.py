@@ -13,8 +13,7 @@ from metagrad.core.tree import tree_leaves
 from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined
-from metagrad.sparse.kernels.rows import gather_rows
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from metagrad.optim.arithmetic import root
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
-from metagrad.sparse.kernels.rows import scatter_rows
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.sparse.tables.row_sparse import RowSparse, scatter_rows
 
 
 class ClipState(NamedTuple):

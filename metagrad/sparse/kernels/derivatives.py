@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from metagrad.sparse.kernels import numbers as kernels
+from metagrad.sparse.kernels import products as kernels
 from metagrad.sparse.kernels.tangents import nestable, primal
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.segments import Segments
+from metagrad.sparse.pattern import Pattern, Segments
 
 
 def matmul(pattern: Pattern, values: Tensor, dense: Tensor, *, transposed: bool = False) -> Tensor:

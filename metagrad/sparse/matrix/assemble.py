@@ -16,9 +16,8 @@ from metagrad.sparse.checks import (
     check_shape,
 )
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.policies.stats import timed
+from metagrad.sparse.pattern import Pattern, Segments
+from metagrad.sparse.stats import timed
 
 
 @timed("conversion")

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from metagrad.sparse.matrix.parameter import Parameter
-from metagrad.sparse.matrix.pattern import Pattern
 from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations.elementwise import as_sparse
+from metagrad.sparse.operations.entries import as_sparse
+from metagrad.sparse.pattern import Pattern
 
 FORMAT = "metagrad.sparse"
 VERSION = 1

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from metagrad.sparse.checks import check_real
 from metagrad.sparse.matrix.assemble import from_compressed, from_compressed_columns, from_entries
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.policies.stats import timed
+from metagrad.sparse.pattern import Pattern
+from metagrad.sparse.stats import timed
 
 if TYPE_CHECKING:
     from scipy.sparse import sparray, spmatrix

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from metagrad.sparse.matrix.operators import Operators
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.matrix.tensor import Operators, SparseTensor
+from metagrad.sparse.pattern import Pattern
 
 _PATTERN_KEY = "_extra_state"  # torch's name for what get_extra_state returns
 

@@ -3,22 +3,216 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.sparse.checks import check_floating
+from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.matrix.convert import Conversions
-from metagrad.sparse.matrix.operators import Operators
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.policies.stats import count_densified
+from metagrad.sparse.matrix.conversions import Conversions
+from metagrad.sparse.operations import arithmetic, products, reduce
+from metagrad.sparse.operations.entries import Entries, as_sparse
+from metagrad.sparse.pattern import Pattern
+from metagrad.sparse.stats import count_densified
 
 _CALL = "SparseTensor(pattern, values)"
 
 
-class SparseTensor(Operators, Conversions):
+def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise], SparseTensor]:
+    name = function.__name__
+
+    def method(self: Elementwise) -> SparseTensor:
+        a = self._matrix
+        return a._of(a.pattern, function(a.values))
+
+    method.__name__ = name
+    method.__doc__ = f"Apply ``torch.{name}`` to every entry; cells that are not stored stay zero."
+    return method
+
+
+def _moves_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise], NoReturn]:
+    name = function.__name__
+
+    def method(self: Elementwise) -> NoReturn:
+        raise TypeError(
+            f"{name}(a): {name}(0) is {function(torch.zeros(())).item():g}, so every cell that is not stored would "
+            f"become that. Use a.with_values(a.values.{name}()) for the stored entries alone, or "
+            f"a.to_dense().{name}()."
+        )
+
+    method.__name__ = name
+    method.__doc__ = f"Refuse: ``torch.{name}`` is not zero at zero."
+    return method
+
+
+class Elementwise:
+    """The functions of one number that a :class:`SparseTensor` has as methods, one a line.
+
+    Each is torch's, on the values of the same pattern, with torch's derivatives of every order (``sqrt`` has an
+    infinite one at a stored zero). Those that are not zero at zero are refused, with the way out.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([-2.0, 3.0]))
+        >>> a.relu().to_dense()
+        tensor([[0., 0.],
+                [3., 0.]])
+    """
+
+    __slots__ = ()
+
+    @property
+    def _matrix(self) -> SparseTensor:
+        """The matrix that the methods work on."""
+        raise NotImplementedError
+
+    abs = _keeps_zero(torch.abs)
+    asin = _keeps_zero(torch.asin)
+    asinh = _keeps_zero(torch.asinh)
+    atan = _keeps_zero(torch.atan)
+    atanh = _keeps_zero(torch.atanh)
+    ceil = _keeps_zero(torch.ceil)
+    deg2rad = _keeps_zero(torch.deg2rad)
+    erf = _keeps_zero(torch.erf)
+    erfinv = _keeps_zero(torch.erfinv)
+    expm1 = _keeps_zero(torch.expm1)
+    floor = _keeps_zero(torch.floor)
+    frac = _keeps_zero(torch.frac)
+    log1p = _keeps_zero(torch.log1p)
+    neg = _keeps_zero(torch.neg)
+    rad2deg = _keeps_zero(torch.rad2deg)
+    relu = _keeps_zero(torch.relu)
+    round = _keeps_zero(torch.round)
+    sgn = _keeps_zero(torch.sgn)
+    sign = _keeps_zero(torch.sign)
+    sin = _keeps_zero(torch.sin)
+    sinh = _keeps_zero(torch.sinh)
+    sqrt = _keeps_zero(torch.sqrt)
+    square = _keeps_zero(torch.square)
+    tan = _keeps_zero(torch.tan)
+    tanh = _keeps_zero(torch.tanh)
+    trunc = _keeps_zero(torch.trunc)
+
+    acos = _moves_zero(torch.acos)
+    acosh = _moves_zero(torch.acosh)
+    cos = _moves_zero(torch.cos)
+    cosh = _moves_zero(torch.cosh)
+    digamma = _moves_zero(torch.digamma)
+    erfc = _moves_zero(torch.erfc)
+    exp = _moves_zero(torch.exp)
+    exp2 = _moves_zero(torch.exp2)
+    lgamma = _moves_zero(torch.lgamma)
+    log = _moves_zero(torch.log)
+    log10 = _moves_zero(torch.log10)
+    log2 = _moves_zero(torch.log2)
+    logit = _moves_zero(torch.logit)
+    reciprocal = _moves_zero(torch.reciprocal)
+    rsqrt = _moves_zero(torch.rsqrt)
+    sigmoid = _moves_zero(torch.sigmoid)
+
+    __abs__ = abs
+    __neg__ = neg
+
+
+class Operators(Elementwise):
+    """The operators and methods of :class:`SparseTensor`; each is a function of this package."""
+
+    __slots__ = ()
+
+    @overload
+    def __matmul__(self, other: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, other: SparseTensor) -> SparseTensor: ...
+    def __matmul__(self, other: Tensor | SparseTensor) -> Tensor | SparseTensor:
+        if isinstance(other, Tensor):
+            return products.spmm(self._matrix, other)
+        return products.spgemm(self._matrix, as_sparse("a @ b", "b", other))
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        check_floating("x @ a", "x", other)
+        n, m = self._matrix.shape
+        if not other.ndim or other.shape[-1] != n:
+            raise ValueError(f"x @ a: a is ({n}, {m}), so x must be [..., {n}], got {list(other.shape)}.")
+        transposed = self._matrix.t()
+        return products.spmm(transposed, other) if other.ndim == 1 else products.spmm(transposed, other.mT).mT
+
+    @overload
+    def __add__(self, other: SparseTensor | float) -> SparseTensor: ...
+    @overload
+    def __add__(self, other: Tensor) -> Tensor: ...
+    def __add__(self, other: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+        return arithmetic.add(self._matrix, other)
+
+    __radd__ = __add__
+
+    @overload
+    def __sub__(self, other: SparseTensor | float) -> SparseTensor: ...
+    @overload
+    def __sub__(self, other: Tensor) -> Tensor: ...
+    def __sub__(self, other: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+        return arithmetic.sub(self._matrix, other)
+
+    @overload
+    def __rsub__(self, other: float) -> SparseTensor: ...
+    @overload
+    def __rsub__(self, other: Tensor) -> Tensor: ...
+    def __rsub__(self, other: Tensor | float) -> SparseTensor | Tensor:
+        return self.neg() + other
+
+    def __mul__(self, other: SparseTensor | Tensor | float) -> SparseTensor:
+        """Multiply by elements."""
+        return arithmetic.mul(self._matrix, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Tensor | float) -> SparseTensor:
+        return arithmetic.div(self._matrix, other)
+
+    def __rtruediv__(self, other: object) -> SparseTensor:
+        raise TypeError(
+            "x / a: a is a SparseTensor, and its zeros would divide. Use a.with_values(1 / a.values) for the stored "
+            "entries alone."
+        )
+
+    def __pow__(self, exponent: float) -> SparseTensor:
+        return self.pow(exponent)
+
+    def pow(self, exponent: float) -> SparseTensor:
+        """Raise every entry to a positive power: :func:`metagrad.sparse.pow`."""
+        return arithmetic.pow(self._matrix, exponent)
+
+    def dropout(self, p: float = 0.5, *, training: bool = True) -> SparseTensor:
+        """Set entries to zero at random: :func:`metagrad.sparse.dropout`."""
+        return arithmetic.dropout(self._matrix, p, training=training)
+
+    def sum(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Add all cells, or those of each row or column: :func:`metagrad.sparse.sum`."""
+        return reduce.sum(self._matrix, dim, keepdim=keepdim)
+
+    def mean(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Average all cells, or those of each row or column: :func:`metagrad.sparse.mean`."""
+        return reduce.mean(self._matrix, dim, keepdim=keepdim)
+
+    def max(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Take the largest stored entry of all, or of each row or column: :func:`metagrad.sparse.max`."""
+        return reduce.max(self._matrix, dim, keepdim=keepdim)
+
+    def norm(self, p: float = 2) -> Tensor:
+        """Compute the p-norm of the entries: :func:`metagrad.sparse.norm`."""
+        return reduce.norm(self._matrix, p)
+
+    def softmax(self, dim: int = -1) -> SparseTensor:
+        """Normalise the exponentials of each row or column: :func:`metagrad.sparse.softmax`."""
+        return reduce.softmax(self._matrix, dim)
+
+    def log_softmax(self, dim: int = -1) -> SparseTensor:
+        """Compute the logarithm of :meth:`softmax`: :func:`metagrad.sparse.log_softmax`."""
+        return reduce.log_softmax(self._matrix, dim)
+
+
+class SparseTensor(Conversions, Operators):
     """A matrix that stores the entries of a :class:`Pattern` alone.
 
     The values are an ordinary strided tensor: whatever is computed from them is on torch's own tape, every
@@ -43,11 +237,8 @@ class SparseTensor(Operators, Conversions):
         SparseTensor(shape=(2, 2), nnz=2, values=tensor([400.,   6.]))
     """
 
-    __slots__ = ("__weakref__", "pattern", "values")
+    __slots__ = ()
     __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which refuses it
-
-    pattern: Pattern
-    values: Tensor
 
     def __init__(self, pattern: Pattern, values: Tensor) -> None:
         if not isinstance(pattern, Pattern):
@@ -65,35 +256,11 @@ class SparseTensor(Operators, Conversions):
             )
         self.pattern, self.values = pattern, values
 
-    @classmethod
-    def _of(cls, pattern: Pattern, values: Tensor) -> SparseTensor:
-        """Make one of parts that fit, or of what a torch.func transform put in the place of values."""
-        made = cls.__new__(cls)
-        made.pattern, made.values = pattern, values
-        return made
-
     def with_values(self, values: Tensor) -> SparseTensor:
         """Return a matrix on the same pattern with other values."""
         return SparseTensor(self.pattern, values)
 
     # What it is
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and columns."""
-        rows, columns = self.pattern.shape
-        p, q = self.block_shape
-        return torch.Size((rows * p, columns * q))
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """The size of an entry: (1, 1) for scalars."""
-        return (1, 1) if self.values.ndim == 1 else (self.values.shape[1], self.values.shape[2])
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the entries are blocks."""
-        return self.values.ndim == 3
 
     @property
     def ndim(self) -> int:
@@ -219,13 +386,7 @@ class SparseTensor(Operators, Conversions):
 
     # Other forms
 
-    def t(self) -> SparseTensor:
-        """Return the transpose, differentiable; its pattern is the cached transpose."""
-        order = self.pattern.csc_order
-        values = self.values.index_select(0, order)
-        return SparseTensor._of(self.pattern.t(), values.transpose(1, 2) if self.is_blocked else values)
-
-    T = property(t)
+    T = property(Entries.t)
 
     def to_dense(self) -> Tensor:
         """Return the whole matrix, differentiable at every order; memory is rows x columns."""
@@ -235,13 +396,6 @@ class SparseTensor(Operators, Conversions):
         count_densified(flat.nbytes)
         place = scalar.pattern.row * columns + scalar.pattern.col
         return flat.index_add(0, place, scalar.values).reshape(rows, columns)
-
-    def scalar(self) -> SparseTensor:
-        """Return the same matrix with a number for each entry, where the entries are blocks."""
-        if not self.is_blocked:
-            return self
-        pattern, order = self.pattern.unblocked(self.block_shape)
-        return SparseTensor._of(pattern, rules.gather(self.values.reshape(-1), order))
 
 
 def _unflatten(children: Sequence[Tensor], pattern: Pattern) -> SparseTensor:
@@ -260,3 +414,45 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,  # type: ignore[arg-type]
 )
 torch.serialization.add_safe_globals([Pattern, SparseTensor])  # both are checked as they are made
+
+
+def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
+    r"""Multiply two dense matrices at the entries of a pattern alone (sampled dense-dense product).
+
+    .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj} \quad \text{for } (i, j) \text{ in the pattern}
+
+    Args:
+        a: Dense, [n, K].
+        b: Dense, [K, m]; a transposed view costs nothing.
+        pattern: The cells to compute, of shape (n, m).
+
+    Returns:
+        The product on the pattern.
+
+    Raises:
+        ValueError: Shapes that do not fit the pattern or each other, or two devices.
+        TypeError: Operands of other types or of two dtypes.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> a = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        >>> metagrad.sparse.sddmm(a, a.mT, pattern)
+        SparseTensor(shape=(2, 2), nnz=2, values=tensor([11., 11.]))
+    """
+    call = "sddmm(a, b, pattern)"
+    if not isinstance(pattern, Pattern):
+        raise TypeError(f"{call}: pattern must be a Pattern, got {type(pattern).__name__}.")
+    check_floating(call, "a", a)
+    check_floating(call, "b", b)
+    check_same(call, "a and b", a, b)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) != pattern.shape:
+        n, m = pattern.shape
+        raise ValueError(
+            f"{call}: the pattern is {pattern.shape}, so a must be [{n}, K] and b [K, {m}], "
+            f"got {list(a.shape)} and {list(b.shape)}."
+        )
+    if a.device != pattern.device:
+        raise ValueError(
+            f"{call}: a is on {a.device} and the pattern on {pattern.device}. Move one with .to(device)."
+        )
+    return SparseTensor._of(pattern, rules.sample(pattern, a, b.mT))

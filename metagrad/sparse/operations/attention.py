@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.matrix.pattern import Pattern
+from metagrad.sparse.pattern import Pattern
 
 _CALL = "attention(q, k, v, pattern)"
 TOGETHER = 1 << 17  # entries: below it one block-diagonal product is faster than a loop over heads (measured)

@@ -1,4 +1,4 @@
-"""Products: sparse @ dense, dense @ dense at the entries of a pattern, sparse @ sparse."""
+"""Products of a sparse matrix with a dense one and with another sparse one, and linear layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations.elementwise import as_sparse
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+
+_LINEAR = "linear(x, weight, bias)"
 
 
-def spmm(a: SparseTensor, b: Tensor) -> Tensor:
+def spmm(a: Entries, b: Tensor) -> Tensor:
     r"""Multiply a sparse matrix by a dense one.
 
     .. math:: y_{ik} = \sum_{j \in \mathrm{row}\ i} a_{ij} \, b_{jk}
@@ -51,49 +51,7 @@ def spmm(a: SparseTensor, b: Tensor) -> Tensor:
     return rules.matmul(scalar.pattern, scalar.values, b)
 
 
-def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
-    r"""Multiply two dense matrices at the entries of a pattern alone (sampled dense-dense product).
-
-    .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj} \quad \text{for } (i, j) \text{ in the pattern}
-
-    Args:
-        a: Dense, [n, K].
-        b: Dense, [K, m]; a transposed view costs nothing.
-        pattern: The cells to compute, of shape (n, m).
-
-    Returns:
-        The product on the pattern.
-
-    Raises:
-        ValueError: Shapes that do not fit the pattern or each other, or two devices.
-        TypeError: Operands of other types or of two dtypes.
-
-    Example:
-        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
-        >>> a = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        >>> metagrad.sparse.sddmm(a, a.mT, pattern)
-        SparseTensor(shape=(2, 2), nnz=2, values=tensor([11., 11.]))
-    """
-    call = "sddmm(a, b, pattern)"
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"{call}: pattern must be a Pattern, got {type(pattern).__name__}.")
-    check_floating(call, "a", a)
-    check_floating(call, "b", b)
-    check_same(call, "a and b", a, b)
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or (a.shape[0], b.shape[1]) != pattern.shape:
-        n, m = pattern.shape
-        raise ValueError(
-            f"{call}: the pattern is {pattern.shape}, so a must be [{n}, K] and b [K, {m}], "
-            f"got {list(a.shape)} and {list(b.shape)}."
-        )
-    if a.device != pattern.device:
-        raise ValueError(
-            f"{call}: a is on {a.device} and the pattern on {pattern.device}. Move one with .to(device)."
-        )
-    return SparseTensor._of(pattern, rules.sample(pattern, a, b.mT))
-
-
-def spgemm(a: SparseTensor, b: SparseTensor) -> SparseTensor:
+def spgemm(a: Matrix, b: Matrix) -> Matrix:
     r"""Multiply two sparse matrices.
 
     .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj}
@@ -130,4 +88,59 @@ def spgemm(a: SparseTensor, b: SparseTensor) -> SparseTensor:
     a, b = a.scalar(), b.scalar()
     plan = a.pattern.product(b.pattern)
     products = rules.gather(widened(a.values), plan.left) * rules.gather(widened(b.values), plan.right)
-    return SparseTensor._of(plan.pattern, rules.segment_sum(products, plan.cell).to(a.values.dtype))
+    return a._of(plan.pattern, rules.segment_sum(products, plan.cell).to(a.values.dtype))
+
+
+def linear(x: Tensor, weight: Entries, bias: Tensor | None = None) -> Tensor:
+    r"""Apply a linear layer whose weight is sparse.
+
+    .. math:: y = x W^\top + b
+
+    Like ``torch.nn.functional.linear``. The gradient of the weight is on its pattern; time and memory of every
+    derivative are those of the entries times the rows of ``x``, never those of out x in.
+
+    Args:
+        x: Inputs, [..., in].
+        weight: Sparse, [out, in].
+        bias: Dense, [out].
+
+    Returns:
+        [..., out].
+
+    Raises:
+        ValueError: Shapes do not fit each other, or two devices.
+        TypeError: Operands of other types or of two dtypes.
+
+    Note:
+        A sparse product is faster than a dense one only where the weight is very sparse.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([2, 0]), (2, 3))
+        >>> weight = metagrad.sparse.SparseTensor(pattern, torch.tensor([2.0, 3.0]))
+        >>> metagrad.sparse.linear(torch.tensor([[1.0, 10.0, 100.0]]), weight, torch.tensor([0.0, 0.5]))
+        tensor([[200.0000,   3.5000]])
+    """
+    weight = as_sparse(_LINEAR, "weight", weight)
+    _check_linear(x, weight, bias)
+    scalar = weight.scalar()
+    y = rules.matmul(scalar.pattern, scalar.values, x.reshape(x.shape[:-1].numel(), x.shape[-1]).mT)
+    y = y.mT.contiguous().reshape(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def _check_linear(x: Tensor, weight: Entries, bias: Tensor | None) -> None:
+    check_floating(_LINEAR, "x", x)
+    check_same(_LINEAR, "x and weight", x, weight.values)
+    outputs, inputs = weight.shape
+    if not x.ndim or x.shape[-1] != inputs:
+        raise ValueError(
+            f"{_LINEAR}: weight is ({outputs}, {inputs}), so x must be [..., {inputs}], got {list(x.shape)}."
+        )
+    if bias is None:
+        return
+    check_floating(_LINEAR, "bias", bias)
+    check_same(_LINEAR, "x and bias", x, bias)
+    if bias.shape != (outputs,):
+        raise ValueError(
+            f"{_LINEAR}: weight is ({outputs}, {inputs}), so bias must be [{outputs}], got {list(bias.shape)}."
+        )

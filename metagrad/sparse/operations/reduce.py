@@ -1,4 +1,4 @@
-"""Sums, means, maxima and norms of a sparse matrix."""
+"""Sums, means, maxima, norms and softmax of a sparse matrix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from torch import Tensor
 
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations.elementwise import as_sparse
-from metagrad.sparse.operations.segment_functions import segment_max
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+from metagrad.sparse.operations.segments import exponentials, segment_max, segment_softmax, spread
+from metagrad.sparse.pattern import Pattern, Segments
 
 
-def sum(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+def sum(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
     r"""Add all cells, or those of each row or column.
 
     .. math:: y = \sum_{ij} a_{ij}, \qquad y_i = \sum_j a_{ij}\ (\mathrm{dim} = 1), \qquad
@@ -46,7 +44,7 @@ def sum(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Te
     return _summed("sum(a, dim)", a, dim, keepdim).to(a.values.dtype)
 
 
-def mean(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+def mean(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
     r"""Average all cells, or those of each row or column, stored or not.
 
     .. math:: y = \frac{1}{nm} \sum_{ij} a_{ij}, \qquad y_i = \frac{1}{m} \sum_j a_{ij}\ (\mathrm{dim} = 1)
@@ -79,7 +77,7 @@ def mean(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> T
     return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.values.dtype)
 
 
-def max(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+def max(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
     r"""Take the largest stored entry of all, or of each row or column.
 
     .. math:: y = \max_{ij \text{ stored}} a_{ij}, \qquad y_i = \max_{j \text{ stored in row } i} a_{ij}
@@ -107,12 +105,12 @@ def max(a: SparseTensor, dim: int | None = None, *, keepdim: bool = False) -> Te
     """
     scalar = as_sparse("max(a, dim)", "a", a).scalar()
     if dim is None:
-        return _kept(scalar.values.amax() if scalar.nnz else scalar.values.sum(), dim, keepdim)
-    index = entries_along("max(a, dim)", scalar.pattern, dim)
+        return _kept(scalar.values.amax() if scalar.pattern.nnz else scalar.values.sum(), dim, keepdim)
+    index = _along("max(a, dim)", scalar.pattern, dim)
     return _kept(segment_max(scalar.values, index), dim, keepdim)
 
 
-def norm(a: SparseTensor, p: float = 2) -> Tensor:
+def norm(a: Entries, p: float = 2) -> Tensor:
     r"""Compute the p-norm of the entries; by default the Frobenius norm of the matrix.
 
     .. math:: y = \Big( \sum_{ij} |a_{ij}|^p \Big)^{1/p}, \qquad y = \max_{ij} |a_{ij}|\ (p = \infty)
@@ -147,7 +145,67 @@ def norm(a: SparseTensor, p: float = 2) -> Tensor:
     return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
 
 
-def entries_along(call: str, pattern: Pattern, dim: int) -> Segments:
+def softmax(a: Matrix, dim: int = -1) -> Matrix:
+    r"""Normalise the exponentials of the stored entries of each row, or of each column.
+
+    .. math:: y_{ij} = e^{a_{ij}} \Big/ \sum_{k \text{ stored in row } i} e^{a_{ik}}
+
+    A cell that is not stored counts as minus infinity, as in ``torch.sparse.softmax``.
+
+    Args:
+        a: Sparse, [n, m]; blocks become scalars.
+        dim: 1 or -1, each row; 0 or -2, each column.
+
+    Returns:
+        Weights on the same pattern; a row without entries has none.
+
+    Raises:
+        ValueError: ``dim`` is out of range.
+        TypeError: ``a`` is not a SparseTensor.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), (2, 3))
+        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([3.0, 3.0, -9.0]))
+        >>> metagrad.sparse.softmax(a).to_dense()
+        tensor([[0.5000, 0.0000, 0.5000],
+                [0.0000, 1.0000, 0.0000]])
+    """
+    scalar = as_sparse("softmax(a, dim)", "a", a).scalar()
+    index = _along("softmax(a, dim)", scalar.pattern, dim)
+    return scalar._of(scalar.pattern, segment_softmax(scalar.values, index))
+
+
+def log_softmax(a: Matrix, dim: int = -1) -> Matrix:
+    r"""Compute the logarithm of :func:`softmax`, without the underflow of its two steps.
+
+    .. math:: y_{ij} = a_{ij} - \log \sum_{k \text{ stored in row } i} e^{a_{ik}}
+
+    Args:
+        a: Sparse, [n, m]; blocks become scalars.
+        dim: 1 or -1, each row; 0 or -2, each column.
+
+    Returns:
+        Log-weights on the same pattern. A cell that is not stored has a weight of 0, so its log-weight is minus
+        infinity, and not the 0 that :meth:`SparseTensor.to_dense` writes there.
+
+    Raises:
+        ValueError: ``dim`` is out of range.
+        TypeError: ``a`` is not a SparseTensor.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0]), torch.tensor([0, 2]), (1, 3))
+        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([0.0, 1000.0]))
+        >>> metagrad.sparse.log_softmax(a).values
+        tensor([-1000.,     0.])
+    """
+    scalar = as_sparse("log_softmax(a, dim)", "a", a).scalar()
+    index = _along("log_softmax(a, dim)", scalar.pattern, dim)
+    shifted, _, sums = exponentials(widened(scalar.values), index, index.num_segments)
+    values = shifted - spread(sums.log(), index)
+    return scalar._of(scalar.pattern, values.to(scalar.values.dtype))
+
+
+def _along(call: str, pattern: Pattern, dim: int) -> Segments:
     """Group the entries by row for the last dimension, by column for the first."""
     if dim not in (-2, -1, 0, 1):
         raise ValueError(
@@ -156,12 +214,12 @@ def entries_along(call: str, pattern: Pattern, dim: int) -> Segments:
     return pattern.rows if dim in (1, -1) else pattern.cols
 
 
-def _summed(call: str, a: SparseTensor, dim: int | None, keepdim: bool) -> Tensor:
+def _summed(call: str, a: Entries, dim: int | None, keepdim: bool) -> Tensor:
     """Add all cells, or those of each row or column, in the dtype in which sums are accumulated."""
     values = widened(a.values)
     if dim is None:
         return _kept(values.sum(), dim, keepdim)
-    index = entries_along(call, a.pattern, dim)
+    index = _along(call, a.pattern, dim)
     # The numbers of a block in one row, or one column, are added first: a block is never taken apart.
     values = values.sum(2 if index is a.pattern.rows else 1) if a.is_blocked else values
     return _kept(rules.segment_sum(values, index).reshape(-1), dim, keepdim)

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core._torch import pytree
-from metagrad.sparse.tables.bags import check_bags, reduce_bags
-from metagrad.sparse.tables.embedding import embedding, embedding_bag
+from metagrad.sparse.tables.embedding import check_bags, embedding, embedding_bag, reduce_bags
 
 Lookup = Callable[[Tensor], Tensor]
 """Ids of any shape to vectors ``[*ids.shape, D]``."""

@@ -24,7 +24,7 @@ from metagrad.optim.rules import (
 )
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.row_sparse import RowSparse
-from metagrad.sparse.tables.table import RowTable
+from metagrad.sparse.tables.row_table import RowTable
 from tests.marks import slow
 from tests.sparse.guards import no_large_outputs
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import metagrad as mg
 from metagrad import sparse
 from metagrad.sparse import Pattern, RowSparse, Segments, SparsePolicy, SparseTensor
-from metagrad.sparse.tables.bags import reduce_bags
+from metagrad.sparse.tables.embedding import reduce_bags
 
 N = 4096
 ONE, MANY = torch.zeros(N, dtype=torch.int64), torch.arange(N)

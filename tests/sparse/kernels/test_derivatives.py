@@ -7,7 +7,7 @@ from torch.func import grad, jvp, vmap
 import metagrad as mg
 from metagrad.sparse import Pattern, Segments
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels import numbers as kernels
+from metagrad.sparse.kernels import products as kernels
 from tests.joint import joint_gradcheck
 from tests.marks import combined
 

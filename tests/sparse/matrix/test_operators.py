@@ -8,7 +8,7 @@ import torch
 
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.matrix.parameter import Parameter
-from metagrad.sparse.operations.softmax import softmax
+from metagrad.sparse.operations.reduce import softmax
 
 A = SparseTensor(Pattern(torch.tensor([0, 1]), torch.tensor([2, 0]), (2, 3)), torch.tensor([2.0, -3.0]))
 D = A.to_dense()

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import metagrad as mg
-from metagrad.sparse.operations.conv import conv
-from metagrad.sparse.operations.rulebook import Rulebook
+from metagrad.sparse.operations.conv import Rulebook, conv
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.towers import assert_same_tower, tower
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations.linear import linear
+from metagrad.sparse.operations.products import linear
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.towers import assert_same_tower, tower
 

@@ -8,7 +8,7 @@ import torch
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.operations import reduce
-from metagrad.sparse.operations.segment_functions import segment_mean
+from metagrad.sparse.operations.segments import segment_mean
 
 PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([1, 3, 1]), (3, 4))
 

@@ -7,8 +7,8 @@ import torch
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations.segment_functions import segment_sum
-from metagrad.sparse.operations.softmax import log_softmax, segment_softmax, softmax
+from metagrad.sparse.operations.reduce import log_softmax, softmax
+from metagrad.sparse.operations.segments import segment_softmax, segment_sum
 
 PATTERN = Pattern(torch.tensor([0, 0, 2, 2]), torch.tensor([1, 3, 0, 1]), (3, 4))
 INF = math.inf

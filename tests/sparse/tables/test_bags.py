@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from metagrad.sparse.tables.bags import check_bags, reduce_bags
+from metagrad.sparse.tables.embedding import check_bags, reduce_bags
 
 TABLE = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 TABLE[5] = TABLE[2]  # equal maxima

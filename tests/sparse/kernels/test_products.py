@@ -7,8 +7,8 @@ import torch
 
 from metagrad.sparse import Pattern, Segments
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels import numbers as kernels
-from metagrad.sparse.policies.policy import SparsePolicy, use_policy
+from metagrad.sparse.kernels import products as kernels
+from metagrad.sparse.policy import SparsePolicy, use_policy
 from tests.sparse.guards import no_large_outputs
 
 POLICIES = {

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from metagrad.sparse.policies.scope import Scope
-
-if TYPE_CHECKING:
-    from metagrad.sparse.matrix.pattern import Pattern
+from metagrad.sparse.policy import Scope
 
 Kind = Literal["product", "segment sum", "conversion"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+REPEATS = 5  # of what is timed
 _PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 
 
@@ -69,8 +69,6 @@ class Stats:
     @contextmanager
     def timing(self, kind: Kind) -> Iterator[None]:
         """Time a block, without the timings inside it."""
-        from metagrad.sparse.policies.calibrate import clock
-
         outside, self._inside = self._inside, 0.0
         start = clock()
         try:
@@ -96,8 +94,6 @@ class Stats:
 
     def dense_seconds(self) -> float:
         """Estimate the time of the products, had they been dense: their work at the rate measured here."""
-        from metagrad.sparse.policies.calibrate import dense_rate
-
         return sum(work / dense_rate(*where) for where, work in self._dense_work.items())
 
     def as_dict(self) -> dict[str, object]:
@@ -189,24 +185,6 @@ def timed(kind: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def counted_product(
-    kernel: Callable[[Pattern, Tensor, Tensor], Tensor],
-) -> Callable[[Pattern, Tensor, Tensor], Tensor]:
-    """Time a product kernel, and compare its result with a dense one, while statistics are open."""
-
-    @functools.wraps(kernel)
-    def counted(pattern: Pattern, first: Tensor, second: Tensor) -> Tensor:
-        found = current_stats()
-        if found is None:
-            return kernel(pattern, first, second)
-        with found.timing("product"):
-            result = kernel(pattern, first, second)
-        found.count_product(pattern.shape, second.shape[1], result)
-        return result
-
-    return counted
-
-
 def count_merge(kind: Literal["done", "avoided"]) -> None:
     """Count a merge of two patterns, or one that was not needed."""
     found = current_stats()
@@ -219,6 +197,31 @@ def count_densified(nbytes: int) -> None:
     found = current_stats()
     if found is not None:
         found.count_densified(nbytes)
+
+
+def clock() -> float:
+    """Return the seconds now, after the work that CUDA was given."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Return the median seconds of some calls, after one that warms up."""
+    run()
+    times = []
+    for _ in range(REPEATS):
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return statistics.median(times)
+
+
+@functools.lru_cache
+def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the multiplications a second of a dense product of two 512 x 512 matrices."""
+    matrix = torch.ones(512, 512, device=device, dtype=dtype)
+    return 512**3 / seconds(lambda: matrix @ matrix)
 
 
 def _caller() -> str:

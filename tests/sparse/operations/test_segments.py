@@ -8,8 +8,13 @@ from torch.func import grad, vmap
 
 import metagrad as mg
 from metagrad.sparse import Segments
-from metagrad.sparse.operations.segment_functions import gather, segment_max, segment_mean, segment_sum
-from metagrad.sparse.operations.softmax import segment_softmax
+from metagrad.sparse.operations.segments import (
+    gather,
+    segment_max,
+    segment_mean,
+    segment_softmax,
+    segment_sum,
+)
 
 # torch builds its forward-mode decompositions with torch.jit, on their first use.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

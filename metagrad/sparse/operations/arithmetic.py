@@ -1,4 +1,4 @@
-"""Sums and products by elements: of two sparse matrices, and of a sparse and a dense one."""
+"""Arithmetic by elements: sums and products of two matrices, sparse or dense, powers and dropout."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from numbers import Real
 from typing import overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.tensor import SparseTensor
-from metagrad.sparse.operations.elementwise import as_sparse
-from metagrad.sparse.policies.stats import count_merge
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+from metagrad.sparse.pattern import Pattern
+from metagrad.sparse.stats import count_merge
 
 
 @overload
-def add(a: SparseTensor, b: SparseTensor | float) -> SparseTensor: ...
+def add(a: Matrix, b: Matrix | float) -> Matrix: ...
 @overload
-def add(a: SparseTensor, b: Tensor) -> Tensor: ...
-def add(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+def add(a: Entries, b: Tensor) -> Tensor: ...
+def add(a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
     r"""Add a sparse matrix to another one, or to a dense one.
 
     .. math:: y_{ij} = a_{ij} + b_{ij}
@@ -54,10 +54,10 @@ def add(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor | Ten
 
 
 @overload
-def sub(a: SparseTensor, b: SparseTensor | float) -> SparseTensor: ...
+def sub(a: Matrix, b: Matrix | float) -> Matrix: ...
 @overload
-def sub(a: SparseTensor, b: Tensor) -> Tensor: ...
-def sub(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+def sub(a: Entries, b: Tensor) -> Tensor: ...
+def sub(a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
     r"""Subtract a matrix from a sparse one.
 
     .. math:: y_{ij} = a_{ij} - b_{ij}
@@ -81,10 +81,11 @@ def sub(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor | Ten
     a = as_sparse("sub(a, b)", "a", a)
     if isinstance(b, (Tensor, Real)):
         return _add("sub(a, b)", a, -b)
-    return _add("sub(a, b)", a, as_sparse("sub(a, b)", "b", b).neg())
+    other = as_sparse("sub(a, b)", "b", b)
+    return _add("sub(a, b)", a, other._of(other.pattern, -other.values))
 
 
-def mul(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor:
+def mul(a: Matrix, b: Matrix | Tensor | float) -> Matrix:
     r"""Multiply element by element.
 
     .. math:: y_{ij} = a_{ij} \, b_{ij}
@@ -112,21 +113,19 @@ def mul(a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor:
     call = "mul(a, b)"
     a = as_sparse(call, "a", a)
     if isinstance(b, Real):
-        return SparseTensor._of(a.pattern, a.values * float(b))
+        return a._of(a.pattern, a.values * float(b))
     if isinstance(b, Tensor):
         a, factor = _at_entries(call, a, b)
-        return SparseTensor._of(a.pattern, a.values * factor)
-    a, b = _alike(call, a, as_sparse(call, "b", b))
-    if a.pattern is b.pattern:
+        return a._of(a.pattern, a.values * factor)
+    a, other = _alike(call, a, as_sparse(call, "b", b))
+    if a.pattern is other.pattern:
         count_merge("avoided")
-        return SparseTensor._of(a.pattern, a.values * b.values)
-    both = a.pattern.intersection(b.pattern)
-    return SparseTensor._of(
-        both.pattern, a.values.index_select(0, both.left) * b.values.index_select(0, both.right)
-    )
+        return a._of(a.pattern, a.values * other.values)
+    both = a.pattern.intersection(other.pattern)
+    return a._of(both.pattern, a.values.index_select(0, both.left) * other.values.index_select(0, both.right))
 
 
-def div(a: SparseTensor, b: Tensor | float) -> SparseTensor:
+def div(a: Matrix, b: Tensor | float) -> Matrix:
     r"""Divide element by element by a dense matrix or a number.
 
     .. math:: y_{ij} = a_{ij} / b_{ij}
@@ -152,17 +151,82 @@ def div(a: SparseTensor, b: Tensor | float) -> SparseTensor:
     call = "div(a, b)"
     a = as_sparse(call, "a", a)
     if isinstance(b, Real):
-        return SparseTensor._of(a.pattern, a.values / float(b))
+        return a._of(a.pattern, a.values / float(b))
     if not isinstance(b, Tensor):
         raise TypeError(
             f"{call}: b must be dense or a number, got {type(b).__name__}: zero would be divided by zero. On one "
             "pattern, a.with_values(a.values / b.values) divides the stored entries."
         )
     a, factor = _at_entries(call, a, b)
-    return SparseTensor._of(a.pattern, a.values / factor)
+    return a._of(a.pattern, a.values / factor)
 
 
-def _add(call: str, a: SparseTensor, b: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+def pow(a: Matrix, exponent: float) -> Matrix:
+    r"""Raise every entry to a positive power.
+
+    .. math:: y_{ij} = a_{ij}^p, \qquad p > 0
+
+    Args:
+        a: Sparse, [n, m], or with blocks.
+        exponent: The power :math:`p`; at a stored zero a fractional one has the infinite derivatives that
+            ``torch.pow`` gives there.
+
+    Returns:
+        The powers on the same pattern.
+
+    Raises:
+        ValueError: ``exponent`` is not positive: a cell that is not stored would become 1, or infinite.
+        TypeError: ``a`` is not a SparseTensor, or ``exponent`` not a number.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([2.0, -3.0]))
+        >>> (a**2).values, a.pow(3).values
+        (tensor([4., 9.]), tensor([  8., -27.]))
+    """
+    a = as_sparse("pow(a, exponent)", "a", a)
+    if not isinstance(exponent, (int, float)):
+        raise TypeError(f"pow(a, exponent): exponent must be a number, got {type(exponent).__name__}.")
+    if not exponent > 0:
+        raise ValueError(
+            f"pow(a, exponent): exponent must be positive, got {exponent}: cells that are not stored are zero and "
+            f"would not stay so. Use a.with_values(a.values**{exponent}) for the stored entries alone."
+        )
+    return a._of(a.pattern, a.values**exponent)
+
+
+def dropout(a: Matrix, p: float = 0.5, *, training: bool = True) -> Matrix:
+    r"""Set entries to zero at random, and scale the others up so that the expectation stays.
+
+    .. math:: y_{ij} = \frac{z_{ij}}{1 - p}\, a_{ij}, \qquad z_{ij} \sim \mathrm{Bernoulli}(1 - p)
+
+    The pattern stays: an entry that is dropped is stored as a zero, and its gradient is zero.
+
+    Args:
+        a: Sparse, [n, m]; with blocks each number is drawn for itself.
+        p: The probability of a zero, from 0 to 1.
+        training: False returns ``a`` as it is.
+
+    Returns:
+        A matrix on the same pattern.
+
+    Raises:
+        ValueError: ``p`` is not a probability.
+        TypeError: ``a`` is not a SparseTensor.
+
+    Example:
+        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([2.0, 3.0]))
+        >>> a.dropout(1.0).values, a.dropout(0.5, training=False).values
+        (tensor([0., 0.]), tensor([2., 3.]))
+    """
+    a = as_sparse("dropout(a, p)", "a", a)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout(a, p): p must be from 0 to 1, got {p}.")
+    return a._of(a.pattern, F.dropout(a.values, p, training)) if training else a
+
+
+def _add(call: str, a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
     if isinstance(b, Tensor):
         return _onto_dense(call, a, b)
     if isinstance(b, Real):
@@ -172,17 +236,17 @@ def _add(call: str, a: SparseTensor, b: SparseTensor | Tensor | float) -> Sparse
                 f"for the stored entries alone, or a.to_dense() + {b}."
             )
         return a
-    a, b = _alike(call, a, as_sparse(call, "b", b))
-    if a.pattern is b.pattern:
+    a, other = _alike(call, a, as_sparse(call, "b", b))
+    if a.pattern is other.pattern:
         count_merge("avoided")
-        return SparseTensor._of(a.pattern, a.values + b.values)
-    both = a.pattern.union(b.pattern)
+        return a._of(a.pattern, a.values + other.values)
+    both = a.pattern.union(other.pattern)
     zeros = a.values.new_zeros(both.pattern.nnz, *a.values.shape[1:])
-    values = zeros.index_add(0, both.left, a.values).index_add(0, both.right, b.values)
-    return SparseTensor._of(both.pattern, values)
+    values = zeros.index_add(0, both.left, a.values).index_add(0, both.right, other.values)
+    return a._of(both.pattern, values)
 
 
-def _onto_dense(call: str, a: SparseTensor, b: Tensor) -> Tensor:
+def _onto_dense(call: str, a: Entries, b: Tensor) -> Tensor:
     check_floating(call, "b", b)
     check_same(call, "a and b", a.values, b)
     if b.shape != a.shape:
@@ -194,7 +258,7 @@ def _onto_dense(call: str, a: SparseTensor, b: Tensor) -> Tensor:
     return b.index_put((scalar.pattern.row, scalar.pattern.col), scalar.values, accumulate=True)
 
 
-def _alike(call: str, a: SparseTensor, b: SparseTensor) -> tuple[SparseTensor, SparseTensor]:
+def _alike(call: str, a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
     """Return two matrices whose entries are of one size."""
     check_same(call, "a and b", a.values, b.values)
     if a.shape != b.shape:
@@ -202,7 +266,7 @@ def _alike(call: str, a: SparseTensor, b: SparseTensor) -> tuple[SparseTensor, S
     return (a, b) if a.block_shape == b.block_shape else (a.scalar(), b.scalar())
 
 
-def _at_entries(call: str, a: SparseTensor, b: Tensor) -> tuple[SparseTensor, Tensor]:
+def _at_entries(call: str, a: Matrix, b: Tensor) -> tuple[Matrix, Tensor]:
     """Return a matrix, and the number of a dense one for each of its entries."""
     check_floating(call, "b", b)
     check_same(call, "a and b", a.values, b)

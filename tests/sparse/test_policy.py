@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.policies.policy import DEFAULT, SparsePolicy, current_policy, use_policy
-from metagrad.sparse.policies.stats import stats
+from metagrad.sparse import Pattern, SparseTensor, calibrate
+from metagrad.sparse.policy import DEFAULT, SparsePolicy, current_policy, use_policy
+from metagrad.sparse.stats import stats
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
 SPARSE = SparsePolicy(threshold=math.inf)
@@ -111,8 +111,8 @@ def test_a_policy_reaches_the_backward_passes_of_other_threads():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calibration_returns_a_density(dtype, monkeypatch):
-    monkeypatch.setattr("metagrad.sparse.policies.calibrate.SIZES", (32, 48, 64))
-    policy = SparsePolicy.calibrate("cpu", dtype)
+    monkeypatch.setattr("metagrad.sparse.kernels.calibrate.SIZES", (32, 48, 64))
+    policy = calibrate("cpu", dtype)
     assert 0 < policy.threshold <= 1 or policy.threshold == math.inf
     assert policy == SparsePolicy(threshold=policy.threshold)
 
@@ -124,8 +124,8 @@ def test_calibration_finds_where_two_costs_meet(meet, found, monkeypatch):
     def cost(pattern, values, dense, policy):
         return meet * pattern.shape[0] * pattern.shape[1] if policy == DENSE else pattern.nnz
 
-    monkeypatch.setattr("metagrad.sparse.policies.calibrate._both", cost)
-    assert SparsePolicy.calibrate().threshold == pytest.approx(found, rel=0.25)
+    monkeypatch.setattr("metagrad.sparse.kernels.calibrate._both", cost)
+    assert calibrate().threshold == pytest.approx(found, rel=0.25)
 
 
 def matrix() -> tuple[SparseTensor, torch.Tensor]:

@@ -5,8 +5,8 @@ import torch
 from torch.func import vmap
 
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations import elementwise
-from metagrad.sparse.operations.elementwise import Elementwise
+from metagrad.sparse.matrix.tensor import Elementwise
+from metagrad.sparse.operations import arithmetic as elementwise
 from tests.sparse.cases import zero_keeping
 
 PATTERN = Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))

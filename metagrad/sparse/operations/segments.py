@@ -1,7 +1,8 @@
-"""Between entries and segments: gather, and the sum, mean and maximum of each segment."""
+"""Between entries and segments: gather, and the sum, mean, maximum and softmax of each segment."""
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from metagrad.core import _torch
 from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import index_rows, index_sum, widened
-from metagrad.sparse.matrix.segments import Segments
+from metagrad.sparse.pattern import Segments
 
 Index: TypeAlias = Segments | Tensor
 """Which segment each entry belongs to: a fixed map, or its ids as data, int64 of shape [entries]."""
@@ -76,7 +77,7 @@ def segment_sum(values: Tensor, index: Index, num_segments: int | None = None) -
         >>> metagrad.sparse.segment_sum(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 2]), 3)
         tensor([2., 0., 4.])
     """
-    index, num = check_entries("segment_sum(values, index, num_segments)", values, index, num_segments)
+    index, num = _check_entries("segment_sum(values, index, num_segments)", values, index, num_segments)
     return total(values, index, num)
 
 
@@ -101,7 +102,7 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
         >>> metagrad.sparse.segment_mean(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 2]), 3)
         tensor([2., 0., 2.])
     """
-    index, num = check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
+    index, num = _check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
     counts = index.counts if isinstance(index, Segments) else _counts(index, num)
     sums = total(widened(values), index, num)
     return (sums / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))).to(values.dtype)
@@ -135,7 +136,7 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
         >>> top.tolist(), torch.autograd.grad(top.sum(), values)[0].tolist()
         ([-2.0, 0.0, 5.0], [0.5, 1.0, 0.5, 0.0])
     """
-    index, num = check_entries("segment_max(values, index, num_segments)", values, index, num_segments)
+    index, num = _check_entries("segment_max(values, index, num_segments)", values, index, num_segments)
     dtype, values = values.dtype, widened(values)
     top = largest(values, index, num)
     is_top = values == spread(top, index)
@@ -144,6 +145,36 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     # A third of a number, three times, may not be the number: the value comes from the comparison, the derivative
     # from the shares. Infinity minus itself is NaN, and shares of infinity are infinite.
     return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
+
+
+def segment_softmax(values: Tensor, index: Index, num_segments: int | None = None) -> Tensor:
+    r"""Normalise the exponentials of the entries of each segment.
+
+    .. math:: y_e = e^{v_e} \Big/ \sum_{e' : s(e') = s(e)} e^{v_{e'}}
+
+    The largest entry of a segment is subtracted first, so no exponential overflows.
+
+    Args:
+        values: Scores, floating point, [entries, ...]; minus infinity gives a weight of 0.
+        index: :class:`Segments`, or ids of shape [entries], as :func:`gather` takes them.
+        num_segments: How many segments there are; with ids alone.
+
+    Returns:
+        Weights in the shape of ``values``, which sum to one over each segment; 0, with a gradient of 0, over one that
+        is minus infinity throughout (``torch.softmax`` gives NaN there).
+
+    Raises:
+        ValueError: As :func:`segment_sum`.
+        TypeError: As :func:`segment_sum`.
+
+    Example:
+        >>> scores = torch.tensor([1.0, 2.0, 2.0, 2.0])
+        >>> metagrad.sparse.segment_softmax(scores, torch.tensor([0, 1, 1, 3]), 4)
+        tensor([1.0000, 0.5000, 0.5000, 1.0000])
+    """
+    index, num = _check_entries("segment_softmax(values, index, num_segments)", values, index, num_segments)
+    weights, sums = exponentials(widened(values), index, num)[1:]
+    return (weights / spread(sums, index)).to(values.dtype)
 
 
 def spread(x: Tensor, index: Index) -> Tensor:
@@ -167,7 +198,16 @@ def largest(values: Tensor, index: Index, num: int) -> Tensor:
     return empty.scatter_reduce(0, ids, values, "amax", include_self=False)
 
 
-def check_entries(call: str, values: Tensor, index: Index, num_segments: int | None) -> tuple[Index, int]:
+def exponentials(values: Tensor, index: Index, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scores below their maximum, their exponentials, and the sums of these; 1 where there are none."""
+    top = largest(values, index, num)
+    shifted = values - spread(top.masked_fill(top == -math.inf, 0), index)
+    weights = shifted.exp()
+    sums = total(weights, index, num)
+    return shifted, weights, sums.masked_fill(sums == 0, 1)
+
+
+def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | None) -> tuple[Index, int]:
     """Return the index and the number of its segments, for values known to have a row for each entry."""
     check_floating(call, "values", values)
     if isinstance(index, Segments):

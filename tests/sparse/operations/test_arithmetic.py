@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations.merge import add, div, mul, sub
+from metagrad.sparse.operations.arithmetic import add, div, mul, sub
 
 PATTERN = Pattern(torch.tensor([0, 1]), torch.tensor([2, 0]), (2, 3))
 OTHER = Pattern(torch.tensor([0, 0]), torch.tensor([0, 2]), (2, 3))

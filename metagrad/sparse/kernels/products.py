@@ -8,17 +8,17 @@ policy may choose otherwise, and where it prefers a dense product the result is 
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from metagrad.sparse.kernels.accumulation import index_sum, widened
-from metagrad.sparse.matrix.pattern import Pattern
-from metagrad.sparse.matrix.segments import Segments
-from metagrad.sparse.policies.policy import current_policy
-from metagrad.sparse.policies.stats import count_densified, counted_product, timed
+from metagrad.sparse.pattern import Pattern, Segments
+from metagrad.sparse.policy import current_policy
+from metagrad.sparse.stats import count_densified, current_stats, timed
 
 CSR_DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")  # with CSR kernels, and where a policy is asked
@@ -30,7 +30,25 @@ def has_csr_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in CSR_DTYPES and device.type in DEVICES
 
 
-@counted_product
+def _counted(
+    kernel: Callable[[Pattern, Tensor, Tensor], Tensor],
+) -> Callable[[Pattern, Tensor, Tensor], Tensor]:
+    """Time a product kernel, and compare its result with a dense one, while statistics are open."""
+
+    @functools.wraps(kernel)
+    def counted(pattern: Pattern, first: Tensor, second: Tensor) -> Tensor:
+        found = current_stats()
+        if found is None:
+            return kernel(pattern, first, second)
+        with found.timing("product"):
+            result = kernel(pattern, first, second)
+        found.count_product(pattern.shape, second.shape[1], result)
+        return result
+
+    return counted
+
+
+@_counted
 def matmul(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
     """Multiply a sparse matrix, values [nnz], by a dense one: [m, K] to [n, K]."""
     shape = (pattern.shape[0], dense.shape[1])
@@ -49,7 +67,7 @@ def matmul(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
     return result.to(dense.dtype)
 
 
-@counted_product
+@_counted
 def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """Compute ``a[row] . b[col]`` at every entry: [n, K] and [m, K] to [nnz]."""
     if not pattern.nnz or not a.shape[1]:

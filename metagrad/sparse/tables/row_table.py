@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
-from metagrad.sparse.kernels.rows import gather_rows, scatter_rows, take
 from metagrad.sparse.kernels.tangents import nestable
-from metagrad.sparse.tables.row_sparse import Kept, Rows, check_range, wrap
+from metagrad.sparse.tables.row_sparse import Kept, Rows, check_range, gather_rows, scatter_rows, take, wrap
 
 
 class RowTable(Rows):
@@ -35,7 +34,7 @@ class RowTable(Rows):
 
     Example:
         >>> from metagrad.sparse.tables.embedding import embedding
-        >>> from metagrad.sparse.tables.table import RowTable
+        >>> from metagrad.sparse.tables.row_table import RowTable
         >>> table = RowTable(torch.zeros(4, 2), torch.tensor([2]), torch.ones(1, 2))
         >>> embedding(torch.tensor([2, 3]), table)
         tensor([[1., 1.],

@@ -1,18 +1,39 @@
-"""Sparse or dense: the rule by which a kernel chooses, and its calibration on the machine at hand."""
+"""Sparse or dense: the rule by which a kernel chooses."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 
-from metagrad.sparse.policies.scope import Scope
+from metagrad.core import _torch
 
+T = TypeVar("T")
 Layout = Literal["auto", "csr", "gather"]
 WIDE = 32  # columns of the dense operand in the products that thresholds are measured on
+
+
+class Scope(Generic[T]):
+    """A variable of this thread and of the threads in which torch runs its backward passes.
+
+    The derivatives of CUDA tensors are computed in threads of torch's own, which Python's context variables do
+    not reach. torch hands them the thread-local state of the caller, as its CUDA graph trees rely on, so the value
+    is kept there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._key = f"metagrad.sparse.{name}"
+
+    def get(self) -> T | None:
+        """Return the value, or None in a thread that set none."""
+        return _torch.get_in_thread_state(self._key) if _torch.is_in_thread_state(self._key) else None
+
+    def set(self, value: T | None) -> None:
+        """Replace the value."""
+        _torch.put_in_thread_state(self._key, value)
 
 
 @dataclass(frozen=True)
@@ -31,7 +52,7 @@ class SparsePolicy:
     n = 128 to 2048). At density 0.5 the dense products were 1.0 to 1.25 times faster at width 32 and 1.2 to 1.7
     times at width 128; at density 0.3 they were slower at nearly every size and width. Below 4096 entries either
     takes microseconds. In float64 the two met between 0.15 and 0.3, and in bfloat16, which has no CSR kernels, at
-    0.025; other devices were not measured: :meth:`calibrate` finds the threshold of a device and dtype.
+    0.025; other devices were not measured: :func:`calibrate` finds the threshold of a device and dtype.
 
     Args:
         threshold: Density from which a product of width 32 or more is dense; ``math.inf`` is never.
@@ -85,32 +106,6 @@ class SparsePolicy:
         ):
             return False
         return width is None or width >= WIDE or nnz * width >= self.threshold * cells * WIDE
-
-    @classmethod
-    def calibrate(
-        cls, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> SparsePolicy:
-        """Measure the density at which dense products become faster on a device; takes about a second.
-
-        The product and the sampled product of random matrices, which are what a gradient consists of, are timed
-        in both forms at three sizes and width 32. The density where they meet is found by bisection at
-        each, from medians, and the middle one of the three is the threshold.
-
-        Args:
-            device: Where.
-            dtype: Of the values.
-
-        Returns:
-            A policy with that threshold, ``math.inf`` where dense never wins, and the other defaults.
-
-        Example:
-            >>> policy = metagrad.sparse.SparsePolicy.calibrate()
-            >>> policy.threshold > 0
-            True
-        """
-        from metagrad.sparse.policies.calibrate import crossover
-
-        return cls(threshold=crossover(torch.device(device), dtype))
 
 
 DEFAULT = SparsePolicy()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.policies.policy import SparsePolicy, use_policy
-from metagrad.sparse.policies.stats import current_stats, stats, timed
+from metagrad.sparse.policy import SparsePolicy, use_policy
+from metagrad.sparse.stats import current_stats, stats, timed
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
@@ -56,7 +56,7 @@ def test_segment_sums_are_timed():
 
 def test_a_conversion_inside_a_product_is_not_counted_twice(monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr("metagrad.sparse.policies.calibrate.clock", lambda: float(next(now)))
+    monkeypatch.setattr("metagrad.sparse.stats.clock", lambda: float(next(now)))
     inner = timed("conversion")(lambda: None)
     outer = timed("product")(lambda: (inner(), inner()))
     with stats() as s:
@@ -125,7 +125,7 @@ def test_densifications_in_a_backward_pass_are_at_its_call():
 
 def test_where_no_line_of_the_user_is(monkeypatch):
     """The threads of accelerators begin inside torch: all their frames are of a package."""
-    monkeypatch.setattr(importlib.import_module("metagrad.sparse.policies.stats"), "_PACKAGES", ("",))
+    monkeypatch.setattr(importlib.import_module("metagrad.sparse.stats"), "_PACKAGES", ("",))
     with stats() as s:
         random().to_dense()
     assert list(s.densified) == ["a backward pass"]

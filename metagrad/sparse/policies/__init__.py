@@ -1,1 +1,0 @@
-"""Sparse or dense, where cotangents are added, and what was saved."""
