@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.sparse.checks import check_index, check_indices, check_shape
-from metagrad.sparse.stats import count_merge, timed
+from metagrad.sparse.statistics import count_merge, timed
 
 P = ParamSpec("P")
 R = TypeVar("R")

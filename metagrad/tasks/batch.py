@@ -1,8 +1,8 @@
-"""What a task distribution hands to a meta-learner: support and query examples of many tasks."""
+"""What a meta-learner asks of its tasks: batches of support and query examples."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -77,3 +77,24 @@ class Batch(NamedTuple):
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
         """Return the batch on a device and in a floating-point type; see `Examples.to`."""
         return Batch(*(examples.to(device=device, dtype=dtype) for examples in self))
+
+
+@runtime_checkable
+class TaskDistribution(Protocol):
+    """Anything that draws batches of tasks.
+
+    Two calls with generators in the same state return the same batch, and a call that is given a
+    generator leaves torch's global random state alone.
+    """
+
+    def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
+        """Draw tasks.
+
+        Args:
+            num_tasks: Length of the leading axis of every tensor of the batch.
+            generator: Source of the random numbers, on the device of the tasks; None is torch's global one.
+
+        Returns:
+            The batch.
+        """
+        ...

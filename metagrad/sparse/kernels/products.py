@@ -18,7 +18,7 @@ from torch import Tensor
 from metagrad.sparse.kernels.accumulation import index_sum, widened
 from metagrad.sparse.pattern import Pattern, Segments
 from metagrad.sparse.policy import current_policy
-from metagrad.sparse.stats import count_densified, current_stats, timed
+from metagrad.sparse.statistics import count_densified, current_stats, timed
 
 CSR_DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")  # with CSR kernels, and where a policy is asked

@@ -17,7 +17,7 @@ from metagrad.sparse.checks import (
 )
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.pattern import Pattern, Segments
-from metagrad.sparse.stats import timed
+from metagrad.sparse.statistics import timed
 
 
 @timed("conversion")

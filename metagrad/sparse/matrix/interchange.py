@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.sparse.checks import check_real
 from metagrad.sparse.matrix.assemble import from_compressed, from_compressed_columns, from_entries
 from metagrad.sparse.pattern import Pattern
-from metagrad.sparse.stats import timed
+from metagrad.sparse.statistics import timed
 
 if TYPE_CHECKING:
     from scipy.sparse import sparray, spmatrix

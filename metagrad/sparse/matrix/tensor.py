@@ -15,7 +15,7 @@ from metagrad.sparse.matrix.conversions import Conversions
 from metagrad.sparse.operations import arithmetic, products, reduce
 from metagrad.sparse.operations.entries import Entries, as_sparse
 from metagrad.sparse.pattern import Pattern
-from metagrad.sparse.stats import count_densified
+from metagrad.sparse.statistics import count_densified
 
 _CALL = "SparseTensor(pattern, values)"
 

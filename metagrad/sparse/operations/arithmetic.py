@@ -13,7 +13,7 @@ from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
 from metagrad.sparse.pattern import Pattern
-from metagrad.sparse.stats import count_merge
+from metagrad.sparse.statistics import count_merge
 
 
 @overload

@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from metagrad.core import _torch
 from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.kernels.tangents import nestable
-from metagrad.sparse.stats import count_densified
+from metagrad.sparse.statistics import count_densified
 
 R = TypeVar("R", bound="Rows")
 

@@ -8,7 +8,7 @@ import torch
 
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.policy import SparsePolicy, use_policy
-from metagrad.sparse.stats import current_stats, stats, timed
+from metagrad.sparse.statistics import current_stats, stats, timed
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
@@ -56,7 +56,7 @@ def test_segment_sums_are_timed():
 
 def test_a_conversion_inside_a_product_is_not_counted_twice(monkeypatch):
     now = iter(range(1000))
-    monkeypatch.setattr("metagrad.sparse.stats.clock", lambda: float(next(now)))
+    monkeypatch.setattr("metagrad.sparse.statistics.clock", lambda: float(next(now)))
     inner = timed("conversion")(lambda: None)
     outer = timed("product")(lambda: (inner(), inner()))
     with stats() as s:
