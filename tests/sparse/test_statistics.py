@@ -125,7 +125,7 @@ def test_densifications_in_a_backward_pass_are_at_its_call():
 
 def test_where_no_line_of_the_user_is(monkeypatch):
     """The threads of accelerators begin inside torch: all their frames are of a package."""
-    monkeypatch.setattr(importlib.import_module("metagrad.sparse.stats"), "_PACKAGES", ("",))
+    monkeypatch.setattr(importlib.import_module("metagrad.sparse.statistics"), "_PACKAGES", ("",))
     with stats() as s:
         random().to_dense()
     assert list(s.densified) == ["a backward pass"]
