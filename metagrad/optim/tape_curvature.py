@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from metagrad.optim.curvature import Diagonal
 from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
 from metagrad.optim.rule import Params
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+_SMALL = 2**16  # elements, which cost less to copy than calls
 
 
 class WeightedLoss(NamedTuple):
@@ -79,9 +82,25 @@ class TapeCurvature:
             v: By parameter name, in the shapes of the parameters, or with the rows of a sparse gradient.
             retain_graph: Keep the graph for another product.
         """
+        if not self._create_graph and self._flat is not None:
+            vector = torch.cat([v[key].reshape(-1) for key in self._grads])
+            return self._pulled_back([self._flat], [vector], retain_graph=retain_graph)
         curved = [key for key, g in self._grads.items() if g.requires_grad]
         cotangents = [_in_layout_of(self._grads[key], v[key]) for key in curved]
         return self._pulled_back([self._grads[key] for key in curved], cotangents, retain_graph=retain_graph)
+
+    @functools.cached_property
+    def _flat(self) -> Tensor | None:
+        """The gradient as one vector with its graph, for whose one cotangent autograd has fewer checks; if small."""
+        grads = list(self._grads.values())
+        kinds = {(type(g), g.layout, g.dtype, g.device) for g in grads}
+        if len(kinds) != 1 or kinds.pop()[:2] != (Tensor, torch.strided):
+            return None
+        if sum(g.numel() for g in grads) > _SMALL:
+            return None
+        with torch.enable_grad():
+            flat = torch.cat([g.reshape(-1) for g in grads])
+        return flat if flat.requires_grad else None
 
     def gauss_newton_products(self, v: Params) -> Params:
         r"""Multiply :math:`\sum_i w_i J_i^\top H_{L_i} J_i` with ``v``."""

@@ -71,6 +71,8 @@ class RowSpace:
 
     def multiplied(self, products: Callable[[Params], Params], sign: int = 1) -> Rows:
         """Return a map of tensors by name as one of rows, times ``sign``."""
+        if sign == 1:
+            return lambda rows: self.rows(products(self.tensors(rows)))
         return lambda rows: sign * self.rows(products(self.tensors(rows)))
 
 
@@ -94,6 +96,8 @@ def check_uniform(call: str, params: Params) -> None:
 
 def norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, whose derivatives at zero are 0."""
+    if not rows.requires_grad:
+        return torch.linalg.vector_norm(rows, dim=-1)
     squares = dot(rows, rows)
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

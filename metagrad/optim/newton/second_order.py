@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
@@ -173,18 +174,18 @@ class Problem:
         g = torch.where(moves, self.g, 0.0)
         return replace(self, g=g, products=lambda rows: torch.where(moves, products(rows), 0.0))
 
-    @property
+    @functools.cached_property
     def value(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, on the tape if the objective is."""
         value = self.sign * self.objective.value.reshape(-1)
         return value if self.decay is None else value + self.penalty(self.space.place)
 
-    @property
+    @functools.cached_property
     def before(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, a constant."""
         return self.value.detach()
 
-    @property
+    @functools.cached_property
     def slack(self) -> Tensor:
         """How much of a loss may be rounding, ``[tasks]``."""
         return 10 * torch.finfo(self.g.dtype).eps * self.before.abs()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,9 +45,6 @@ class GraphCurvature:
         curved: Those whose curvature is taken, if others: of a part of the data.
         inverse_scale: What undoes the scale of the losses.
         generators: Where the random numbers of estimates come from.
-
-    Attributes:
-        total: The sum of the elements of all products so far, which is finite if they are.
     """
 
     def __init__(
@@ -63,22 +61,32 @@ class GraphCurvature:
         self._curved = passes if curved is None else curved
         self._inverse_scale = inverse_scale
         self._generators = generators
-        self.total = next(iter(params.values())).new_zeros(())
+        self._sums: list[Tensor] = []  # of each product
 
     @property
     def value(self) -> Tensor:
         """The sum of the losses."""
         return self._inverse_scale * torch.stack([working(one.value) for one in self._passes]).sum()
 
+    @property
+    def total(self) -> Tensor:
+        """The sum of the elements of all products so far, which is finite if they are."""
+        return (
+            torch.stack(self._sums).sum() if self._sums else next(iter(self._params.values())).new_zeros(())
+        )
+
     def products(self, v: Params) -> Params:
         """Return the Hessian times ``v``."""
-        total = {key: torch.zeros_like(value) for key, value in v.items()}
+        return self._added(tape.products(_in_dtypes_of(params, v)) for params, tape in self._tapes)
+
+    @functools.cached_property
+    def _tapes(self) -> list[tuple[Params, TapeCurvature]]:
+        """The Hessian of each loss, in the parameters that it depends on."""
+        found = []
         for one in self._curved:
             params = {key: p for key, p in self._params.items() if p in one.grads}
-            if params:
-                tape = TapeCurvature(params, {key: one.grads[p] for key, p in params.items()})
-                self._add(total, tape.products(_in_dtypes_of(params, v)))
-        return total
+            found.append((params, TapeCurvature(params, {key: one.grads[p] for key, p in params.items()})))
+        return found
 
     def gauss_newton_products(self, v: Params) -> Params:
         """Return the Gauss-Newton matrix times ``v``."""
@@ -108,21 +116,31 @@ class GraphCurvature:
 
     def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
         """Add up what there is of each loss of known form, in the parameters that it depends on."""
-        total = self._zeros()
+        return self._added(result(tape, params) for params, tape in self._tapes_of_parts())
+
+    def _tapes_of_parts(self) -> Iterator[tuple[Params, TapeCurvature]]:
         for one in self._curved:
             for part in one.parts:
                 params = {key: p for key, p in self._params.items() if p in part.leaves and p in one.grads}
+                grads = {key: one.grads[p] for key, p in params.items()}
                 if params:
-                    grads = {key: one.grads[p] for key, p in params.items()}
-                    tape = TapeCurvature(params, grads, losses=[part.loss], generators=self._generators)
-                    self._add(total, result(tape, params))
-        return total
+                    yield (
+                        params,
+                        TapeCurvature(params, grads, losses=[part.loss], generators=self._generators),
+                    )
 
-    def _add(self, total: Params, products: Params) -> None:
-        for key, product in products.items():
-            product = self._inverse_scale * working(product)
-            total[key] = total[key] + product
-            self.total = self.total + product.detach().sum().to(self.total)
+    def _added(self, parts: Iterable[Params]) -> Params:
+        total: dict[str, Tensor] = {}
+        for products in parts:
+            for key, product in products.items():
+                product = working(product)
+                product = product if self._inverse_scale == 1 else self._inverse_scale * product
+                self._sums.append(product.detach().sum())
+                total[key] = total[key] + product if key in total else product
+        return {
+            key: total[key] if key in total else torch.zeros_like(working(p))
+            for key, p in self._params.items()
+        }
 
 
 def _in_dtypes_of(params: Params, v: Params) -> Params:
