@@ -12,7 +12,8 @@ First, estimates of diagonals are compared with dense matrices in float64, and e
 
 `python -m experiments.bench_optimizers robustness` asks instead which optimizers learn small networks at their
 defaults, from many seeds; `python -m experiments.bench_optimizers zoo` trains eight problems by every optimizer;
-`python -m experiments.bench_optimizers lbfgs` compares L-BFGS with torch's.
+`python -m experiments.bench_optimizers lbfgs` compares L-BFGS with torch's, and
+`python -m experiments.bench_optimizers cubic` the steps of CubicNewton with their products.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench_optimizers import lbfgs, robustness, zoo
+from experiments.bench_optimizers import cubic, lbfgs, robustness, zoo
 from experiments.bench_optimizers.checks import check
 from experiments.bench_optimizers.measuring import measure
 from experiments.bench_optimizers.methods import METHODS, WORKLOADS
@@ -41,7 +42,7 @@ def parsed() -> argparse.Namespace:
         "study",
         nargs="?",
         default="cost",
-        choices=["cost", "lbfgs", "robustness", "zoo"],
+        choices=["cost", "cubic", "lbfgs", "robustness", "zoo"],
         help="what is measured (cost)",
     )
     add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
@@ -67,8 +68,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
     torch.set_num_threads(arguments.threads)
-    if arguments.study == "lbfgs":
-        lbfgs.main(arguments.rounds, arguments.out)
+    if arguments.study in ("cubic", "lbfgs"):
+        {"cubic": cubic, "lbfgs": lbfgs}[arguments.study].main(arguments.rounds, arguments.out)
         return
     studies = {"robustness": robustness.main, "zoo": zoo.main}
     if arguments.study in studies:

@@ -82,21 +82,27 @@ class TapeCurvature:
             v: By parameter name, in the shapes of the parameters, or with the rows of a sparse gradient.
             retain_graph: Keep the graph for another product.
         """
-        if not self._create_graph and self._flat is not None:
-            vector = torch.cat([v[key].reshape(-1) for key in self._grads])
-            return self._pulled_back([self._flat], [vector], retain_graph=retain_graph)
         curved = [key for key, g in self._grads.items() if g.requires_grad]
         cotangents = [_in_layout_of(self._grads[key], v[key]) for key in curved]
         return self._pulled_back([self._grads[key] for key in curved], cotangents, retain_graph=retain_graph)
 
+    def product_of_vector(self, v: Tensor) -> Tensor | None:
+        """Multiply the Hessian with all elements in one vector; None where the gradient is not small and of one kind.
+
+        Autograd has fewer checks for one cotangent than for one of each parameter.
+        """
+        if self._flat is None:
+            return None
+        found = self._pulled_back([self._flat], [v])
+        return torch.cat([product.reshape(-1) for product in found.values()])
+
     @functools.cached_property
     def _flat(self) -> Tensor | None:
-        """The gradient as one vector with its graph, for whose one cotangent autograd has fewer checks; if small."""
+        """The gradient as one vector, with its graph."""
         grads = list(self._grads.values())
         kinds = {(type(g), g.layout, g.dtype, g.device) for g in grads}
-        if len(kinds) != 1 or kinds.pop()[:2] != (Tensor, torch.strided):
-            return None
-        if sum(g.numel() for g in grads) > _SMALL:
+        is_one = len(kinds) == 1 and kinds.pop()[:2] == (Tensor, torch.strided)
+        if not is_one or sum(g.numel() for g in grads) > _SMALL:
             return None
         with torch.enable_grad():
             flat = torch.cat([g.reshape(-1) for g in grads])

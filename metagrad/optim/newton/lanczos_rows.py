@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +14,7 @@ from torch import Tensor
 from metagrad.curvature.solvers.iteration import Rows, divide, dot
 from metagrad.optim.newton.flat import norm
 
-_STEPS_OF_A_SPACE, _STEPS_OF_THE_LAST = 3, 12
-"""Newton steps to the root: in every space but the last it serves the stopping test alone; 12 are to rounding."""
+_STEPS_TO_A_ROOT = 12  # by Newton's method, to rounding
 _STEPS_OF_A_BALL = 50
 _NEWTON_STEPS = 2
 
@@ -57,9 +58,12 @@ def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max
         Mathematical Programming 127, 2011, section 6.
     """
     length = norm(g)
+    lengths, cubics = _array(length), _array(cubic)
 
-    def root_of(T: np.ndarray, lower: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        return least_root(T, _array(length), _array(cubic), lower, num_steps)
+    def root_of(row: int, T: np.ndarray, lower: float) -> Root:
+        at = slice(row, row + 1)
+        r, last = least_root(T, lengths[at], cubics[at], np.array([lower]), _STEPS_TO_A_ROOT)
+        return Root(float(r[0]), float(0.5 * cubics[row] * r[0]), abs(float(last[0])))
 
     space = _space_of(products, g, length, root_of, rtol=rtol, max_steps=max_steps)
     T, r = space.T, space.root.to(g)
@@ -104,9 +108,12 @@ def minimize_in_ball(products: Rows, g: Tensor, radius: Tensor, *, rtol: float, 
         9(2), 1999; Conn, Gould, Toint, "Trust-region methods", 2000, sections 7.3 and 7.5.
     """
     length = norm(g)
+    lengths, radii = _array(length), _array(radius)
 
-    def root_of(T: np.ndarray, lower: np.ndarray, num_steps: int) -> tuple[np.ndarray, np.ndarray]:
-        return least_multiplier(T, _array(length), _array(radius))
+    def root_of(row: int, T: np.ndarray, lower: float) -> Root:
+        at = slice(row, row + 1)
+        multiplier, last = least_multiplier(T, lengths[at], radii[at])
+        return Root(float(multiplier[0]), float(multiplier[0]), abs(float(last[0])))
 
     space = _space_of(products, g, length, root_of, rtol=rtol, max_steps=max_steps)
     # In double precision: near the hard case, the multiplier is next to an eigenvalue.
@@ -135,35 +142,60 @@ class _Space(NamedTuple):
     products: int  # of all rows together
 
 
-RootOf = Callable[[np.ndarray, np.ndarray, int], "tuple[np.ndarray, np.ndarray]"]
-"""A matrix ``[tasks, k, k]``, a lower bound and a number of steps to a root and the last element of y there."""
+class Root(NamedTuple):
+    """A root in the space of one row."""
+
+    value: float
+    shift: float  # of the matrix there
+    last: float  # the size of the last element of y
+
+
+RootOf = Callable[[int, np.ndarray, float], Root]
+"""A row, its matrix ``[1, k, k]`` and a lower bound to the root."""
 
 
 def _space_of(
     products: Rows, g: Tensor, length: Tensor, root_of: RootOf, *, rtol: float, max_steps: int
 ) -> _Space:
     """Run the Lanczos process until the gradient of every model is small in all of space."""
-    alive = length > 0
-    basis = _Basis(g * divide(torch.ones_like(length), length, where=alive)[:, None])
+    tolerance = max(rtol, 2 * torch.finfo(g.dtype).eps)
+    spaces = [
+        _KrylovSpace(number, functools.partial(root_of, row), tolerance)
+        for row, number in enumerate(length.tolist())
+    ]
+    alive = [space.is_alive for space in spaces]
+    basis = _Basis(_over(g, length, alive))
     diagonal: list[Tensor] = []
     off_diagonal: list[Tensor] = []
-    steps = torch.zeros(len(g), dtype=torch.int64, device=g.device)
-    space = _KrylovSpace(length, root_of, max(rtol, 2 * torch.finfo(g.dtype).eps))
     while True:
-        image = products(basis.last)
-        steps = steps + alive
-        # A row that has ended goes on with a 1 on its diagonal, which changes nothing.
-        diagonal.append(torch.where(alive, dot(basis.last, image), 1.0))
-        rest = basis.orthogonalised(image)
-        beta = torch.where(alive, norm(rest), 0.0)
-        is_alive = space.extended(diagonal[-1], beta)
-        if len(diagonal) == max_steps or len(diagonal) == g.shape[1] or not is_alive.any():
+        alpha, rest = basis.orthogonalised(products(basis.last))
+        beta = norm(rest)
+        for space, *numbers in zip(spaces, *torch.stack([alpha, beta]).tolist(), strict=True):
+            space.extend(*numbers)
+        diagonal.append(_where(alive, alpha, 1.0))  # with which a row goes on that has ended
+        alive = [space.is_alive for space in spaces]
+        if len(diagonal) in (max_steps, g.shape[1]) or not any(alive):
             break
-        alive = torch.from_numpy(is_alive).to(g.device)
-        off_diagonal.append(torch.where(alive, beta, 0.0))
-        basis.append(rest * divide(torch.ones_like(beta), beta, where=alive)[:, None])
-    root = torch.from_numpy(space.root).to(g.device)
+        off_diagonal.append(_where(alive, beta, 0.0))
+        basis.append(_over(rest, beta, alive))
+    root = torch.tensor([space.root() for space in spaces], dtype=torch.float64, device=g.device)
+    steps = torch.tensor([len(space.alpha) for space in spaces], device=g.device)
     return _Space(basis.rows, _tridiagonal(diagonal, off_diagonal), root, steps, len(diagonal))
+
+
+def _where(alive: Sequence[bool], numbers: Tensor, other: float) -> Tensor:
+    """Put another number into the rows that have ended."""
+    if all(alive):
+        return numbers
+    return torch.where(torch.tensor(alive, device=numbers.device), numbers, other)
+
+
+def _over(rows: Tensor, length: Tensor, alive: Sequence[bool]) -> Tensor:
+    """Divide rows by their lengths; those that have ended become 0."""
+    if all(alive):
+        return rows / length[:, None]
+    mask = torch.tensor(alive, device=rows.device)
+    return rows * divide(torch.ones_like(length), length, where=mask)[:, None]
 
 
 class _Basis:
@@ -190,42 +222,78 @@ class _Basis:
         self._buffer[:, size] = vector
         self.rows = self._buffer[:, : size + 1]
 
-    def orthogonalised(self, image: Tensor) -> Tensor:
-        """Take out the parts along the last two vectors, which are large, and then what is left along all."""
-        for rows in (self.rows[:, -2:], self.rows):
-            parts = rows @ image[:, :, None]
-            image = image - (parts.transpose(1, 2) @ rows).squeeze(1)
-        return image
+    def orthogonalised(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Take out the parts along the last two vectors, which are large, and then what is left along all.
+
+        Returns:
+            The part along the last vector, ``[tasks]``, and the rest.
+        """
+        parts, rest = _without(self.rows[:, -2:], image[:, :, None])
+        return parts[:, -1, 0], _without(self.rows, rest)[1].squeeze(2)
+
+
+def _without(rows: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+    parts = rows @ image
+    return parts, torch.baddbmm(image, rows.mT, parts, alpha=-1)
 
 
 class _KrylovSpace:
-    """The models in the spaces so far, as constants: small matrices, on the CPU and in double precision."""
+    """The models of one row in the spaces so far, as constants: numbers on the CPU, in double precision.
 
-    def __init__(self, length: Tensor, root_of: RootOf, tolerance: float) -> None:
-        self._length, self._root_of = _array(length), root_of
-        self._tolerance = tolerance
-        self._alive = self._length > 0
-        self._T = np.zeros((len(self._length), 0, 0))
-        self._beta = np.zeros_like(self._length)
-        self._lower = np.zeros_like(self._length)
+    For a fixed shift of T, Cholesky's pivots and the last element of y have a recursion. The root in a smaller space
+    is a lower bound, with whose shift that element is not too small; another is looked for where the process ends by
+    it, where the shift is too small, and where the space has doubled.
 
-    def extended(self, alpha: Tensor, beta: Tensor) -> np.ndarray:
-        """Add a row to each T, and say which gradients of models are above the tolerance."""
-        size = self._T.shape[1]
-        T = np.zeros((len(self._beta), size + 1, size + 1))
-        T[:, :size, :size] = self._T
-        T[:, size, size] = _array(alpha)
-        T[:, size, size - 1 : size] = T[:, size - 1 : size, size] = self._beta[:, None]
-        self._T, beta_here = T, _array(beta)
-        self._lower, last = self._root_of(T, self._lower, _STEPS_OF_A_SPACE)
-        self._alive = self._alive & (beta_here * abs(last) > self._tolerance * self._length) & (beta_here > 0)
-        self._beta = np.where(self._alive, beta_here, 0.0)
-        return self._alive
+    Attributes:
+        is_alive: Whether the gradient of the model is above the tolerance.
+        alpha: The diagonal of T.
+    """
 
-    @property
-    def root(self) -> np.ndarray:
-        """The root of the last space, to rounding."""
-        return self._root_of(self._T, self._lower, _STEPS_OF_THE_LAST)[0]
+    def __init__(self, length: float, root_of: Callable[[np.ndarray, float], Root], tolerance: float) -> None:
+        self._length, self._root_of, self._tolerance = length, root_of, tolerance * length
+        self.is_alive = length > 0
+        self.alpha: list[float] = []
+        self._beta: list[float] = []  # beside it, and what is next
+        self._root, self._size = Root(0.0, 0.0, 0.0), 0  # and of which space it is
+        self._pivot, self._last = math.inf, 0.0
+
+    def extend(self, alpha: float, beta: float) -> None:
+        """Add a row to T, unless the process has ended."""
+        if not self.is_alive:
+            return
+        self.alpha.append(alpha)
+        self._beta.append(beta)
+        size = len(self.alpha)
+        self._recur(size)
+        if size & (size - 1) == 0 or not self._goes_on():
+            self._look_for_root()
+            self.is_alive = self._goes_on()
+
+    def root(self) -> float:
+        """Return the root of the last space."""
+        if self._size < len(self.alpha):
+            self._look_for_root()
+        return self._root.value
+
+    def _recur(self, size: int) -> None:
+        """Go on by one to the last pivot and the last element of y."""
+        before, pivot = (self._beta[size - 2], self._pivot) if size > 1 else (0.0, math.inf)
+        taken = before * before / pivot if pivot > 0 else math.nan
+        self._pivot = self.alpha[size - 1] + self._root.shift - taken
+        size_of_y = self._last * before if size > 1 else self._length
+        self._last = size_of_y / self._pivot if self._pivot > 0 else math.nan
+
+    def _goes_on(self) -> bool:
+        return self._tolerance < self._beta[-1] * self._last < math.inf
+
+    def _look_for_root(self) -> None:
+        """Find the root in this space, and the last pivot for its shift."""
+        self._size, off = len(self.alpha), self._beta[:-1]
+        T = np.diag(self.alpha) + np.diag(off, 1) + np.diag(off, -1)
+        self._root = self._root_of(T[None], self._root.value)
+        for size in range(1, self._size + 1):
+            self._recur(size)
+        self._last = self._root.last
 
 
 def _array(values: Tensor) -> np.ndarray:
@@ -263,7 +331,7 @@ def least_root(
     """
     if not np.isfinite(T).all():
         return np.full_like(length, np.nan), np.full_like(length, np.nan)
-    values, vectors = np.linalg.eigh(T)
+    values, vectors = _eigh(T)
     parts, half = -length[:, None] * vectors[:, 0], 0.5 * cubic[:, None]
     r = np.maximum(_lower_bound(values, abs(parts), half), lower)[:, None]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -296,7 +364,7 @@ def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> t
         array([1., 0.])
     """
     is_known = np.asarray(np.isfinite(T).all((1, 2)))
-    values, vectors = np.linalg.eigh(np.where(is_known[:, None, None], T, np.eye(T.shape[1])))
+    values, vectors = _eigh(np.where(is_known[:, None, None], T, np.eye(T.shape[1])))
     parts, size = -length[:, None] * vectors[:, 0], radius[:, None]
     definite = -values[:, 0] + 4 * np.finfo(float).eps * abs(values).max(1)
     bound = np.where(values[:, 0] > 0, 0.0, np.maximum(definite, np.finfo(float).tiny))
@@ -313,6 +381,12 @@ def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> t
         multiplier = multiplier + np.where(is_outside, step, 0.0)
     last = (vectors[:, -1] * parts / (values + multiplier)).sum(1)
     return np.where(is_known, multiplier[:, 0], np.nan), np.where(is_known, last, np.nan)
+
+
+def _eigh(T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decompose by as many threads as torch is told to take; NumPy's would be its own."""
+    values, vectors = torch.linalg.eigh(torch.from_numpy(T))
+    return values.numpy(), vectors.numpy()
 
 
 def _lower_bound(values: np.ndarray, sizes: np.ndarray, half: np.ndarray) -> np.ndarray:

@@ -143,7 +143,17 @@ class SecondOrder(RuleNode):
         if multiply is None:
             raise TypeError(f"{self.call}.update: {type(curvature).__name__} has no {matrix}(v).")
         # The Fisher matrix is a metric: it has no other sign where one climbs.
-        return space.multiplied(multiply, -1 if self.maximize and matrix != "fisher_products" else 1)
+        sign = -1 if self.maximize and matrix != "fisher_products" else 1
+        by_tensors = space.multiplied(multiply, sign)
+        of_vector: Callable[[Tensor], Tensor | None] | None = getattr(curvature, "product_of_vector", None)
+        if matrix != "products" or of_vector is None or space.num_tasks > 1:
+            return by_tensors
+
+        def products(rows: Tensor) -> Tensor:
+            product = of_vector(rows[0])
+            return by_tensors(rows) if product is None else sign * product[None]
+
+        return products
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,6 +79,17 @@ class GraphCurvature:
         """Return the Hessian times ``v``."""
         return self._added(tape.products(_in_dtypes_of(params, v)) for params, tape in self._tapes)
 
+    def product_of_vector(self, v: Tensor) -> Tensor | None:
+        """Return the Hessian times all elements in one vector; None where :meth:`products` is to be asked."""
+        is_plain = len(self._tapes) == 1 and self._inverse_scale == 1
+        if not is_plain or len(self._tapes[0][0]) < len(self._params):
+            return None
+        tape = self._tapes[0][1]
+        product = tape.product_of_vector(v) if next(iter(self._params.values())).dtype == v.dtype else None
+        if product is not None:
+            self._sums.append(product.sum())
+        return product
+
     @functools.cached_property
     def _tapes(self) -> list[tuple[Params, TapeCurvature]]:
         """The Hessian of each loss, in the parameters that it depends on."""
