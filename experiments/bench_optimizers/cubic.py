@@ -1,9 +1,9 @@
 """What CubicNewton costs beside its products: `python -m experiments.bench_optimizers cubic`.
 
 Steps on networks with tanh, each followed by as many products of the Hessian by nothing but `torch.autograd.grad`.
-Printed are the mean number of products, the milliseconds of CPU time of one, and the ratio of the CPU time of steps to
-that of the products, and to that of products, a gradient with its graph and a loss, of which a step consists; medians
-over the rounds.
+Printed are the mean number of products, the milliseconds of CPU time of one, and the ratio of the CPU time of steps
+to that of the products, and to that of products, a gradient with its graph and a loss, of which a step consists;
+medians over the rounds.
 """
 
 from __future__ import annotations
