@@ -93,7 +93,11 @@ def test_a_fraction_is_the_curvature_of_a_closure_of_that_part(make, fraction):
 def test_products_are_with_the_part_and_gradient_and_loss_of_all(make, monkeypatch):
     """So many products, each with the graph of a quarter of the examples."""
     sizes = []
-    names = {NewtonCG: "product_of_vector", GaussNewton: "gauss_newton_products", NaturalGradient: "fisher_products"}
+    names = {
+        NewtonCG: "product_of_vector",
+        GaussNewton: "gauss_newton_products",
+        NaturalGradient: "fisher_products",
+    }
     name = names[make]
     original = getattr(GraphCurvature, name)
 
