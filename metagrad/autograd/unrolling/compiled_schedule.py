@@ -13,7 +13,7 @@ from metagrad.autograd.compile.retained_graph import held
 from metagrad.autograd.unrolling.compiled_backward import Sweep, swept
 from metagrad.autograd.unrolling.compiled_loop import Around, Loop
 from metagrad.autograd.unrolling.compiled_steps import Kernels
-from metagrad.autograd.unrolling.schedule import Step, unroll_by
+from metagrad.autograd.unrolling.schedule import Step, loop_keeping
 from metagrad.core.budget import Mode
 from metagrad.core.tree import Tree
 
@@ -61,4 +61,4 @@ def unroll_compiled(
         "step": functools.partial(keeping_states, stride=1),
         "sqrt": functools.partial(keeping_states, stride=max(math.isqrt(len(times)), 1)),
     }
-    return unroll_by(memory, step, state, args, times, loops)
+    return loop_keeping(memory, (state, args), loops)(step, state, args, times)

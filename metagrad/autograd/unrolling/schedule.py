@@ -7,6 +7,7 @@ loop keeps the square root of the number of steps; one after the other, they fil
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 
@@ -25,21 +26,14 @@ Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
 """A step, a state, arguments and step numbers to the last state and the stacked aux."""
 
 
-def unroll_by(
-    memory: Mode | int,
-    step: Step,
-    state: Tree,
-    args: tuple,
-    times: range,
-    loops: Mapping[str, Loop] | None = None,
-) -> tuple[Tree, Tree]:
-    """Run a loop as ``memory`` says, by the loops of the modes; its result is on the tape."""
+def loop_keeping(memory: Mode | int, tensors: Tree, loops: Mapping[str, Loop] | None = None) -> Loop:
+    """Return the loop that keeps what ``memory`` says; ``"auto"`` asks the device of ``tensors``."""
     loops = loops or LOOPS
     if memory == "auto":
-        memory = free_bytes(device_of(state, args))
+        memory = free_bytes(device_of(tensors))
     if isinstance(memory, int):
-        return budgeted(step, state, args, times, memory, loops)
-    return loops[memory](step, state, args, times)
+        return functools.partial(budgeted, budget=memory, loops=loops)
+    return loops[memory]
 
 
 def plain(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:

@@ -13,7 +13,7 @@ from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
 from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
 from metagrad.autograd.unrolling.compiled_steps import Kernels
-from metagrad.autograd.unrolling.schedule import Step, in_turn, plain, unroll_by
+from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
 from metagrad.core.tree import Tree, detached, tree_map
@@ -121,15 +121,12 @@ def unroll(
             stacklevel=2,
         )
         mode = "full"
-    first = 0 if truncate is None else steps - truncate
-
-    def differentiable(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-        with torch.enable_grad():
-            return unroll_by(mode, step, state, args, times)
-
-    return in_turn(
-        [(_without_graphs, range(first)), (differentiable, range(first, steps))], step, state, args
-    )
+    loop = loop_keeping(mode, (state, args))
+    with torch.enable_grad():
+        if truncate is None:
+            return loop(step, state, args, range(steps))
+        first = steps - truncate
+        return in_turn([(_without_graphs, range(first)), (loop, range(first, steps))], step, state, args)
 
 
 def _code(step: Callable) -> object:
