@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from experiments.optimizer_schemas import KFAC, Muon
 from experiments.outer import asks_for_closure
 from experiments.schema import Device
+from metagrad.meta import Algorithm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -41,12 +42,19 @@ class Splits(NamedTuple):
 class Parts(NamedTuple):
     """What the training loop moves forward: everything that has a state."""
 
-    maml: Any
+    algorithm: Algorithm
+    model: torch.nn.Module
     loss_fn: Any
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     generator: torch.Generator
     takes_closure: bool
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The algorithm as a module, whose parameters and buffers are learned."""
+        assert isinstance(self.algorithm, torch.nn.Module)
+        return self.algorithm
 
 
 def build(config: Target | Mapping[str, Any], *args: object, allow: Sequence[str] = ()) -> Any:
@@ -114,11 +122,16 @@ def build_parts(config: Config) -> Parts:
     """Build the learner, its outer optimizer, the schedule and the generator of training tasks."""
     allow = config.allow
     model, loss = build(config.model, allow=allow), build(config.loss, allow=allow)
-    maml = build(config.algorithm, model, loss, allow=allow).to(device(config))
-    optimizer = build_optimizer(_outer(config.optimizer), maml.parameters(), allow)
+    algorithm = build(config.algorithm, model, loss, allow=allow)
+    if not isinstance(algorithm, Algorithm) or not isinstance(algorithm, torch.nn.Module):
+        raise ValueError(
+            f"build: {config.algorithm._target_} is no meta-learning algorithm: expected a torch.nn.Module with "
+            f"forward(batch) and adapt(support), as metagrad.meta.Algorithm says, got {type(algorithm).__name__}."
+        )
+    optimizer = build_optimizer(_outer(config.optimizer), algorithm.to(device(config)).parameters(), allow)
     schedule = build(config.schedule, allow=allow)(optimizer)
     takes_closure = asks_for_closure(config.optimizer, optimizer)
-    return Parts(maml, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
+    return Parts(algorithm, model, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
 
 
 def device(config: Config) -> torch.device:

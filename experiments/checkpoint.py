@@ -85,8 +85,8 @@ def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any]) -
         ValueError: The checkpoint is of another configuration or model; the message names what differs.
     """
     _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
-    _refuse("model", state["fingerprint"], fingerprint(parts.maml))
-    parts.maml.load_state_dict(state["model"])
+    _refuse("model", state["fingerprint"], fingerprint(parts.module))
+    parts.module.load_state_dict(state["model"])
     parts.optimizer.load_state_dict(state["optimizer"])
     parts.schedule.load_state_dict(state["schedule"])
     parts.generator.set_state(state["rng"]["tasks"])
@@ -106,9 +106,9 @@ def _state(parts: Parts, step: int, config: Mapping[str, Any], skipped: int) -> 
     return {
         "step": step,
         "config": dict(config),
-        "fingerprint": fingerprint(parts.maml),
+        "fingerprint": fingerprint(parts.module),
         "skipped": skipped,
-        "model": parts.maml.state_dict(),
+        "model": parts.module.state_dict(),
         "optimizer": parts.optimizer.state_dict(),
         "schedule": parts.schedule.state_dict(),
         "rng": {"torch": torch.get_rng_state(), "cuda": cuda, "tasks": parts.generator.get_state()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from experiments.loop import Run
+    from metagrad.meta import Algorithm
     from metagrad.tasks import Batch, TaskDistribution
 
 
@@ -47,7 +48,7 @@ def mean_interval(values: Tensor) -> Interval:
 
 
 def evaluate(
-    maml: Any,
+    algorithm: Algorithm,
     tasks: TaskDistribution,
     *,
     num_tasks: int,
@@ -63,7 +64,10 @@ def evaluate(
     """
     parts: dict[str, list[Tensor]] = {}
     for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device):
-        for name, values in {**_judge(maml, batch, 0, "_before"), **_judge(maml, batch, steps, "")}.items():
+        for name, values in {
+            **_judge(algorithm, batch, 0, "_before"),
+            **_judge(algorithm, batch, steps, ""),
+        }.items():
             parts.setdefault(name, []).append(values.cpu())
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
 
@@ -72,7 +76,7 @@ def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interva
     """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
     config = run.config.evaluate
     return evaluate(
-        run.parts.maml,
+        run.parts.algorithm,
         getattr(run.splits, split),
         num_tasks=num_tasks,
         steps=config.steps,
@@ -106,9 +110,9 @@ def is_classification(labels: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _judge(maml: Any, batch: Batch, steps: int, suffix: str) -> dict[str, Tensor]:
-    out = maml(batch, steps=steps)
+def _judge(algorithm: Algorithm, batch: Batch, steps: int, suffix: str) -> dict[str, Tensor]:
+    out = algorithm(batch, steps=steps)
     metrics = {f"query_loss{suffix}": out.query_losses}
     if is_classification(batch.query.y):
-        metrics[f"accuracy{suffix}(%)"] = accuracies(out.query_logits, batch.query.y)
+        metrics[f"accuracy{suffix}(%)"] = accuracies(out.query_outputs, batch.query.y)
     return metrics

@@ -32,13 +32,13 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
         support = draw().support
         x, y = support.x[0], support.y[0]
         try:
-            parts.loss_fn(copy.deepcopy(parts.maml.model)(x), y)
+            parts.loss_fn(copy.deepcopy(parts.model)(x), y)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
             raise ValueError(
                 f"{call}: the model and the tasks do not fit: on inputs {list(x.shape)} and targets "
-                f"{list(y.shape)} of a task, {type(parts.maml.model).__name__} or the loss says: "
+                f"{list(y.shape)} of a task, {type(parts.model).__name__} or the loss says: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Change model=, task= or their keys "
                 "(model.sizes, task.ways)."
             ) from error

@@ -65,8 +65,8 @@ def train(run: Run) -> None:
         _advance(run, bar, until=config.iterations, tracker=None)
 
 
-def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Batch, Any]:
-    """Sample tasks, adapt to them, and move the initialisation."""
+def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Batch, mg.meta.MetaOutput]:
+    """Sample tasks, adapt to them, and move the meta-parameters."""
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
             source = run.parts.generator
@@ -122,7 +122,7 @@ def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None
 
 
 def _record(
-    run: Run, bar: tqdm[Any], batch: mg.tasks.Batch, out: Any, tracker: mg.MemoryTracker | None
+    run: Run, bar: tqdm[Any], batch: mg.tasks.Batch, out: mg.meta.MetaOutput, tracker: mg.MemoryTracker | None
 ) -> None:
     metrics: dict[str, float] = {}
     costs: dict[str, float] = {}
@@ -143,13 +143,13 @@ def _save(run: Run) -> None:
     checkpoint.save(file, run.parts, step=run.step, config=config, skipped=run.skipped)
 
 
-def _train_metrics(run: Run, batch: mg.tasks.Batch, out: Any) -> dict[str, float]:
+def _train_metrics(run: Run, batch: mg.tasks.Batch, out: mg.meta.MetaOutput) -> dict[str, float]:
     metrics = {"train/query_loss": out.loss.item()}
     kept = ~out.skipped
     if is_classification(batch.query.y):
-        metrics["train/accuracy(%)"] = accuracies(out.query_logits[kept], batch.query.y[kept]).mean().item()
-    if out.losses.shape[1]:
-        metrics["train/support_loss"] = out.losses[kept, 0].mean().item()
+        metrics["train/accuracy(%)"] = accuracies(out.query_outputs[kept], batch.query.y[kept]).mean().item()
+    if out.support_losses.shape[1]:
+        metrics["train/support_loss"] = out.support_losses[kept, 0].mean().item()
     if run.config.algorithm.nonfinite == "skip":
         metrics["train/skipped(tasks)"] = run.skipped
         run.skipped = 0

@@ -16,6 +16,7 @@ from experiments.optimizer_schemas import NeedsClosure
 if TYPE_CHECKING:
     from experiments.build import Parts
     from experiments.schema import Optimizer
+    from metagrad.meta import MetaOutput
     from metagrad.tasks import Batch
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -28,12 +29,12 @@ def asks_for_closure(config: Optimizer, optimizer: torch.optim.Optimizer) -> boo
     return isinstance(config, NeedsClosure) or is_required
 
 
-def step(parts: Parts, batch: Batch, phase: Phase) -> Any:
-    """Adapt to the tasks of a batch, move the initialisation, and return what MAML returned before it."""
+def step(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
+    """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it."""
     if parts.takes_closure:
         return _step_by_closure(parts, batch, phase)
     parts.optimizer.zero_grad(set_to_none=True)
-    out = parts.maml(batch)
+    out = parts.algorithm(batch)
     with phase("backward"):
         # An optimizer that uses curvature takes it while the graph of the loss is there.
         getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
@@ -42,13 +43,13 @@ def step(parts: Parts, batch: Batch, phase: Phase) -> Any:
     return out
 
 
-def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> Any:
+def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
     first: list[Any] = []
 
     def closure() -> Tensor:
         parts.optimizer.zero_grad()
         try:
-            out = parts.maml(batch)
+            out = parts.algorithm(batch)
         except FloatingPointError:
             if not first:
                 raise
@@ -64,17 +65,17 @@ def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> Any:
     return first[0]
 
 
-def known_loss(parts: Parts, batch: Batch, out: Any) -> Tensor:
+def known_loss(parts: Parts, batch: Batch, out: MetaOutput) -> Tensor:
     """Return the loss as one call of the loss function where that is the same number.
 
     Methods by the Gauss-Newton or Fisher matrix look for such a call, on predictions that are no batch of `vmap`. It
     is the same for a mean over examples, of which every task has as many.
     """
     kept = ~out.skipped
-    predictions, targets = out.query_logits[kept], batch.query.y[kept]
+    predictions, targets = out.query_outputs[kept], batch.query.y[kept]
     whole = parts.loss_fn(predictions.flatten(0, 1), targets.flatten(0, 1))
     return whole if torch.allclose(whole, out.loss, rtol=1e-4) else out.loss
 
 
 def _infinite(parts: Parts) -> Tensor:
-    return torch.stack([0 * p.sum() for p in parts.maml.parameters()]).sum() + math.inf
+    return torch.stack([0 * p.sum() for p in parts.module.parameters()]).sum() + math.inf

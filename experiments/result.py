@@ -30,7 +30,7 @@ def judge(run: Run) -> dict[str, Any]:
 
 def protocol(run: Run) -> dict[str, Any]:
     """Return what must be known to compare the result with another."""
-    config, model = run.config, run.parts.maml.model
+    config, model = run.config, run.parts.model
     batch_norm = any(isinstance(module, NORMS) for module in model.modules())
     return {
         "test_tasks": config.evaluate.tasks,

@@ -137,7 +137,7 @@ def train_step(run: Run, source: torch.Generator) -> None:
         now.loss(now.params, now.x, now.y).backward()
     else:
         batch = run.tasks.sample(run.config.meta_batch, generator=source).to(device=run.device)
-        parts.maml(as_vectors(run.config, batch)).loss.backward()
+        parts.algorithm(as_vectors(run.config, batch)).loss.backward()
     parts.optimizer.step()
     parts.schedule.step()
 

@@ -28,7 +28,7 @@ def load_model(path: str, parts: Parts) -> int:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     state = _read(file)
     is_run = "fingerprint" in state
-    module, values = (parts.maml, state["model"]) if is_run else (parts.maml.model, state)
+    module, values = (parts.module, state["model"]) if is_run else (parts.model, state)
     _refuse_other(file, fingerprint(module), {name: list(value.shape) for name, value in values.items()})
     module.load_state_dict(values)
     return state["step"] if is_run else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,7 +75,7 @@ def meta(parts: Parts, loss_fn: LossFn, batch: Batch) -> Problem:
 
     def predict(params: Params, x: Tensor) -> Tensor:
         moved = batch._replace(query=batch.query._replace(x=x))
-        return functional_call(parts.maml, dict(params), (moved,)).query_logits.flatten(0, 1)
+        return functional_call(parts.module, dict(params), (moved,)).query_outputs.flatten(0, 1)
 
     return Problem(_params(parts), predict, loss_fn, batch.query.x, batch.query.y.flatten(0, 1))
 
@@ -86,11 +86,11 @@ def adapted(parts: Parts, loss_fn: LossFn, batch: Batch) -> Problem:
     At shift zero its Hessian is the mean of the tasks' Hessians, each at its own adapted parameters.
     """
     with torch.no_grad():
-        models = parts.maml.adapt(batch.support)
+        models = parts.algorithm.adapt(batch.support)
 
     def predict(shift: Params, x: Tensor) -> Tensor:
         params = {name: p + shift[f"model.{name}"] for name, p in models.params.items()}
-        return models.predict(params, x).flatten(0, 1)
+        return replace(models, params=params)(x).flatten(0, 1)
 
     shift = {f"model.{name}": torch.zeros_like(p[0]) for name, p in models.params.items()}
     return Problem(shift, predict, loss_fn, batch.query.x, batch.query.y.flatten(0, 1))
@@ -101,10 +101,10 @@ def supervised(parts: Parts, loss_fn: LossFn, batch: Batch) -> Problem:
 
     def predict(params: Params, x: Tensor) -> Tensor:
         own = {name.removeprefix("model."): value for name, value in params.items()}
-        return functional_call(parts.maml.model, own, (x,))
+        return functional_call(parts.model, own, (x,))
 
     return Problem(_params(parts), predict, loss_fn, batch.support.x[0], batch.support.y[0])
 
 
 def _params(parts: Parts) -> dict[str, Tensor]:
-    return dict(parts.maml.named_parameters())
+    return dict(parts.module.named_parameters())

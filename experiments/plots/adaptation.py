@@ -68,7 +68,7 @@ def _line(steps: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _predict(run: Run, support: Any, grid: Tensor, steps: int) -> Tensor:
-    fast = run.parts.maml.adapt(support.to(device=run.device), steps=steps)
+    fast = run.parts.algorithm.adapt(support.to(device=run.device), steps=steps)
     return fast(grid.to(run.device).expand(len(support.x), -1, -1)).squeeze(-1).cpu()
 
 
@@ -112,9 +112,9 @@ def _mark(axis: Any, run: Run) -> None:
 def _paths(run: Run) -> tuple[Tensor, str]:
     number = max(run.config.plots.tasks, min(20, run.config.evaluate.chunk))
     batch = run.splits.test.sample(number, generator=generator(run.config.seed, "test")).to(device=run.device)
-    outs = [run.parts.maml(batch, steps=k) for k in range(run.config.plots.steps + 1)]
+    outs = [run.parts.algorithm(batch, steps=k) for k in range(run.config.plots.steps + 1)]
     if is_classification(batch.query.y):
         return torch.stack(
-            [accuracies(out.query_logits, batch.query.y) for out in outs]
+            [accuracies(out.query_outputs, batch.query.y) for out in outs]
         ).cpu(), "Query accuracy (%)"
     return torch.stack([out.query_losses for out in outs]).cpu(), "Query loss"

@@ -1,6 +1,6 @@
 """Meta-learning algorithms: MAML."""
 
+from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
 from metagrad.meta.maml import MAML
-from metagrad.meta.result import Adapted, MAMLOutput
 
-__all__ = ["MAML", "Adapted", "MAMLOutput"]
+__all__ = ["MAML", "Adapted", "Algorithm", "MetaOutput"]

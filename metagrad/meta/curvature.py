@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.structured import Nested
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import evaluate
-from metagrad.meta.structured import Nested
 from metagrad.optim.curvature import needs_layers
 from metagrad.optim.kronecker.layer_calls import CALL, LayerCalls, observed
 from metagrad.optim.kronecker.layer_objective import LayerObjective

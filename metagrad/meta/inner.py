@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metagrad import memory as memory_tracking
 from metagrad.autograd.blocks.block_gradient import block_gradient
@@ -20,126 +20,195 @@ from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
-from metagrad.core.tree import Tree, tree_map
+from metagrad.core.structured import Nested
+from metagrad.core.tree import Tree, detached, tree_map
+from metagrad.meta.compiled import CompiledMAML
 from metagrad.meta.curvature import inner_curvature, observed_layers
-from metagrad.meta.objective import LossFn
-from metagrad.meta.programs import Programs, checked_tensors
-from metagrad.meta.structured import Nested
-from metagrad.meta.tables import look_up
+from metagrad.meta.objective import Loss, Objective
+from metagrad.meta.tasks import Tasks, num_tasks, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
-from metagrad.optim.rules import Params, Rule
-
-Loss = Callable[[Params, Nested, Nested], tuple[Tensor, Nested]]
-"""Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
+from metagrad.optim.rules import Params, Rule, with_batch_ndim
+from metagrad.sparse.tables.embedding import embedding
 
 
 class Adaptation(NamedTuple):
     """What an inner loop leaves.
 
     Attributes:
-        params: The adapted parameters.
-        losses: The loss before each step, ``[steps]`` or ``[steps, tasks]``.
-        used: How many steps were taken, ``[]`` or ``[tasks]``, int64.
+        params: The adapted parameters, ``[tasks, ...]`` each.
+        losses: The loss before each step, ``[tasks, steps]``.
+        used: How many steps were taken, ``[tasks]``, int64.
+        rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table.
     """
 
     params: Params
     losses: Tensor
     used: Tensor
+    rows: Params
+
+    @property
+    def all_losses(self) -> Tensor:
+        """Every loss that was computed, ``[tasks, steps]``."""
+        return self.losses
+
+
+class Evaluation(NamedTuple):
+    """What query examples say of adapted parameters.
+
+    Attributes:
+        losses: The support loss before each step, ``[tasks, steps]``.
+        used: How many steps were taken, ``[tasks]``, int64.
+        query_losses: ``[tasks]``.
+        predictions: ``[tasks, queries, ...]``.
+    """
+
+    losses: Tensor
+    used: Tensor
+    query_losses: Tensor
+    predictions: Nested
+
+    @property
+    def all_losses(self) -> Tensor:
+        """Every loss that was computed, ``[tasks, steps and the query]``."""
+        return torch.cat([self.losses, self.query_losses.unsqueeze(1)], dim=1)
 
 
 @dataclass(frozen=True)
 class InnerLoop:
-    """How a task is adapted to.
+    """How tasks are adapted to: one of them, or several at once.
 
     Attributes:
+        objective: The loss.
         rule: What makes a step of a gradient.
+        steps: How many steps are taken.
         order: 2 differentiates through the gradient, 1 takes it as a constant.
         memory: What :func:`metagrad.unroll` keeps.
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
         chain: The model by blocks and its loss, where gradients are taken block by block.
-        programs: What has been compiled; None compiles nothing.
-        loss_fn: The loss of predictions and targets, of which a rule may ask the Gauss-Newton matrix.
-        model: The model, of whose layers a rule may ask what they were given.
+        compiled: What has been compiled; None compiles nothing.
+        stacked: Whether tasks have an axis of their own, in front.
     """
 
+    objective: Objective
     rule: Rule
+    steps: int
     order: int
     memory: Memory
     truncate: int | None = None
     tolerance: float | None = None
     chain: Chain | None = None
-    programs: Programs | None = None
-    loss_fn: LossFn | None = None
-    model: nn.Module | None = None
+    compiled: CompiledMAML | None = None
+    stacked: bool = False
 
-    def sharing(self, num_parts: int, device: torch.device) -> InnerLoop:
-        """Return the loop of one of several parts whose graphs are alive together: budgets are divided."""
+    def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
+        """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
+        rule = with_batch_ndim(self.rule, 1) if stacked else self.rule
         memory = checked_memory("MAML(...)", self.memory)
-        if num_parts == 1 or memory in ("full", "step", "sqrt"):
-            return self
-        budget = free_bytes(device) if memory == "auto" else memory
-        return replace(self, memory=int(budget) // num_parts)
+        if num_parts > 1 and memory not in ("full", "step", "sqrt"):
+            memory = int(free_bytes(device) if memory == "auto" else memory) // num_parts
+        return replace(self, rule=rule, memory=memory, stacked=stacked)
 
-    def run(
-        self,
-        loss: Loss,
-        params: Params,
-        x: Nested,
-        y: Nested,
-        *,
-        steps: int,
-        tasks: tuple[int, ...],
-        rule: Rule | None = None,
-    ) -> Adaptation:
-        """Take ``steps`` steps on ``loss(params, x, y)``; differentiable where grad mode is on.
+    def adapt(self, params: Params, tasks: Tasks) -> Adaptation:
+        """Adapt to support examples."""
+        adapted, losses, used = self.run(params, tasks)
+        rows = tasks.rows
+        if not self.stacked:
+            adapted, rows = with_task_axis((adapted, rows))
+        return Adaptation(adapted, losses, used, rows)
 
-        ``tasks`` is the shape of the losses: ``()``, or ``(tasks,)`` where tasks are stacked; ``rule`` is taken for
-        the loop's own, with other hyper-parameters.
+    def evaluate(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Evaluation:
+        """Adapt to support examples, and compute the loss of query examples; takes what :meth:`run` does."""
+        adapted, losses, used = self.run(params, tasks, rule)
+        loss: Loss = self._loss(tasks)
+        if self.compiled is not None:
+            loss = functools.partial(self.compiled.query_loss, loss)
+        with phase("query"):
+            query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
+        query_losses, predictions = query if self.stacked else with_task_axis(query)
+        return Evaluation(losses, used, query_losses, predictions)
+
+    def run(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> tuple[Params, Tensor, Tensor]:
+        """Take the steps; differentiable where grad mode is on.
+
+        Args:
+            params: What tasks start from.
+            tasks: The tasks.
+            rule: The rule with other hyper-parameters, as compiled code is handed it.
+
+        Returns:
+            Adapted parameters, losses ``[tasks, steps]`` and numbers of steps taken ``[tasks]``.
         """
-        used = torch.zeros(tasks, dtype=torch.int64, device=next(iter(params.values())).device)
-        if steps == 0:
-            return Adaptation(params, next(iter(params.values())).new_zeros((0, *tasks)), used)
+        count = num_tasks(tasks.support_x) if self.stacked else None
+        start = start_values(params, tasks.rows, count)
+        first_param = next(iter(start.values()))
+        used = torch.zeros(() if count is None else (count,), dtype=torch.int64, device=first_param.device)
+        if self.steps == 0:
+            return start, first_param.new_zeros((used.numel(), 0)), used.reshape(-1)
         _refuse_inference_mode()
-        if self.programs is not None:
-            rule = self.programs.rule(self.rule, params, steps)
-        state, args = (params, self.rule.init(params), used), (x, y) if rule is None else (x, y, rule)
-        first = steps - self.differentiated(steps)
-        collected = []
+        if self.compiled is not None:
+            rule = self.compiled.rule(self.rule, start, self.steps)
+        loss, x, y = self._loss(tasks), tasks.support_x, tasks.support_y
+        state, args = (start, self.rule.init(start), used), (x, y) if rule is None else (x, y, rule)
+        first, collected = self.steps - self.num_differentiated, []
         if first:
-            state, losses = self._without_graphs(loss, state, args, range(first))
+            with torch.no_grad():
+                state, losses = self._loop(self._step(loss, keep_graph=False), range(first))(state, *args)
+            state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+            state = (with_history_of(start, state[0]), *state[1:])
             collected.append(losses)
-        if first < steps:
-            step = self._step(loss, torch.is_grad_enabled())
-            state, losses = self._loop(step, state, args, range(first, steps))
+        if first < self.steps:
+            step = self._step(loss, keep_graph=torch.is_grad_enabled())
+            state, losses = self._loop(step, range(first, self.steps))(state, *args)
             collected.append(losses)
         params, _, used = state
-        return Adaptation(params, torch.cat(collected), used)
+        return params, torch.cat(collected).reshape(self.steps, used.numel()).t(), used.reshape(-1)
 
-    def _without_graphs(self, loss: Loss, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
-        """Take the steps that are not differentiated through."""
-        params = state[0]
-        with torch.no_grad():
-            state, losses = self._loop(self._step(loss, keep_graph=False), state, args, times)
-        state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
-        return (with_history_of(params, state[0]), *state[1:]), losses
-
-    def differentiated(self, steps: int) -> int:
-        """Return how many of the last steps a result is differentiated through."""
+    @property
+    def num_differentiated(self) -> int:
+        """How many of the last steps a result is differentiated through."""
         if self.truncate is None or not torch.is_grad_enabled():
-            return steps
-        return min(self.truncate, steps)
+            return self.steps
+        return min(self.truncate, self.steps)
 
-    def _loop(self, step: Step, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
+    def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
+        """Return what the steps of each task make of table rows that it does not look up, whose gradient is zero.
+
+        Without weight decay, those are the rows themselves.
+
+        Args:
+            params: The parameters.
+            used: How many steps each task took, ``[tasks]``.
+            rows: The rows, ``[tasks, R]``, by the name of the table.
+        """
+        start = {name: look_up(p, rows[name]) if name in rows else p for name, p in params.items()}
+        zeros = {name: torch.zeros_like(p) for name, p in start.items()}
+        params, state = start, self.rule.init(start)
+        first = self.steps - self.num_differentiated
+        for t in range(self.steps):
+            if t == first > 0:
+                params, state = detached((params, state))
+                params = with_history_of(start, params)
+            moved, state = self.rule.update(zeros, state, params)
+            active = {name: where_active(used > t, moved[name], params[name]) for name in rows}
+            params = {**moved, **active}
+        return {name: params[name] for name in rows}
+
+    def _loss(self, tasks: Tasks) -> Loss:
+        objective = replace(self.objective, rows=tasks.rows)
+        return objective.stacked if self.stacked else objective.single
+
+    def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple, Tensor]]:
+        """Return what runs the steps, given a state and arguments: traced, eager, or of a compiled step."""
         if torch.compiler.is_compiling():
-            return _unchecked(step, state, args, times)
-        if self.programs is None:
+            return functools.partial(_traced, step, times)
+        if self.compiled is None:
             late = _from(step, times.start) if times.start else step
-            return unroll(late, state, *args, steps=len(times), memory=self.memory)
-        memory = checked_memory("MAML(...)", self.memory)
+            return functools.partial(unroll, late, steps=len(times), memory=self.memory)
+        compiled, memory = self.compiled, checked_memory("MAML(...)", self.memory)
         around = functools.partial(phase, "inner")
-        return unroll_compiled(
-            self.programs, step, state, args, times, memory, owner=self.programs, around=around
+        return lambda state, *args: unroll_compiled(
+            compiled, step, state, args, times, memory, owner=compiled, around=around
         )
 
     def _step(self, loss: Loss, keep_graph: bool) -> Step:
@@ -165,13 +234,14 @@ class InnerLoop:
     ) -> tuple[Tensor, Params, Curvature | None]:
         if torch.compiler.is_compiling():
             return *_functional_gradients(loss, params, x, y, self.order), None
-        is_due = needs_curvature(self.rule, t)
-        calls = None
+        is_due, calls, predictions = needs_curvature(self.rule, t), None, None
         if self.chain is not None:
-            predictions, (losses, grads) = None, block_gradient(self.chain, params, x, y)
+            losses, grads = block_gradient(self.chain, params, x, y)
         else:
-            with observed_layers(self.model, params, self.rule, t) as calls:
-                losses, predictions = self._losses(loss, params, x, y)
+            with observed_layers(self.objective.model, params, self.rule, t) as calls:
+                losses, predictions = loss(params, x, y)
+            if self.compiled is not None:
+                self.compiled.note_outputs(losses, predictions)
             total = losses.sum()
             if (create_graph or is_due) and t == 0:
                 refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
@@ -183,7 +253,7 @@ class InnerLoop:
                 params,
                 losses,
                 grads,
-                self.loss_fn,
+                self.objective.loss_fn,
                 predictions,
                 y,
                 losses.ndim > 0,
@@ -191,13 +261,6 @@ class InnerLoop:
                 calls=calls,
             )
         return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
-
-    def _losses(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
-        losses, predictions = loss(params, x, y)
-        if self.programs is not None:
-            _, tensor = checked_tensors((losses, predictions))
-            self.programs.prediction = tuple(tensor.shape[losses.ndim :])
-        return losses, predictions
 
 
 def _functional_gradients(
@@ -221,8 +284,8 @@ def _refuse_inference_mode() -> None:
         )
 
 
-def _unchecked(step: Step, state: tuple, args: tuple, times: range) -> tuple[tuple, Tensor]:
-    """Run the loop; what :func:`metagrad.unroll` looks at has been looked at before."""
+def _traced(step: Step, times: range, state: tuple, *args: object) -> tuple[tuple, Tensor]:
+    """Run the loop as part of a graph; what :func:`metagrad.unroll` looks at has been looked at before."""
     collected = []
     for t in times:
         state, losses = step(state, t, *args)
@@ -236,7 +299,7 @@ def _from(step: Step, first: int) -> Step:
 
 
 def with_history_of(starts: Params, values: Params) -> Params:
-    """Return values that pass their cotangents on to what they came from, as if nothing had happened between."""
+    """Return values that pass their cotangents on to what they came from: straight-through, identity Jacobian."""
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
 
 
@@ -264,18 +327,23 @@ def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
         rows: Of tables, which rows to take instead.
         num_tasks: How many tasks are stacked; None means one, without an axis of its own.
     """
-    if num_tasks is None:
-        return {
-            name: look_up(p, rows[name]) if name in rows else _apart(p, rows) for name, p in params.items()
-        }
-    return {
-        name: look_up(p, rows[name]) if name in rows else _repeated(p, num_tasks)
-        for name, p in params.items()
-    }
+
+    def start(name: str, p: Tensor) -> Tensor:
+        if name in rows:
+            return look_up(p, rows[name])
+        return _apart(p, rows) if num_tasks is None else _repeated(p, num_tasks)
+
+    return {name: start(name, p) for name, p in params.items()}
+
+
+def look_up(table: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a table, to be differentiated with respect to in any grad mode."""
+    values = embedding(rows, table)
+    return values if values.requires_grad else values.requires_grad_()
 
 
 def _apart(param: Tensor, rows: Params) -> Tensor:
-    """Give a parameter a node of its own beside tables: what leads to those is not to be walked for its gradient."""
+    """Add a view beside tables, so that autograd does not traverse the upstream graph of those for its gradient."""
     # Without grad mode there is no such node, and a view would be one that gradients pass by.
     if _is_constant(param):
         return param.detach().requires_grad_()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,41 +11,21 @@ from torch import Tensor, nn
 
 from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
-from metagrad.core.budget import Memory
-from metagrad.meta.batching import Batching, Tasks
-from metagrad.meta.checks import (
-    BatchLike,
-    ExamplesLike,
-    check_adapted,
-    check_arguments,
-    check_ends,
-    check_memory,
-    check_steps,
-    read_batch,
-    read_support,
-    refuse_transforms,
-)
+from metagrad.core.budget import Memory, checked_memory
+from metagrad.core.structured import restored
+from metagrad.core.transforms import is_on_the_tape, is_transformed
+from metagrad.meta.algorithm import Adapted, MetaOutput
+from metagrad.meta.compiled import CompiledMAML
 from metagrad.meta.curvature import check_layers
-from metagrad.meta.finite import (
-    Buffers,
-    Nonfinite,
-    Results,
-    check_nonfinite,
-    refuse_nonfinite,
-    without_nonfinite,
-)
-from metagrad.meta.guard import Guard
-from metagrad.meta.inner import InnerLoop, outer_phase
-from metagrad.meta.learned import register_learned
-from metagrad.meta.objective import Labels, LossFn, Objective
-from metagrad.meta.programs import Programs
-from metagrad.meta.reader import Reader
-from metagrad.meta.result import Adapted, MAMLOutput
-from metagrad.meta.structured import concatenated, restored
-from metagrad.meta.tables import check_tables, find_rows
-from metagrad.meta.whole import WholePrograms
-from metagrad.meta.work import Work
-from metagrad.optim.rules import Params, Rule, with_batch_ndim
+from metagrad.meta.executor import TaskExecutor
+from metagrad.meta.inner import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.nonfinite import Nonfinite, check_nonfinite
+from metagrad.meta.objective import LossFn, Objective, label_bounds
+from metagrad.meta.stacking import Stacking
+from metagrad.meta.tables import AdaptedTables, check_tables
+from metagrad.meta.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
+from metagrad.optim.rules import Params, Rule
+from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 class MAML(nn.Module):
@@ -81,13 +61,13 @@ class MAML(nn.Module):
         truncate: Differentiate through the last so many inner steps alone, and take those before as first-order
             MAML takes all of them; None differentiates through all.
         tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
-            this; ``out.used`` counts the steps that each task took.
+            this; ``out.steps`` counts the steps that each task took.
         task_chunk: How many tasks run together; None means all, 1 is a loop.
         sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
             up: the same result at a cost that does not depend on V, and the gradient of the table is a
             :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
             ones do. The model runs once more on each batch, to find the rows.
-        nonfinite: What is done about a loss or a meta-gradient that is NaN or infinite: ``"raise"`` an error that
+        nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
             only because the loss was scaled passes: that is for the ``GradScaler`` to see.
@@ -111,7 +91,7 @@ class MAML(nn.Module):
         >>> task = metagrad.tasks.Sinusoid(shots=10, queries=10)
         >>> out = maml(task.sample(4, generator=torch.Generator().manual_seed(0)))
         >>> out.loss.backward()
-        >>> out.losses.shape, out.query_logits.shape, model.weight.grad.shape
+        >>> out.support_losses.shape, out.query_outputs.shape, model.weight.grad.shape
         (torch.Size([4, 5]), torch.Size([4, 10, 1]), torch.Size([1, 1]))
 
     References:
@@ -147,10 +127,10 @@ class MAML(nn.Module):
         self.task_chunk = task_chunk
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
-        self._remembered = _Remembered(model, loss_fn, task_chunk, self._compile)
+        self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
         self.sparse = check_tables(model, sparse, inner)
         self._check()
-        check_adapted(self._remembered.adapted())
+        check_adapted(self._cache.adapted())
         if memory == "block":
             chain(model, loss_fn)
         self.inner = inner
@@ -169,7 +149,7 @@ class MAML(nn.Module):
 
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
-    ) -> MAMLOutput:
+    ) -> MetaOutput:
         """Adapt to every task's support examples and judge the result on its query examples.
 
         Differentiable where grad mode is on; under ``torch.no_grad()`` the tasks are adapted to all the same.
@@ -189,15 +169,13 @@ class MAML(nn.Module):
             FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
                 message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
-        steps = self._steps(steps)
-        support, query = read_batch(batch)
-        labels = self._objective.label_bounds(support.y, query.y)
-        tasks = Tasks(*support, *query, {})
-        with outer_phase():
-            results, skipped = self._over_tasks(Work.judge, _losses_judged, tasks, labels, steps)
-        losses, used, query_losses, predictions, _ = results
+        tasks = read_batch(batch)
+        executor = self._executor(steps, tasks)
+        results, skipped, _ = executor.run(tasks)
+        assert isinstance(results, Evaluation)
+        losses, used, query_losses, predictions = results
         counted = query_losses[~skipped] if self.nonfinite == "skip" else query_losses
-        return MAMLOutput(counted.mean(), losses, query_losses, restored(predictions), used, skipped)
+        return MetaOutput(counted.mean(), query_losses, restored(predictions), losses, used, skipped)
 
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -215,19 +193,19 @@ class MAML(nn.Module):
             ValueError: As :meth:`forward`.
             FloatingPointError: As :meth:`forward`.
         """
-        steps = self._steps(steps)
-        examples = read_support(support)
-        objective = self._objective
-        labels = objective.label_bounds(examples.y)
-        tasks = Tasks(*examples, None, None, {})
-        with outer_phase():
-            results, skipped = self._over_tasks(Work.adapt, _losses_adapted, tasks, labels, steps)
-        params, losses, used, rows, chunk = results
+        tasks = read_support(support)
+        executor = self._executor(steps, tasks)
+        results, skipped, chunk = executor.run(tasks)
+        assert isinstance(results, Adaptation)
+        params, losses, used, rows = results
+        inner = executor.inner
         if self.sparse:
-            reader = Reader(objective, self._loop(self.inner), steps, used, rows, chunk)
-            return Adapted(params, losses, used, skipped, reader.predict, rows)
-        predict = objective.predict_each if chunk == 1 else objective.predict_stacked
-        return Adapted(params, losses, used, skipped, predict)
+            return Adapted(
+                params, losses, used, skipped, AdaptedTables(inner, used, rows, chunk).predict, rows
+            )
+        return Adapted(
+            params, losses, used, skipped, lambda params, x: inner.objective.predict(params, x, chunk)
+        )
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -236,24 +214,32 @@ class MAML(nn.Module):
             f"inner={type(self.inner).__name__}, task_chunk={self.task_chunk}"
         )
 
-    @property
-    def _objective(self) -> Objective:
-        return Objective(self.model, self.loss_fn)
-
-    def _loop(self, rule: Rule) -> InnerLoop:
-        """Return the inner loop, as the attributes of this module say at present."""
+    def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
+        """Return what runs tasks, as the attributes of this module say at present."""
+        if steps is None:
+            steps = self.steps
+        check_steps("MAML(batch, steps)", steps)
+        self._check()
+        params, rule = self._cache.adapted(), self.inner
+        check_adapted(params)
+        refuse_transforms(list(params.values()))
+        if self.sparse:
+            self.sparse = check_tables(self.model, self.sparse, rule)
         is_block = self.memory == "block"
-        return InnerLoop(
+        if is_block and not tasks.are_tensors:
+            raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
+        inner = InnerLoop(
+            Objective(self.model, self.loss_fn, label_bounds(self.loss_fn, *tasks.targets)),
             rule,
+            steps,
             self.order,
             "full" if self.memory == "block" else self.memory,
             self.truncate,
             self.tolerance,
-            chain=chain(self.model, self.loss_fn) if is_block else None,
-            programs=self._remembered.programs,
-            loss_fn=self.loss_fn,
-            model=self.model,
+            chain(self.model, self.loss_fn) if is_block else None,
+            self._cache.compiled,
         )
+        return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)
 
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
@@ -261,96 +247,11 @@ class MAML(nn.Module):
         check_memory(self.memory, self._compile, self.sparse)
         check_ends(self.truncate, self.tolerance)
         check_nonfinite(self.nonfinite)
-        if not self._remembered.belongs_to(self.model, self.loss_fn, self.task_chunk):
-            self._remembered = _Remembered(self.model, self.loss_fn, self.task_chunk, self._compile)
-
-    @property
-    def _modules_read(self) -> list[nn.Module]:
-        """The model, and beside it the loss, if it is a module: its parameters are not adapted, but learned."""
-        return [part for part in (self.model, self.loss_fn) if isinstance(part, nn.Module)]
-
-    def _steps(self, steps: int | None) -> int:
-        if steps is None:
-            return self.steps
-        check_steps("MAML(batch, steps)", steps)
-        return steps
-
-    def _over_tasks(
-        self,
-        do: Callable[..., tuple[Any, ...]],
-        losses_in: Callable[[Results], Tensor],
-        tasks: Tasks,
-        labels: Labels | None,
-        steps: int,
-    ) -> tuple[Results, Tensor]:
-        """Do a method of :class:`Work` on all tasks, and see to what is not finite.
-
-        Returns:
-            Its results with how many tasks ran together, and which tasks were left out.
-        """
-        self._check()
-        if self.memory == "block" and not all(part is None or isinstance(part, Tensor) for part in tasks[:4]):
-            raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
-        params = self._remembered.adapted()
-        skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
-
-        check_adapted(params)
-        refuse_transforms(list(params.values()))
-        rule = self.inner
-        if self.sparse:
-            self.sparse = check_tables(self.model, self.sparse, rule)
-
-        def compute(params: Params, rule: Rule, tasks: Tasks) -> Results:
-            return self._together(do, self._loop(rule), params, tasks, labels, steps)
-
-        def again(params: Params, rule: Rule, tasks: Tasks) -> Results:
-            buffers = Buffers(self.model)
-            inner = dataclasses.replace(self._loop(rule), memory="full", programs=None)
-            results = self._together(do, inner, params, tasks, labels, steps)
-            buffers.restore()
-            return results
-
-        def guarded(tasks: Tasks, numbers: range | Tensor) -> Results:
-            dropped = skipped if self.nonfinite == "skip" else None
-            return Guard(compute, again, numbers, dropped, self._modules_read)(params, rule, tasks)
-
-        if self.nonfinite == "skip":
-            results, kept = without_nonfinite(guarded, losses_in, tasks, self.model, steps)
-            return results, skipped.fill_(True).index_fill_(0, kept, False)
-        results = guarded(tasks, range(len(skipped)))
-        refuse_nonfinite(losses_in(results), steps)
-        return results, skipped
-
-    def _together(
-        self,
-        do: Callable[..., tuple[Any, ...]],
-        inner: InnerLoop,
-        params: Params,
-        tasks: Tasks,
-        labels: Labels | None,
-        steps: int,
-    ) -> Results:
-        """Do a method of :class:`Work`; return its results, and how many tasks ran together."""
-        batching = self._remembered.batching
-        chunk = 1
-        if self.memory != "block":
-            chunk = batching.chunk_size(self._objective, params, tasks, labels, self.sparse, inner.order)
-
-        def compute(chunk: int) -> Results:
-            located = tasks._replace(rows=find_rows(self.model, self.sparse, tasks.inputs, chunk))
-            parts = list(located.each() if chunk == 1 else located.split(chunk))
-            shared = inner.sharing(len(parts), tasks.device)
-            if chunk != 1:
-                shared = dataclasses.replace(shared, rule=with_batch_ndim(shared.rule, 1))
-            work = Work(self._objective, shared, labels, steps, stacked=chunk != 1)
-            if shared.programs is not None:
-                return (*concatenated([work.compiled(do, params, part) for part in parts]), chunk)
-            return (*concatenated([do(work, params, part) for part in parts]), chunk)
-
-        return batching.run(self.model, compute, chunk)
+        if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
+            self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)
 
 
-class _Remembered:
+class _Cache:
     """What is found out about a model and its loss, and need not be found out again."""
 
     def __init__(
@@ -358,8 +259,8 @@ class _Remembered:
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.parameters = dict(model.named_parameters())
-        self.batching = Batching(task_chunk)
-        self.programs = None if options is None else (WholePrograms if options.whole else Programs)(options)
+        self.stacking = Stacking(task_chunk)
+        self.compiled = None if options is None else CompiledMAML(options)
 
     def adapted(self) -> Params:
         """Return the parameters of the model that are adapted, with the values that they have now.
@@ -374,13 +275,113 @@ class _Remembered:
 
     def belongs_to(self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None) -> bool:
         """Say whether it is of these."""
-        return self.model is model and self.loss_fn is loss_fn and self.batching.task_chunk == task_chunk
+        return self.model is model and self.loss_fn is loss_fn and self.stacking.task_chunk == task_chunk
 
 
-def _losses_judged(results: Results) -> Tensor:
-    losses, _, query_losses, *_ = results
-    return torch.cat([losses, query_losses.unsqueeze(1)], dim=1)
+@dataclass(frozen=True)
+class LearnedRule:
+    """A rule without the hyper-parameters that a module holds.
+
+    A learned hyper-parameter exists once, as a parameter of the module, so that whatever exchanges that
+    (``functional_call``, ``load_state_dict(assign=True)``, ``parametrize``, an assignment) reaches the rule.
+
+    Attributes:
+        template: The rule, with tensors of no memory in their places.
+        names: Of the parameters of the module, in the order of ``hyperparameters_in``; None for other tensors.
+    """
+
+    template: Rule
+    names: tuple[str | None, ...]
+
+    def of(self, module: nn.Module) -> Rule:
+        """Return the rule with the parameters as the module has them."""
+        if not any(self.names):
+            return self.template
+        names = iter(self.names)
+
+        def current(tensor: Tensor) -> Tensor:
+            name = next(names)
+            return tensor if name is None else getattr(module, name)
+
+        return with_hyperparameters(self.template, current)
 
 
-def _losses_adapted(results: Results) -> Tensor:
-    return results[1]
+def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
+    """Make the hyper-parameters of a rule that are :class:`torch.nn.Parameter` parameters of a module."""
+    names: list[str | None] = []
+    for path, tensor in hyperparameters_in(rule):
+        name = f"inner_{path.replace('.', '_')}" if isinstance(tensor, nn.Parameter) else None
+        while name in names and name is not None:
+            name += "_"
+        if name is not None:
+            module.register_parameter(name, tensor)  # type: ignore[arg-type]
+        names.append(name)
+    kept = iter(names)
+
+    def emptied(tensor: Tensor) -> Tensor:
+        return tensor if next(kept) is None else torch.empty_like(tensor, device="meta", requires_grad=False)
+
+    return LearnedRule(with_hyperparameters(rule, emptied) if any(names) else rule, tuple(names))
+
+
+def check_steps(call: str, steps: object) -> None:
+    """Refuse a number of steps that is none."""
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
+    if steps < 0:
+        raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
+
+
+def check_arguments(model: object, steps: int, order: int, task_chunk: int | None) -> None:
+    """Refuse arguments of MAML that mean nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_steps("MAML(..., steps)", steps)
+    if order not in (1, 2):
+        raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
+    if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
+        raise ValueError(
+            f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
+        )
+
+
+def check_adapted(params: Params) -> None:
+    """Refuse a model of which nothing can be adapted."""
+    if not params:
+        raise ValueError(
+            "MAML(model, ...): no parameter of the model requires grad, so nothing can be adapted."
+        )
+
+
+def check_ends(truncate: int | None, tolerance: float | None) -> None:
+    """Refuse numbers of steps and norms that mean nothing."""
+    if truncate is not None and (not isinstance(truncate, int) or isinstance(truncate, bool) or truncate < 1):
+        raise ValueError(
+            f"MAML(..., truncate): expected None (all steps) or an int of 1 or more, got {truncate!r}. "
+            "For none at all, pass order=1."
+        )
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
+
+
+def check_memory(
+    memory: Memory | Literal["block"], options: CompileOptions | None, sparse: Sequence[str]
+) -> None:
+    """Refuse what cannot be kept, at all or beside other arguments."""
+    if memory != "block":
+        checked_memory("MAML(...)", memory)
+    elif sparse:
+        raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
+    if options is not None and options.whole and memory != "full":
+        raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
+
+
+def refuse_transforms(params: list[Tensor]) -> None:
+    """Refuse torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
+    if is_transformed() and not is_on_the_tape(params):
+        raise RuntimeError(
+            "MAML(batch): of torch.func, reverse mode (grad, vjp, jacrev) with respect to all parameters that are "
+            "adapted is taken, as in grad(lambda p: functional_call(maml, p, (batch,)).loss)(params). Instead of "
+            "vmap, call it batch by batch; instead of jvp, or for a part of the parameters, differentiate "
+            "maml(batch).loss by torch.autograd.grad."
+        )

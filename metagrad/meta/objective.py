@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
-from metagrad.meta.calling import call_with, values_for
-from metagrad.meta.stacked import RESULT, forward_stacked, losses_stacked
-from metagrad.meta.structured import Nested, num_tasks, restored, stacked, structured
+from metagrad.meta.tasks import num_tasks, stacked
+from metagrad.meta.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
 from metagrad.optim.rules import Params
 
 LossFn = Callable[[Any, Any], Tensor]
 """What the model returns and the targets, of one task, to a scalar."""
 
+Loss = Callable[[Params, Nested, Nested], tuple[Tensor, Nested]]
+"""Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
 
 _ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
 
@@ -39,82 +41,82 @@ class Objective:
     Attributes:
         model: The module; its own parameters are never written to.
         loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
+        labels: The bounds of the labels, which are held to what the model returns. To compiled code they would be
+            constants, so they are checked outside of it.
         rows: Which rows of a table its value holds, by the name of the table.
     """
 
     model: nn.Module
     loss_fn: LossFn
+    labels: Labels | None = None
     rows: Params = field(default_factory=dict)
 
-    def single(self, params: Params, x: Nested, y: Nested, labels: Labels | None) -> tuple[Tensor, Nested]:
+    def single(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
-        prediction = self._called(params, x)
-        self._check_examples(prediction, y, labels, num_axes=0)
+        prediction = call_with(self.model, values_for(self.model, params, self.rows), x)
+        self._check_examples(prediction, y, num_axes=0)
         loss = self.loss_fn(prediction, restored(y))
-        self._check_loss(loss, num_axes=0)
+        _check_loss(loss, num_axes=0)
         return loss, structured(prediction, RESULT)
 
-    def stacked(self, params: Params, x: Nested, y: Nested, labels: Labels | None) -> tuple[Tensor, Nested]:
+    def stacked(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
-        predictions = self.predict_stacked(params, x)
-        self._check_examples(predictions, y, labels, num_axes=1)
+        predictions = forward_stacked(self.model, params, x, self.rows)
+        self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
-        self._check_loss(losses, num_axes=1)
+        _check_loss(losses, num_axes=1)
         return losses, predictions
 
-    def predict_stacked(self, params: Params, x: Nested) -> Nested:
-        """Return the predictions ``[tasks, n, ...]`` of stacked parameters, all tasks at once."""
-        return forward_stacked(self.model, params, x, self.rows)
-
-    def predict_each(self, params: Params, x: Nested) -> Nested:
-        """Return the predictions ``[tasks, n, ...]`` of stacked parameters, task by task."""
+    def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
+        """Return the predictions ``[tasks, n, ...]`` of stacked parameters; with a ``chunk`` of 1 task by task."""
+        if chunk != 1:
+            return forward_stacked(self.model, params, x, self.rows)
         predictions = []
         for i in range(num_tasks(x)):
             rows, own, inputs = tree_map(operator.itemgetter(i), (self.rows, params, x))
-            predictions.append(structured(replace(self, rows=rows)._called(own, inputs), RESULT))
+            prediction = call_with(self.model, values_for(self.model, own, rows), inputs)
+            predictions.append(structured(prediction, RESULT))
         return stacked(predictions)
 
-    def _called(self, params: Params, x: Nested) -> Any:
-        """Return what the model returns for one task."""
-        return call_with(self.model, values_for(self.model, params, self.rows), x)
-
-    def _check_examples(self, prediction: object, y: Nested, labels: Labels | None, num_axes: int) -> None:
+    def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Refuse labels and targets that do not fit predictions, where these are tensors."""
         if not isinstance(prediction, Tensor):
             return
-        check_labels(labels, prediction.shape[num_axes:])
-        if isinstance(y, Tensor):
-            self._check_shapes(prediction.shape[num_axes:], y.shape[num_axes:])
-
-    def _check_shapes(self, prediction: torch.Size, target: torch.Size) -> None:
-        if _function_of(self.loss_fn) in _ELEMENTWISE and prediction != target:
+        shape = prediction.shape[num_axes:]
+        if not torch.compiler.is_compiling():
+            check_labels(self.labels, shape)
+        if (
+            isinstance(y, Tensor)
+            and _function_of(self.loss_fn) in _ELEMENTWISE
+            and shape != y.shape[num_axes:]
+        ):
             raise ValueError(
-                f"MAML(batch): the model returns {tuple(prediction)} for the examples of a task, their targets are "
-                f"{tuple(target)}; torch would broadcast one to the other. Give both the same shape."
+                f"MAML(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
+                f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
             )
 
-    def _check_loss(self, loss: Tensor, num_axes: int) -> None:
-        if loss.ndim != num_axes:
-            raise ValueError(
-                "MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
-                f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
-            )
 
-    def label_bounds(self, *targets: Nested) -> Labels | None:
-        """Read the bounds of the class labels; None if the loss does not take any."""
-        keywords = self.loss_fn.keywords if isinstance(self.loss_fn, functools.partial) else {}
-        loss_fn = _function_of(self.loss_fn)
-        takes_classes = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(
-            loss_fn, (nn.CrossEntropyLoss, nn.NLLLoss)
+def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
+    """Read the bounds of the class labels; None if the loss does not take any."""
+    keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    function = _function_of(loss_fn)
+    takes_classes = function in (F.cross_entropy, F.nll_loss) or isinstance(
+        function, (nn.CrossEntropyLoss, nn.NLLLoss)
+    )
+    labels = [target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()]
+    if not takes_classes or len(labels) < len(targets):
+        return None
+    ignored = keywords.get("ignore_index", getattr(function, "ignore_index", -100))
+    bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in labels]
+    return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
+
+
+def _check_loss(loss: Tensor, num_axes: int) -> None:
+    if loss.ndim != num_axes:
+        raise ValueError(
+            "MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
+            f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
         )
-        labels = [
-            target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()
-        ]
-        if not takes_classes or len(labels) < len(targets):
-            return None
-        ignored = keywords.get("ignore_index", getattr(loss_fn, "ignore_index", -100))
-        bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in labels]
-        return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
 
 
 def _function_of(loss_fn: LossFn) -> LossFn:

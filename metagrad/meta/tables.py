@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import tree_map
-from metagrad.meta.structured import Nested, call_on, num_tasks
+from metagrad.meta.inner import InnerLoop
+from metagrad.meta.tasks import num_tasks
 from metagrad.optim.rules import Params, Rule
-from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
@@ -98,7 +100,40 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([torch.cat([r, r[:, -1:].expand(-1, longest - r.shape[1])], 1) for r in parts])
 
 
-def look_up(table: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of a table, to be differentiated with respect to in any grad mode."""
-    values = embedding(rows, table)
-    return values if values.requires_grad else values.requires_grad_()
+@dataclass(frozen=True)
+class AdaptedTables:
+    """Predicts with adapted tables, also where an input looks up rows that the support examples do not.
+
+    The gradient of such a row is zero in every inner step, so its adapted value is what the rule makes of that.
+
+    Attributes:
+        inner: The inner loop.
+        used: How many of its steps each task took, ``[tasks]``.
+        rows: The rows that were adapted, ``[tasks, R]``, by the name of the table.
+        chunk: How many tasks to compute together; 1 means one by one, without vmap.
+    """
+
+    inner: InnerLoop
+    used: Tensor
+    rows: Params
+    chunk: int
+
+    def predict(self, params: Params, x: Nested) -> Nested:
+        """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
+        model = self.inner.objective.model
+        wanted = find_rows(model, tuple(self.rows), [x], self.chunk)
+        start: Params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        resting = self.inner.resting(start, self.used, wanted)
+        values = {
+            name: _chosen(rows, self.rows[name], params[name], resting[name]) for name, rows in wanted.items()
+        }
+        objective = dataclasses.replace(self.inner.objective, rows=wanted)
+        return objective.predict({**params, **values}, x, self.chunk)
+
+
+def _chosen(wanted: Tensor, adapted_rows: Tensor, adapted: Tensor, resting: Tensor) -> Tensor:
+    """Take the adapted values of the rows that have one, and those at rest of the others."""
+    place = torch.searchsorted(adapted_rows, wanted).clamp_(max=adapted_rows.shape[1] - 1)
+    is_adapted = adapted_rows.gather(1, place) == wanted
+    index = place.unsqueeze(-1).expand(-1, -1, adapted.shape[-1])
+    return torch.where(is_adapted.unsqueeze(-1), adapted.gather(1, index), resting)

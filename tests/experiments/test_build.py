@@ -34,7 +34,7 @@ def test_parts_are_what_the_config_says(composed):
     )
     assert isinstance(parts.optimizer, torch.optim.SGD)
     assert isinstance(parts.schedule, torch.optim.lr_scheduler.CosineAnnealingLR)
-    assert parts.maml.order == 1
+    assert parts.algorithm.order == 1
 
 
 def test_streams_of_tasks_differ_and_repeat(composed):

@@ -31,8 +31,8 @@ def test_a_state_comes_back_whole(composed, saved):
     assert step == 7
     assert torch.equal(torch.rand(3, generator=restored.generator), drawn)
     assert torch.equal(torch.rand(3), torch_drawn)
-    for name, value in parts.maml.state_dict().items():
-        assert torch.equal(restored.maml.state_dict()[name], value)
+    for name, value in parts.module.state_dict().items():
+        assert torch.equal(restored.module.state_dict()[name], value)
 
 
 def test_only_the_finished_file_is_left(saved):

@@ -227,7 +227,7 @@ def test_what_is_no_checkpoint_is_refused(config, tmp_path, name):
 def small(config):
     """Return a learner in float64 and a batch of two tasks."""
     parts = parts_of(config, "model.sizes=[1,3,1]")
-    parts.maml.double()
+    parts.module.double()
     batch = mg.tasks.Sinusoid(shots=4, queries=3, dtype=torch.float64).sample(
         2, generator=torch.Generator().manual_seed(0)
     )
@@ -276,7 +276,7 @@ def expected_hessian(objective, flat, batch):
 @pytest.mark.parametrize("objective", Objective)
 def test_the_hessian_is_that_of_the_objective(small, objective):
     parts, batch = small
-    flat = torch.cat([p.detach().reshape(-1) for p in parts.maml.parameters()]).requires_grad_()
+    flat = torch.cat([p.detach().reshape(-1) for p in parts.module.parameters()]).requires_grad_()
     with problem(objective, parts, F.mse_loss, batch).operator(Matrix.hessian) as H:
         torch.testing.assert_close(H.to_dense(), expected_hessian(objective, flat, batch))
 
@@ -336,7 +336,7 @@ def test_first_order_is_fine_where_adaptation_is_not_differentiated(config):
 )
 def test_every_problem_composes(config, name):
     settings = config(f"problem={name}", base=())
-    assert len(build_parts(training(settings)).maml.state_dict()) > 0
+    assert len(build_parts(training(settings)).module.state_dict()) > 0
     assert steps_of(settings)[-1] == settings.iterations
 
 

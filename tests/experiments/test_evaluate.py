@@ -38,7 +38,7 @@ def test_accuracies_in_closed_form():
 
 def judge(parts, tasks, **settings):
     defaults = {"num_tasks": 7, "steps": 3, "chunk": 7, "generator": generator(0, "test")}
-    return evaluate(parts.maml, tasks, **{**defaults, **settings}, device=torch.device("cpu"))
+    return evaluate(parts.algorithm, tasks, **{**defaults, **settings}, device=torch.device("cpu"))
 
 
 def test_zero_steps_change_nothing_and_more_steps_do(composed):
@@ -55,14 +55,14 @@ def test_zero_steps_change_nothing_and_more_steps_do(composed):
 def test_evaluation_without_grad_is_the_loss_that_training_sees(composed, momentum):
     config = composed("device=cpu", f"algorithm.inner.momentum={momentum}")
     parts, tasks = build_parts(config), build_splits(config).test
-    seen = parts.maml(tasks.sample(7, generator=generator(0, "test")), steps=3).loss.item()
+    seen = parts.algorithm(tasks.sample(7, generator=generator(0, "test")), steps=3).loss.item()
     assert judge(parts, tasks)["query_loss"].mean == pytest.approx(seen, rel=1e-6)
 
 
 def test_evaluation_leaves_no_gradient_and_no_change(composed):
     config = composed("device=cpu")
     parts = build_parts(config)
-    before = {name: value.clone() for name, value in parts.maml.state_dict().items()}
+    before = {name: value.clone() for name, value in parts.module.state_dict().items()}
     judge(parts, build_splits(config).test, chunk=2)
-    assert all(torch.equal(before[name], value) for name, value in parts.maml.state_dict().items())
-    assert all(parameter.grad is None for parameter in parts.maml.parameters())
+    assert all(torch.equal(before[name], value) for name, value in parts.module.state_dict().items())
+    assert all(parameter.grad is None for parameter in parts.module.parameters())

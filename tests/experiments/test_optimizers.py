@@ -545,23 +545,23 @@ def outer_run(composed, *overrides):
 @pytest.mark.parametrize("name", ["adahessian", "sophia_h", "soap", *BY_CLOSURE])
 def test_the_outer_loop_takes_steps_by_curvature(composed, name):
     run = outer_run(composed, f"optimizer={name}")
-    before = [p.detach().clone() for p in run.parts.maml.parameters()]
+    before = [p.detach().clone() for p in run.parts.module.parameters()]
     for _ in range(3):
         outer_step(run, None)
-    assert all(not torch.equal(a, b) for a, b in zip(before, run.parts.maml.parameters(), strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(before, run.parts.module.parameters(), strict=True))
 
 
 def test_a_closure_of_an_optimizer_of_torchs_is_called(composed):
     run = outer_run(composed, "optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=1e-3")
-    before = next(run.parts.maml.parameters()).detach().clone()
+    before = next(run.parts.module.parameters()).detach().clone()
     outer_step(run, None)
     assert run.parts.takes_closure
-    assert not torch.equal(before, next(run.parts.maml.parameters()))
+    assert not torch.equal(before, next(run.parts.module.parameters()))
 
 
 def test_the_loss_of_all_predictions_has_the_gradient_of_the_outer_loss(composed):
     parts = outer_run(composed).parts
-    maml, batch = parts.maml.double(), mg.tasks.Sinusoid(shots=4, queries=3, dtype=torch.float64).sample(3)
+    maml, batch = parts.module.double(), mg.tasks.Sinusoid(shots=4, queries=3, dtype=torch.float64).sample(3)
     out = maml(batch)
     whole = outer.known_loss(parts, batch, out)
     params = list(maml.parameters())
@@ -574,7 +574,7 @@ def test_the_loss_of_all_predictions_has_the_gradient_of_the_outer_loss(composed
 def test_a_loss_that_sums_over_examples_stays_what_it_is(composed):
     parts = outer_run(composed).parts._replace(loss_fn=functools.partial(F.mse_loss, reduction="sum"))
     batch = mg.tasks.Sinusoid(shots=4, queries=3).sample(3)
-    out = parts.maml(batch)
+    out = parts.algorithm(batch)
     assert outer.known_loss(parts, batch, out) is out.loss
 
 
@@ -590,7 +590,7 @@ def test_a_trial_step_that_goes_too_far_is_rejected_and_does_not_end_the_run(com
                 p.data.mul_(1e30)
             losses_seen.append(closure().item())
 
-    params = list(run.parts.maml.parameters())
+    params = list(run.parts.module.parameters())
     outer.step(
         run.parts._replace(optimizer=Tries(params), takes_closure=True), batch, lambda _: nullcontext()
     )

@@ -36,6 +36,50 @@ FILES = [
 ]
 
 
+class SupportMean(torch.nn.Module):
+    """Shifts the predictions of a model by its mean error on support examples; it has what the protocol asks."""
+
+    def __init__(self, model, loss_fn, **settings):
+        super().__init__()
+        self.model = model
+
+    def adapt(self, support, *, steps=None):
+        shift = (support.y - self.model(support.x)).mean(1, keepdim=True) * (steps != 0)
+        losses, used = shift.new_zeros(len(shift), 0), torch.zeros(len(shift), dtype=torch.int64)
+        return mg.meta.Adapted(
+            {"shift": shift}, losses, used, used.bool(), lambda params, x: self.model(x) + params["shift"]
+        )
+
+    def forward(self, batch, *, steps=None):
+        fast = self.adapt(batch.support, steps=steps)
+        outputs = fast(batch.query.x)
+        losses = (outputs - batch.query.y).square().flatten(1).mean(1)
+        return mg.meta.MetaOutput(
+            losses.mean(), losses, outputs, fast.support_losses, fast.steps, fast.skipped
+        )
+
+
+class NeverAdapts(torch.nn.Module):
+    """Has no ``adapt``."""
+
+    def __init__(self, model, loss_fn, **settings):
+        super().__init__()
+
+
+def test_a_run_takes_any_algorithm_of_the_protocol(run, tmp_path):
+    run(tmp_path, f"algorithm._target_={__name__}.SupportMean", "allow=[tests.]", plots=True)
+    assert [name for name in FILES if not (tmp_path / name).exists()] == []
+    metrics = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert metrics["test/query_loss"]["mean"] != metrics["test/query_loss_before"]["mean"]
+    assert all(math.isfinite(metric["mean"]) for metric in metrics.values())
+
+
+def test_what_is_no_algorithm_is_refused(composed):
+    config = composed(f"algorithm._target_={__name__}.NeverAdapts", "allow=[tests.]")
+    with pytest.raises(ValueError, match="NeverAdapts is no meta-learning algorithm"):
+        build_parts(config)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_leaves_its_files(fast_run, name):
     assert (fast_run / name).stat().st_size > 0
@@ -237,10 +281,10 @@ def test_every_rule_can_be_the_inner_rule(composed, name):
     )
     torch.manual_seed(0)
     batch = mg.tasks.Sinusoid(shots=4, queries=3).sample(2)
-    out = parts.maml(batch)
+    out = parts.algorithm(batch)
     out.loss.backward()
     assert torch.isfinite(out.loss)
-    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in parts.maml.parameters())
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in parts.module.parameters())
 
 
 def test_the_keys_of_an_inner_rule_are_its_arguments(composed):

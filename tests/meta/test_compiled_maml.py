@@ -73,7 +73,11 @@ def meta_gradient(maml, batch, *, second=False, weights=None, **how):
     params = list(maml.parameters())
     params = [p for p in params if p.requires_grad]
     out = maml(batch, **how)
-    loss = out.loss if weights is None else (out.query_losses * weights).sum() + out.losses.square().sum()
+    loss = (
+        out.loss
+        if weights is None
+        else (out.query_losses * weights).sum() + out.support_losses.square().sum()
+    )
     grads = torch.autograd.grad(loss, params, create_graph=second, materialize_grads=True)
     if not second:
         return grads
@@ -345,8 +349,8 @@ def test_a_copy_compiles_for_itself():
     expected = meta_gradient(eager, draw_batch())
     assert_same(meta_gradient(compiled, draw_batch()), expected)
     assert_same(meta_gradient(copy.deepcopy(compiled), draw_batch()), expected)
-    kept = pickle.loads(pickle.dumps(compiled))._remembered.programs
-    assert type(kept) is type(compiled._remembered.programs)
+    kept = pickle.loads(pickle.dumps(compiled))._cache.compiled
+    assert type(kept) is type(compiled._cache.compiled)
 
 
 def test_what_was_compiled_does_not_keep_the_model_alive():
@@ -403,7 +407,7 @@ def test_cotangents_of_predictions_are_pulled_back_under_the_autocast_of_the_for
     with torch.autocast("cpu", torch.bfloat16):
         out = compiled(batch)
         inside = torch.autograd.grad(
-            out.query_logits.float().square().sum(), model.parameters(), retain_graph=True
+            out.query_outputs.float().square().sum(), model.parameters(), retain_graph=True
         )
-    outside = torch.autograd.grad(out.query_logits.float().square().sum(), model.parameters())
+    outside = torch.autograd.grad(out.query_outputs.float().square().sum(), model.parameters())
     assert_same(outside, inside, rtol=1e-6)

@@ -158,7 +158,7 @@ def test_kernels_of_stacked_tasks_are_averaged_within_their_task():
         meta = mg.MAML(
             net, F.mse_loss, inner=adahessian(lr=0.05, hessian_power=0.0), steps=2, task_chunk=task_chunk
         )
-        return seeded(meta, batch).losses
+        return seeded(meta, batch).support_losses
 
     torch.testing.assert_close(found(3), found(1))
 
@@ -204,7 +204,7 @@ def test_kfac_of_stacked_tasks_is_that_of_each(kl_clip, tolerance):
         out = meta(with_channels(Batch()))
         out.loss.backward()
         assert not any(module._forward_hooks for module in net.modules())
-        return out.losses.detach(), torch.cat([p.grad.flatten() for p in net.parameters()])
+        return out.support_losses.detach(), torch.cat([p.grad.flatten() for p in net.parameters()])
 
     for stacked, alone in zip(found(3), found(1), strict=True):
         torch.testing.assert_close(stacked, alone, rtol=1e-9, atol=1e-12)
@@ -253,7 +253,7 @@ def test_kfac_beside_a_table_of_which_only_rows_are_there():
             part.x = part.x.abs().mul(10).long()
         with pytest.warns(UserWarning, match=r"plain gradient: 0 \(Embedding\)"):
             meta = mg.MAML(net, F.mse_loss, inner=kfac(lr=0.1, damping=0.3), steps=2, sparse=sparse)
-        return meta(batch).losses
+        return meta(batch).support_losses
 
     torch.testing.assert_close(found(["0.weight"]), found([]))
 

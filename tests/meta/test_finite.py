@@ -69,10 +69,10 @@ def test_skipping_a_task_is_learning_from_the_others(regression, options, where)
     getattr(regression, where).y[2, 0, 0] = float("nan")
     out = maml(regression)
     assert out.skipped.tolist() == [False, False, True, False]
-    assert out.losses.shape == (4, 2)
+    assert out.support_losses.shape == (4, 2)
     assert out.query_losses.isnan().tolist() == [False, False, True, False]
     torch.testing.assert_close(out.query_losses[others], expected.query_losses, rtol=1e-12, atol=0)
-    torch.testing.assert_close(out.query_logits[others], expected.query_logits, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.query_outputs[others], expected.query_outputs, rtol=1e-12, atol=0)
     torch.testing.assert_close(out.loss, expected.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradients(maml, out.loss), gradients(maml, expected.loss), rtol=1e-10, atol=1e-14
@@ -137,7 +137,7 @@ def test_running_statistics_know_nothing_of_a_skipped_batch(regression):
 def test_a_meta_gradient_that_is_not_finite_names_its_task(task_chunk, memory):
     options = {"inner": sgd(lr=0.1), "steps": 3, "task_chunk": task_chunk, "memory": memory}
     out = mg.MAML(Slope(), steep, **options)(slopes(zero_task=2))
-    assert out.losses.isfinite().all()
+    assert out.support_losses.isfinite().all()
     with pytest.raises(
         FloatingPointError, match=r"meta-gradient of task 2 is not finite.*at inner step 2.*1 of 4 tasks"
     ):
@@ -154,7 +154,7 @@ def test_the_step_is_the_one_at_which_it_happens():
     x = torch.ones(2, 1, dtype=torch.float64)
     batch = Batch(Examples(x, torch.tensor([[0.0], [0.3]]).double()), Examples(x, x + 1))
     out = output(4)
-    assert out.losses[0, 1:].tolist() == [0.0, 0.0, 0.0]
+    assert out.support_losses[0, 1:].tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*at inner step 3"):
         out.loss.backward()
     out = output(2)

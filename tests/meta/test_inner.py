@@ -54,7 +54,7 @@ def test_truncated_steps_are_first_order_steps_before_the_last(regression, trunc
     torch.testing.assert_close(
         mg.grad(out.loss, params), mg.grad(expected.mean(), params), rtol=1e-10, atol=1e-14
     )
-    assert out.losses.shape == (4, 5)
+    assert out.support_losses.shape == (4, 5)
 
 
 def test_truncation_changes_the_gradient_and_not_the_losses(regression):
@@ -94,7 +94,7 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
     out = mg.MAML(
         model, F.mse_loss, inner=rule, steps=6, tolerance=tolerance, task_chunk=task_chunk, memory="step"
     )(regression)
-    assert out.used.tolist() == expected_steps.tolist()
+    assert out.steps.tolist() == expected_steps.tolist()
     params = dict(model.named_parameters())
     shorter = [
         mg.MAML(model, F.mse_loss, inner=rule, steps=int(n))(regression).query_losses[i]
@@ -108,8 +108,8 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
 
 def test_without_a_tolerance_all_steps_are_used(regression):
     maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
-    assert maml(regression).used.tolist() == [3] * 4
-    assert maml.adapt(regression.support, steps=0).used.tolist() == [0] * 4
+    assert maml(regression).steps.tolist() == [3] * 4
+    assert maml.adapt(regression.support, steps=0).steps.tolist() == [0] * 4
 
 
 def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression):
@@ -168,7 +168,7 @@ def test_block_by_block_gives_the_same_derivatives(regression, rule, order):
         out = mg.MAML(model, F.mse_loss, inner=rule, steps=3, order=order, memory=memory)(regression)
         first = torch.autograd.grad(out.loss, params, create_graph=True)
         second = torch.autograd.grad(sum((g**3).sum() for g in first), params)
-        results.append([out.loss, out.losses, *first, *second])
+        results.append([out.loss, out.support_losses, *first, *second])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-14)
 

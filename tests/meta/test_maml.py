@@ -144,23 +144,23 @@ def test_output_shapes_and_the_first_losses(regression):
     model = mlp()
     out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5)(regression)
     assert out.loss.shape == ()
-    assert out.losses.shape == (4, 5)
+    assert out.support_losses.shape == (4, 5)
     assert out.query_losses.shape == (4,)
-    assert out.query_logits.shape == (4, 5, 3)
+    assert out.query_outputs.shape == (4, 5, 3)
     plain = torch.stack([F.mse_loss(model(x), y) for x, y in zip(*regression.support, strict=True)])
-    torch.testing.assert_close(out.losses[:, 0], plain)
+    torch.testing.assert_close(out.support_losses[:, 0], plain)
     torch.testing.assert_close(out.loss, out.query_losses.mean())
-    assert (out.losses[:, -1] < out.losses[:, 0]).all()
-    assert out.losses.requires_grad
-    assert out.query_logits.requires_grad
+    assert (out.support_losses[:, -1] < out.support_losses[:, 0]).all()
+    assert out.support_losses.requires_grad
+    assert out.query_outputs.requires_grad
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_adapt_gives_the_model_that_forward_judges(regression, task_chunk):
     maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk)
     out, fast = maml(regression), maml.adapt(regression.support)
-    torch.testing.assert_close(fast(regression.query.x), out.query_logits)
-    torch.testing.assert_close(fast.losses, out.losses)
+    torch.testing.assert_close(fast(regression.query.x), out.query_outputs)
+    torch.testing.assert_close(fast.support_losses, out.support_losses)
     assert fast.params["0.weight"].shape == (4, 8, 2)
     assert fast(regression.query.x).requires_grad
 
@@ -172,10 +172,12 @@ def test_without_grad_mode_it_adapts_and_keeps_no_graph(regression, task_chunk, 
     expected = maml(regression)
     with torch.no_grad():
         out, fast = maml(regression), maml.adapt(regression.support)
-    torch.testing.assert_close(out.query_logits, expected.query_logits)
-    assert not any(t.requires_grad for t in (out.loss, out.losses, out.query_losses, out.query_logits))
+    torch.testing.assert_close(out.query_outputs, expected.query_outputs)
+    assert not any(
+        t.requires_grad for t in (out.loss, out.support_losses, out.query_losses, out.query_outputs)
+    )
     assert all(p.grad_fn is None for p in fast.params.values())
-    torch.testing.assert_close(fast.losses, expected.losses)
+    torch.testing.assert_close(fast.support_losses, expected.support_losses)
 
 
 def test_inference_mode_is_refused_with_the_way_out(regression):
@@ -197,7 +199,7 @@ def test_steps_can_differ_from_call_to_call(regression, textbook):
     maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2)
     expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=6)
     torch.testing.assert_close(maml(regression, steps=6).query_losses, expected)
-    assert maml.adapt(regression.support, steps=0).losses.shape == (4, 0)
+    assert maml.adapt(regression.support, steps=0).support_losses.shape == (4, 0)
 
 
 def test_frozen_parameters_are_shared_and_not_adapted(textbook, regression):
@@ -257,7 +259,7 @@ def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():
     for _ in range(2):
         torch.manual_seed(5)
         out = maml(batch)
-        results.append((out.query_logits, *meta_gradient(out.loss, model)))
+        results.append((out.query_outputs, *meta_gradient(out.loss, model)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert not torch.equal(results[0][0][0], results[0][0][1])
 

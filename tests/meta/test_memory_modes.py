@@ -106,7 +106,7 @@ class TestAutocast:
 
     def test_the_state_of_the_inner_loop_stays_in_float32(self, rule, memory):
         out, grads, fast = self.run(rule, memory, enabled=True)
-        assert out.query_logits.dtype == torch.bfloat16
+        assert out.query_outputs.dtype == torch.bfloat16
         assert out.loss.dtype == torch.float32
         assert {p.dtype for p in fast.params.values()} == {torch.float32}
         assert {g.dtype for g in grads.values()} == {torch.float32}

@@ -320,7 +320,7 @@ def test_each_task_has_a_dropout_mask_of_its_own():
     same = Examples(
         torch.ones(TASKS, 1, 5, dtype=torch.float64), torch.ones(TASKS, 1, 2, dtype=torch.float64)
     )
-    losses = maml_of(model)(Batch(same, same)).losses
+    losses = maml_of(model)(Batch(same, same)).support_losses
     assert len(set(losses[:, 0].tolist())) == TASKS
 
 
@@ -393,8 +393,8 @@ def test_the_same_inside_of_a_checkpoint():
 def test_copies_and_pickles_examine_anew():
     maml = maml_of(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)))
     maml(BATCH)
-    assert not copy.deepcopy(maml)._remembered.batching._stackable
-    assert not pickle.loads(pickle.dumps(maml))._remembered.batching._stackable
+    assert not copy.deepcopy(maml)._cache.stacking._stackable
+    assert not pickle.loads(pickle.dumps(maml))._cache.stacking._stackable
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metagrad as mg
-from metagrad.meta.structured import restored, structured
+from metagrad.core.structured import restored, structured
 from metagrad.tasks import Batch, Examples
 
 sgd = mg.optim.rules.sgd
@@ -135,8 +135,8 @@ def test_what_the_model_returns_reaches_the_loss_as_it_is(returns, task_chunk):
     out, grads = run(TextModel(RETURNS[returns]), loss_fn, batch, task_chunk=task_chunk)
     expected, expected_grads = run(OfTensors(), F.cross_entropy, as_tensors(batch), task_chunk=1)
     torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-14)
-    assert type(out.query_logits) is type(RETURNS[returns](torch.zeros(1)))
-    torch.testing.assert_close(logits_of(out.query_logits), expected.query_logits, rtol=1e-10, atol=1e-14)
+    assert type(out.query_outputs) is type(RETURNS[returns](torch.zeros(1)))
+    torch.testing.assert_close(logits_of(out.query_outputs), expected.query_outputs, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt", "64MiB"])
@@ -160,7 +160,7 @@ def test_tables_by_rows_with_several_inputs(task_chunk):
     _, expected = run(OfTensors(), F.cross_entropy, as_tensors(draw()))
     torch.testing.assert_close([g.to_dense() for g in grads[:1]] + [*grads[1:]], expected)
     fast, batch = maml.adapt(draw().support), draw()
-    torch.testing.assert_close(fast(batch.query.x).logits, out.query_logits.logits)
+    torch.testing.assert_close(fast(batch.query.x).logits, out.query_outputs.logits)
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
@@ -173,7 +173,7 @@ def test_an_adapted_model_takes_and_returns_the_same(task_chunk):
         assert isinstance(predicted, Classified)
         assert predicted.logits is predicted["logits"]
         assert predicted.loss is None
-        torch.testing.assert_close(predicted.logits, out.query_logits.logits)
+        torch.testing.assert_close(predicted.logits, out.query_outputs.logits)
     with pytest.raises(ValueError, match=r"adapted to 3 tasks, so x must be \[3, n, ...\], got \(2, 4, 5\)"):
         fast({"input_ids": batch.query.x["input_ids"][:2]})
 
@@ -190,7 +190,7 @@ def test_a_batch_of_plain_pairs_or_dicts(regression, textbook):
         types.SimpleNamespace(support={"y": ys, "x": xs}, query=types.SimpleNamespace(x=xq, y=yq)),
     ):
         torch.testing.assert_close(maml(batch).loss, expected)
-    torch.testing.assert_close(maml.adapt((xs, ys)).losses, maml(regression).losses)
+    torch.testing.assert_close(maml.adapt((xs, ys)).support_losses, maml(regression).support_losses)
 
 
 def test_targets_and_inputs_may_be_nested(regression, textbook):
@@ -232,7 +232,7 @@ def test_structured_models_leave_out_tasks_that_are_not_finite(steps, task_chunk
     rest = mg.core.tree.tree_map(lambda t: t[[0, 2]], batch)
     expected = mg.MAML(model, loss_fn, inner=sgd(lr=0.1), steps=steps)(rest)
     torch.testing.assert_close(out.loss, expected.loss)
-    torch.testing.assert_close(out.query_logits.logits[[0, 2]], expected.query_logits.logits)
+    torch.testing.assert_close(out.query_outputs.logits[[0, 2]], expected.query_outputs.logits)
 
 
 class Opaque:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from metagrad.meta.vmap_rules import RULES
-from metagrad.meta.vmapped import NotStackableError, vmapped
+from metagrad.meta.vmap import RULES, NotStackableError, vmapped
 
 NUM_TASKS = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,13 @@ from metagrad.autograd.compile.check import FreeTensorError, UncompilableError, 
 from metagrad.autograd.compile.compiled import CompileOptions, operand
 from metagrad.autograd.compile.value_and_grad import ValueAndGrad
 from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.core import _torch
+from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
-from metagrad.meta.stacked import is_plain
-from metagrad.meta.structured import Nested, Structured
+from metagrad.meta.objective import Loss
+from metagrad.meta.tasks import Tasks
+from metagrad.meta.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
-
-if TYPE_CHECKING:
-    from metagrad.meta.inner import Loss
 
 T = TypeVar("T")
 
@@ -57,31 +57,71 @@ def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
     ]
 
 
-class Programs(Kernels):
-    """The compiled pieces of a MAML.
+_QUERY_LOSSES = 2  # among the fields of an evaluation
+
+
+class MetaBatch(NamedTuple):
+    """A meta-batch as a function of a list of tensors.
+
+    Attributes:
+        evaluate: Parameters, tasks and a rule to support losses, steps used, query losses and predictions.
+        structure: Where the tensors stand in those.
+    """
+
+    evaluate: Callable[[Params, Tasks, Rule], tuple]
+    structure: Structure
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what ``evaluate`` does."""
+        return checked_tensors(self.evaluate(*self.structure.fill(tensors)))
+
+
+def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
+    """Weigh a gradient to which every task has contributed; all tasks must weigh alike, as in the mean."""
+    first, *others = weights.tolist()
+    alike = all(weight == first for weight in others)
+    return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
+
+
+class CompiledMAML(Kernels):
+    """What is compiled of a MAML: an inner step with its vector-Jacobian product, the query loss, or a meta-batch.
 
     Args:
         options: What ``compile=`` says.
 
     Attributes:
-        prediction: The shape of the predictions for the support examples of a task, once known.
+        output_shape: The shape of the predictions for the support examples of a task, once known.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
-        self.prediction: tuple[int, ...] | None = None
+        self.meta_batch = ValueAndGrad(self, options.options, _QUERY_LOSSES, _alike)
+        self.output_shape: tuple[int, ...] | None = None
         self._longest: tuple[object, int] = (None, 0)
 
     def __reduce__(self) -> tuple:
         """Copy and pickle what is to be compiled, but nothing that was."""
         return type(self), (self.options,)
 
-    def judge(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Tensor]:
+    def query_loss(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Tensor]:
         """Return losses and predictions of adapted parameters."""
         tensors, structure = dissect((params, x, y))
         query = Query(loss, structure)
         return self.query(lambda: self.check(query, tensors), query, tensors)  # type: ignore[return-value]
+
+    def whole_batch(
+        self, evaluate: Callable[..., tuple], rule: Rule, params: Params, tasks: Tasks
+    ) -> tuple[Tensor, ...]:
+        """Return ``evaluate(params, tasks, rule)`` from one graph."""
+        tensors, structure = dissect((params, tasks, rule))
+        batch = MetaBatch(evaluate, structure)
+        return self.meta_batch(lambda: self.check(batch, tensors), batch, tensors)
+
+    def note_outputs(self, losses: Tensor, predictions: Nested) -> None:
+        """Note the shape of the predictions of a task; refuse what is no tensor."""
+        _, tensor = checked_tensors((losses, predictions))
+        self.output_shape = tuple(tensor.shape[losses.ndim :])
 
     def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
         """Return what ``compiled()`` returns, or ``eager()`` if that cannot be, or would lose a gradient."""

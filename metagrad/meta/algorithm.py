@@ -1,38 +1,70 @@
-"""What MAML returns."""
+"""What every meta-learning algorithm is, and what it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from metagrad.core.structured import Nested, arguments, restored
 from metagrad.core.tree import tree_leaves
-from metagrad.meta.structured import Nested, arguments, restored
 from metagrad.optim.rules import Params
 
 
+@runtime_checkable
+class Algorithm(Protocol):
+    """A meta-learning algorithm: a :class:`torch.nn.Module` whose parameters are the meta-parameters.
+
+    Training, evaluation and plots need nothing else, so an algorithm that has these works with all of them.
+    ``isinstance(value, Algorithm)`` says whether both methods are there.
+
+    Example:
+        >>> maml = metagrad.MAML(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss,
+        ...                      inner=metagrad.optim.rules.sgd(lr=0.1), steps=1)
+        >>> isinstance(maml, metagrad.meta.Algorithm)
+        True
+    """
+
+    def __call__(self, batch: Any, *, steps: int | None = None) -> MetaOutput:
+        """Call :meth:`forward`, as modules do."""
+        ...
+
+    def forward(self, batch: Any, *, steps: int | None = None) -> MetaOutput:
+        """Adapt to the support examples of every task, and evaluate on its query examples.
+
+        Args:
+            batch: ``support`` and ``query``, each with ``x`` and ``y``, ``[tasks, examples, ...]``.
+            steps: Another number of inner steps than that of training; 0 evaluates without adaptation.
+        """
+        ...
+
+    def adapt(self, support: Any, *, steps: int | None = None) -> Adapted:
+        """Adapt to the support examples of every task; ``x`` and ``y``, ``[tasks, shots, ...]``."""
+        ...
+
+
 @dataclass(frozen=True)
-class MAMLOutput:
+class MetaOutput:
     """The outcome of a meta-batch; everything is differentiable with respect to the meta-parameters.
 
     Attributes:
-        loss: The mean query loss after adaptation, a scalar: the meta-objective.
-        losses: The support loss before each inner step, ``[tasks, steps]``.
+        loss: The meta-objective, a scalar: for MAML the mean query loss after adaptation.
         query_losses: The query loss of each task after adaptation, ``[tasks]``.
-        query_logits: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``; where the
+        query_outputs: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``; where the
             model returns anything but a tensor, that, with tensors ``[tasks, ...]``.
-        used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
+        support_losses: The support loss before each inner step, ``[tasks, steps]``.
+        steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks were left out because something was not finite, ``[tasks]``, bool; their losses are
             not part of ``loss``. The backward pass adds the tasks whose meta-gradient it drops.
     """
 
     loss: Tensor
-    losses: Tensor
     query_losses: Tensor
-    query_logits: Any
-    used: Tensor
+    query_outputs: Any
+    support_losses: Tensor
+    steps: Tensor
     skipped: Tensor
 
 
@@ -42,16 +74,16 @@ class Adapted:
 
     Attributes:
         params: The adapted parameters, ``[tasks, ...]`` each.
-        losses: The support loss before each inner step, ``[tasks, steps]``.
-        used: How many inner steps each task took before it stopped, ``[tasks]``, int64.
+        support_losses: The support loss before each inner step, ``[tasks, steps]``.
+        steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks have no gradient because something was not finite, ``[tasks]``, bool.
         rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table: of those that
             ``MAML(..., sparse=)`` names.
     """
 
     params: Params
-    losses: Tensor
-    used: Tensor
+    support_losses: Tensor
+    steps: Tensor
     skipped: Tensor
     predict: Callable[[Params, Nested], Nested] = field(repr=False)
     rows: Params = field(default_factory=dict)
@@ -69,7 +101,7 @@ class Adapted:
         Raises:
             ValueError: The number of tasks is another than the model was adapted to.
         """
-        num_tasks = self.losses.shape[0]
+        num_tasks = self.support_losses.shape[0]
         inputs = arguments(x, "Adapted(x): x")
         is_single = isinstance(inputs, Tensor)
         for tensor in tree_leaves(inputs):

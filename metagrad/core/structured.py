@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.core.tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.core.tree import TreeSpec, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 _CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, types.FunctionType),
@@ -151,36 +151,6 @@ def call_on(function: Callable[..., Any], x: Nested) -> Any:
     if isinstance(value, Mapping):
         return function(**value)
     return function(*value) if isinstance(value, (tuple, list)) else function(value)
-
-
-def num_tasks(value: Nested) -> int:
-    """Return the length of the first axis."""
-    return tree_leaves(value)[0].shape[0]
-
-
-def concatenated(results: Sequence[Any]) -> Any:
-    """Join what parts of the tasks came to, tensor by tensor."""
-    if len(results) == 1:
-        return results[0]
-    columns, spec = _columns(results)
-    return tree_unflatten([torch.cat(column) for column in columns], spec)
-
-
-def stacked(results: Sequence[Any]) -> Any:
-    """Join what single tasks came to, with a task axis in front."""
-    return concatenated([tree_map(lambda tensor: tensor.unsqueeze(0), result) for result in results])
-
-
-def _columns(results: Sequence[Any]) -> tuple[list[tuple[Tensor, ...]], TreeSpec]:
-    flat = [tree_flatten(result) for result in results]
-    spec = flat[0][1]
-    for number, (_, other) in enumerate(flat):
-        if other != spec:
-            raise ValueError(
-                "MAML(batch): what the model returns must have the same structure and the same constants for every "
-                f"task, but that of task {number} differs from that of task 0. Return what varies as a tensor."
-            )
-    return list(zip(*(leaves for leaves, _ in flat), strict=True)), spec
 
 
 def _form(value: object, path: str, tensors: list[Tensor], numbers: dict[int, int], call: str) -> Form:

@@ -1,0 +1,145 @@
+"""Running the tasks of a meta-batch: every feature of a call is a step of one executor."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from metagrad.autograd.compile.check import UncompilableError
+from metagrad.meta.compiled import refuse_model
+from metagrad.meta.inner import Adaptation, Evaluation, InnerLoop, outer_phase
+from metagrad.meta.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
+from metagrad.meta.objective import check_labels
+from metagrad.meta.stacking import Attempt, Comparison, Stacking
+from metagrad.meta.tables import find_rows
+from metagrad.meta.tasks import Tasks, concatenated
+from metagrad.optim.curvature import needs_curvature
+from metagrad.optim.rules import Params, Rule
+
+
+class Outcome(NamedTuple):
+    """What became of the tasks of a meta-batch.
+
+    Attributes:
+        results: An :class:`Evaluation` where there are query examples, else an :class:`Adaptation`.
+        skipped: Which tasks were left out, ``[tasks]``, bool.
+        chunk: How many tasks ran together; 1 means one by one, without vmap.
+    """
+
+    results: Evaluation | Adaptation
+    skipped: Tensor
+    chunk: int
+
+
+@dataclass(frozen=True)
+class TaskExecutor:
+    """Adapts to all tasks of a meta-batch, and evaluates them where there are query examples.
+
+    Attributes:
+        inner: The inner loop, with the objective.
+        params: What tasks start from.
+        sparse: The names of the tables of which each task adapts the rows that it looks up.
+        nonfinite: How losses and meta-gradients that are not finite are handled.
+        stacking: How many tasks run together.
+    """
+
+    inner: InnerLoop
+    params: Params
+    sparse: tuple[str, ...]
+    nonfinite: Nonfinite
+    stacking: Stacking
+
+    def run(self, tasks: Tasks) -> Outcome:
+        """Run the tasks, in these steps.
+
+        1. An outer phase of the memory tracker is opened.
+        2. Losses that are not finite raise, or the other tasks run once more.
+        3. It is decided how many tasks run together; two are compared once, stacked and one by one.
+        4. Gradients are looked at where they enter parameters, hyper-parameters and modules.
+        5. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
+        """
+        model = self.inner.objective.model
+        losses, chunk = LossCheck(self.nonfinite, tasks, model), 1
+        skipped = losses.skipped if self.nonfinite == "skip" else None
+        with outer_phase():
+            while (part := losses.remaining) is not None:
+                chunk = self._chunk_size(part)
+                check = GradientCheck(
+                    self.params, self.inner.rule, self._modules, part, losses.numbers, skipped, self._again
+                )
+                with check.inputs() as (params, rule):
+                    results = None
+                    with Attempt(self.stacking, model, chunk) as attempt:
+                        results = self.compute(params, rule, part, chunk)
+                    if results is None:
+                        chunk = 1
+                        results = self.compute(params, rule, part, chunk)
+                        self.stacking.give_up(attempt.reason)
+                losses.record(check.outputs(results))
+        return Outcome(losses.results, losses.skipped, chunk)
+
+    def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
+        """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
+        rows = find_rows(self.inner.objective.model, self.sparse, tasks.inputs, chunk)
+        parts = list(tasks._replace(rows=rows).split(chunk))
+        inner = dataclasses.replace(self.inner, rule=rule)
+        inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
+        run = InnerLoop.adapt if tasks.query_x is None else InnerLoop.evaluate
+        run = functools.partial(run if inner.compiled is None else _compiled, inner, params)
+        return concatenated(list(map(run, parts)))
+
+    def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
+        """Compute a task eagerly, with all graphs, and leave buffers as they were."""
+        buffers = Buffers(self.inner.objective.model)
+        inner = dataclasses.replace(self.inner, memory="full", compiled=None)
+        results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
+        buffers.restore()
+        return results
+
+    def _chunk_size(self, tasks: Tasks) -> int:
+        if self.inner.chain is not None:
+            return 1
+        objective, order = self.inner.objective, self.inner.order
+        return self.stacking.chunk_size(Comparison(objective, self.params, tasks, self.sparse, order))
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        """The model, and beside it the loss, if it is a module: its parameters are not adapted, but learned."""
+        objective = self.inner.objective
+        return [part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)]
+
+
+def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
+    """Run an inner loop compiled, or eagerly as fallback."""
+    compiled = inner.compiled
+    assert compiled is not None
+    run = InnerLoop.adapt if tasks.query_x is None else InnerLoop.evaluate
+    eager = dataclasses.replace(inner, compiled=None)
+
+    def attempt() -> Evaluation | Adaptation:
+        _refuse_uncompilable(inner, tasks)
+        if compiled.options.whole and tasks.query_x is not None:
+            rule = compiled.rule(inner.rule, params, inner.steps)
+            return Evaluation(*compiled.whole_batch(eager.evaluate, rule, params, tasks))
+        return run(inner, params, tasks)
+
+    return compiled.attempt(attempt, lambda: run(eager, params, tasks))
+
+
+def _refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
+    """Raise for what compiled code does not look at."""
+    if inner.chain is not None:
+        raise UncompilableError(
+            'memory="block" sweeps the blocks of a model by graphs of their own (memory="step" can be compiled)'
+        )
+    if needs_curvature(inner.rule, 0):
+        raise UncompilableError("its rule asks for curvature, which is taken from the tape")
+    refuse_model(inner.objective.model, tasks.rows)
+    if not tasks.are_tensors:
+        raise UncompilableError("inputs or targets are not single tensors")
+    if inner.compiled is not None and inner.compiled.output_shape is not None:
+        check_labels(inner.objective.labels, inner.compiled.output_shape)

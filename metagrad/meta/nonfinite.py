@@ -1,0 +1,322 @@
+"""Losses and meta-gradients that are NaN or infinite: named by task and inner step, or their tasks left out.
+
+A gradient that is finite costs one look at it. One that is not is computed again, task by task, with its cotangents
+scaled to one: what is finite then overflowed because the loss was scaled, as a ``GradScaler`` does, who sees to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.core import _torch
+from metagrad.core.capture import AutocastState
+from metagrad.core.substitution import Slots
+from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.meta.inner import Adaptation, Evaluation
+from metagrad.meta.tasks import Tasks
+from metagrad.optim.curvature import needs_curvature
+from metagrad.optim.rules import Params, Rule
+from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
+
+Nonfinite = Literal["raise", "skip"]
+Results = TypeVar("Results", bound="Adaptation | Evaluation")
+Compute = Callable[[Params, Rule, Tasks], tuple]
+"""Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""
+
+
+def check_nonfinite(policy: object) -> None:
+    """Refuse a policy that is none."""
+    if policy not in get_args(Nonfinite):
+        raise ValueError(f'MAML(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
+
+
+def refuse_nonfinite(losses: Tensor, steps: int) -> None:
+    """Raise for the first task and step whose loss, of ``[tasks, steps (and the query)]``, is NaN or infinite."""
+    losses = losses.detach()
+    if math.isfinite(losses.sum().item()):
+        return
+    finite = torch.isfinite(losses)
+    if finite.all():
+        return
+    task, step = (int(i) for i in (~finite).nonzero()[0])
+    where = f"at inner step {step}" if step < steps else "on its query examples, after the last step"
+    raise FloatingPointError(
+        f"MAML: the loss of task {task} is {losses[task, step].item()} {where} (tasks and steps count from 0; "
+        f"{int((~finite).any(1).sum())} of {len(losses)} tasks are affected). Lower the inner learning rate, or "
+        'look at the data of that task; with nonfinite="skip" such tasks are left out and counted.'
+    )
+
+
+class LossCheck:
+    """Refuses losses that are not finite, or has the tasks computed again without those whose losses are not.
+
+    They are not merely left out of a mean: zero times infinity is NaN, in each gradient that they share.
+
+    Args:
+        policy: "raise" or "skip".
+        tasks: The tasks of a batch.
+        model: The model, whose buffers each computation is to find as the first did.
+
+    Attributes:
+        remaining: What is to be computed next; None when all losses are finite.
+        numbers: The numbers of those tasks in the batch, ``[remaining]``, int64.
+        skipped: The tasks that were left out, ``[tasks]``, bool; None raises instead.
+        results: Of all tasks; for one that was left out what it came to, without a gradient.
+    """
+
+    def __init__(self, policy: Nonfinite, tasks: Tasks, model: nn.Module) -> None:
+        self.remaining: Tasks | None = tasks
+        self.numbers = torch.arange(tasks.count, device=tasks.device)
+        self.skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
+        self.results: Any = None
+        self._tasks = tasks
+        self._buffers = Buffers(model) if policy == "skip" else None
+
+    def record(self, results: Adaptation | Evaluation) -> None:
+        """Take the results of the remaining tasks.
+
+        Raises:
+            FloatingPointError: A loss is not finite; or of every task, where they may be left out.
+        """
+        losses, steps = results.all_losses, results.losses.shape[1]
+        if self.results is None:
+            self.results = results
+        self.remaining = None
+        if self._buffers is None:
+            refuse_nonfinite(losses, steps)
+            return
+        finite = torch.isfinite(losses.detach()).all(1)
+        if not bool(finite.any()):
+            refuse_nonfinite(losses, steps)
+        if not bool(finite.all()):
+            self._buffers.restore()
+            self.numbers = self.numbers[finite]
+            self.remaining = self._tasks.select(self.numbers)
+        elif results is not self.results:
+            merge = functools.partial(_filled, kept=self.numbers)
+            self.results = tree_map(merge, self.results, results)
+            self.skipped.fill_(True).index_fill_(0, self.numbers, False)
+
+
+class Buffers:
+    """The buffers of a model as they are, to be restored: running statistics, say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back."""
+        for buffer, value in self._values:
+            buffer.copy_(value)
+
+
+def _filled(every: object, some: object, kept: Tensor) -> object:
+    if not isinstance(every, Tensor) or not isinstance(some, Tensor):
+        return some
+    if some.shape[1:] != every.shape[1:]:  # rows of tables, filled up with the last of each
+        some = torch.cat([some, some[:, -1:].expand(-1, every.shape[1] - some.shape[1], *some.shape[2:])], 1)
+    return every.detach().index_copy(0, kept, some)
+
+
+class Culprit(NamedTuple):
+    """A task whose gradient is not finite.
+
+    Attributes:
+        task: Its number.
+        place: Where its gradient ceases to be finite.
+    """
+
+    task: int
+    place: str
+
+
+class GradientCheck:
+    """Looks at the gradients of a meta-batch before they reach parameters, hyper-parameters or modules.
+
+    Args:
+        params: The parameters that are adapted.
+        rule: The inner rule.
+        modules: What may have other parameters: the model, and beside it a loss, whose are learned, but not adapted.
+        tasks: The tasks.
+        numbers: The numbers of the tasks in their batch.
+        skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
+        again: Computes a task once more, without recomputation, compilation or tasks that run together.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        rule: Rule,
+        modules: Sequence[nn.Module],
+        tasks: Tasks,
+        numbers: Tensor,
+        skipped: Tensor | None,
+        again: Compute,
+    ) -> None:
+        self.params, self.rule, self.tasks, self.numbers = params, rule, tasks, numbers
+        self.skipped, self.again = skipped, again
+        # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
+        self._slots = Slots(modules)
+        tensors = [*params.values(), *(t for _, t in hyperparameters_in(rule)), *self._slots.tensors]
+        self._leaves = list({id(t): t for t in tensors if t.requires_grad}.values())
+        self._autocast = AutocastState()
+        self._cotangents: dict[int, Tensor] = {}
+        self._is_on = bool(self._leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
+
+    @contextlib.contextmanager
+    def inputs(self) -> Iterator[tuple[Params, Rule]]:
+        """Put tensors into the places of those that gradients are taken of, and look at the gradients of these."""
+        if not self._is_on:
+            yield self.params, self.rule
+            return
+        with self._exchanged(_Entry.apply(self, *self._leaves)) as exchanged:  # type: ignore[reportArgumentType]
+            yield exchanged
+
+    def outputs(self, results: Results) -> Results:
+        """Note the cotangents of the results, which a gradient that is not finite is computed again from."""
+        if not self._is_on:
+            return results
+        values, spec = tree_flatten(results)
+        for place, value in enumerate(values):
+            if isinstance(value, Tensor) and value.requires_grad:
+                # An alias: the predictions, say, also have a cotangent that comes of the losses.
+                values[place] = value.view_as(value)
+                values[place].register_hook(functools.partial(self._cotangents.__setitem__, place))
+        return tree_unflatten(values, spec)
+
+    def repaired(self) -> Sequence[Tensor | None] | None:
+        """Return gradients for those that are not finite; None leaves these unchanged."""
+        cotangents = self._cotangents
+        if not is_finite(list(cotangents.values())):
+            return None
+        scale = max(float(c.detach().abs().max()) for c in cotangents.values()) or 1.0
+        totals, culprits = None, []
+        for i, number in enumerate(self.numbers.tolist()):
+            own = {place: c[i : i + 1] / scale for place, c in cotangents.items()}
+            with self._autocast.restored():
+                grads, place = self._of_task(self.tasks.select(slice(i, i + 1)), own)
+            if place is not None:
+                culprits.append(Culprit(number, place))
+            else:
+                totals = grads if totals is None else [_sum(a, b) for a, b in zip(totals, grads, strict=True)]
+        if not culprits and scale > 1:
+            return None
+        if self.skipped is None or totals is None or not culprits:
+            raise FloatingPointError(_message(culprits, len(self.numbers)))
+        self.skipped[[culprit.task for culprit in culprits]] = True
+        return [None if total is None else total * scale for total in totals]
+
+    def _of_task(
+        self, task: Tasks, cotangents: Mapping[int, Tensor]
+    ) -> tuple[list[Tensor | None], str | None]:
+        """Return the gradients that one task gives, and where they cease to be finite."""
+        found: list[int] = []
+        create_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            variables = [leaf.view_as(leaf) for leaf in self._leaves]
+            with self._exchanged(variables, later=True) as (params, rule):
+                watched = _WatchedRule(rule, found)
+                values = tree_leaves(self.again(params, watched, task))
+            grads = torch.autograd.grad(
+                [values[place] for place in cotangents],
+                variables,
+                list(cotangents.values()),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        if is_finite([g for g in grads if g is not None]):
+            return list(grads), None
+        if not found:
+            return list(grads), "in the gradient of a hyper-parameter or of the loss function"
+        step = max(found)
+        return list(grads), "after the last inner step" if step == watched.steps else f"at inner step {step}"
+
+    @contextlib.contextmanager
+    def _exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Iterator[tuple[Params, Rule]]:
+        """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
+        exchange = {id(leaf): other for leaf, other in zip(self._leaves, others, strict=True)}
+        own = {id(p) for p in self.params.values()}
+        beside = {key: other for key, other in exchange.items() if key not in own}
+        rule = self.rule
+        if any(id(tensor) in exchange for _, tensor in hyperparameters_in(rule)):
+            rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
+        with self._slots.restored(beside) if later else self._slots.exchanged(beside):
+            yield {name: exchange.get(id(p), p) for name, p in self.params.items()}, rule
+
+
+class _WatchedRule:
+    """A rule that notes the steps before which the cotangent of the parameters is not finite."""
+
+    def __init__(self, rule: Rule, found: list[int]) -> None:
+        self.rule = rule
+        self.found = found
+        self.steps = 0
+
+    def needs_curvature(self, step: int) -> bool:
+        return needs_curvature(self.rule, step)
+
+    def init(self, params: Params) -> Any:
+        self._watch(params)
+        return self.rule.init(params)
+
+    def update(
+        self, grads: Params, state: Any, params: Params, curvature: object = None
+    ) -> tuple[Params, Any]:
+        new, state = self.rule.update(grads, state, params, curvature)
+        self.steps += 1
+        self._watch(new)
+        return new, state
+
+    def _watch(self, params: Params) -> None:
+        step = self.steps
+
+        def note(gradient: Tensor) -> None:
+            if not is_finite([gradient]):
+                self.found.append(step)
+
+        for param in params.values():
+            if param.requires_grad:
+                param.register_hook(note)
+
+
+class _Entry(torch.autograd.Function):
+    """Pass tensors on, and look at their gradients."""
+
+    @staticmethod
+    def forward(ctx, check, *tensors):
+        ctx.set_materialize_grads(False)
+        ctx.check = check
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if is_finite([g for g in grads if g is not None]):
+            return (None, *grads)
+        return (None, *(ctx.check.repaired() or grads))
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _message(culprits: list[Culprit], num_tasks: int) -> str:
+    if not culprits:
+        return (
+            "MAML: the meta-gradient is not finite, but is when it is computed again; random numbers (dropout) or "
+            "another order of sums make it so. Lower the inner learning rate, or compute in a wider dtype."
+        )
+    first = culprits[0]
+    return (
+        f"MAML: the meta-gradient of task {first.task} is not finite: it ceases to be so {first.place} (tasks and "
+        f"steps count from 0; {len(culprits)} of {num_tasks} tasks are affected). Look there for a root, a norm or "
+        'a division at zero; with nonfinite="skip" such tasks are left out and counted, where one is left.'
+    )

@@ -1,0 +1,323 @@
+"""How many tasks run together: all at once, vmapped over stacked parameters, or one by one where the two differ.
+
+To find out, two tasks are computed both ways. What torch.vmap cannot take raises. What stays silent shows in a
+comparison: a module that carries something from call to call (a buffer, an attribute, a number of Python's random
+generator), which would happen once for all stacked tasks; and an operation that torch.vmap computes otherwise, in
+values, gradients or gradients of gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.recompute.captured_tensors import unrecorded
+from metagrad.core import _torch
+from metagrad.core.budget import BudgetError
+from metagrad.core.capture import RandomState
+from metagrad.meta.module_state import GeneratorStates, ModuleState, buffer_versions
+from metagrad.meta.objective import Objective
+from metagrad.meta.tables import find_rows
+from metagrad.meta.tasks import Tasks
+from metagrad.meta.vmap import NotStackableError
+from metagrad.optim.rules import Params
+from metagrad.sparse.tables.embedding import embedding
+
+Derivatives: TypeAlias = "dict[str, list[Tensor]]"
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_EVERYWHERE: Any = torch.nn.modules.module
+_MOST_STRUCTURES = 64
+_RUNNING_STATISTICS = (_torch.BatchNorm, _torch.InstanceNorm)
+_TF32 = 2.0**-10  # the rounding of products on a CUDA device
+_ANOTHER = 1.01  # what parameters of the second task are multiplied by, so that no task has another's
+
+
+class Stacking:
+    """Decides how many tasks run together, and remembers for each structure of the model what it found.
+
+    Args:
+        task_chunk: What the user asked for; None leaves the choice to what was measured.
+    """
+
+    def __init__(self, task_chunk: int | None) -> None:
+        self.task_chunk = task_chunk
+        self.vmap_ran = False
+        self._must_loop = False
+        self._stackable: dict[Hashable, bool] = {}
+        self._reasons: set[str] = set()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is known by the identity of modules."""
+        return {**self.__dict__, "_stackable": {}}
+
+    def chunk_size(self, comparison: Comparison) -> int:
+        """Return how many tasks to compute together; 1 means one by one, without vmap.
+
+        A model is examined once, and again when its structure has changed: its modules, hooks and flags.
+        """
+        count = comparison.tasks.count
+        if count == 1 or self.task_chunk == 1 or self._must_loop:
+            return 1
+        structure = _structure(comparison.objective.model)
+        if structure not in self._stackable:
+            if len(self._stackable) == _MOST_STRUCTURES:
+                self._stackable.clear()
+            self._stackable[structure] = self._examine(comparison)
+        return min(self.task_chunk or count, count) if self._stackable[structure] else 1
+
+    def _examine(self, comparison: Comparison) -> bool:
+        model = comparison.objective.model
+        device_type = next(iter(comparison.params.values())).device.type
+        if self.task_chunk is None and prefers_loop(model, device_type):
+            return False
+        reason = loop_reason(model)
+        if reason is None and not _torch.functorch_is_active():
+            reason = comparison.difference()
+        if reason is not None:
+            self._warn(reason)
+        return reason is None
+
+    def give_up(self, reason: str) -> None:
+        """Run tasks one by one from here on."""
+        self._must_loop = True
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        if reason in self._reasons:
+            return
+        self._reasons.add(reason)
+        warnings.warn(
+            f"MAML: the tasks of a batch run one by one, because {reason}. "
+            "Pass task_chunk=1 to choose this without a warning.",
+            stacklevel=2,
+        )
+
+
+class Attempt:
+    """A context in which tasks run together, as nobody has seen the model do: it may turn out that it cannot.
+
+    Attributes:
+        reason: Why the tasks must run one by one, where that turned out: the error is then suppressed.
+    """
+
+    def __init__(self, stacking: Stacking, model: nn.Module, chunk: int) -> None:
+        self.stacking, self.model, self.is_stacked = stacking, model, chunk != 1
+        self.reason = ""
+
+    def __enter__(self) -> Attempt:
+        if self.is_stacked:
+            self._versions = buffer_versions(self.model)
+            self._random_state = None if self.stacking.vmap_ran else RandomState()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not self.is_stacked:
+            return False
+        if error is not None:
+            if self._random_state is None or not _is_of_vmap(error):
+                return False
+            self._random_state.restore()
+            self.reason = vmap_reason(error)
+            return True
+        self.stacking.vmap_ran = True
+        if buffer_versions(self.model) != self._versions:
+            raise RuntimeError(
+                "MAML: the model writes into a buffer, which it did not do when it was examined on its first batch. "
+                "Stacked tasks did so once for all of them; pass task_chunk=1, and they run one after the other."
+            )
+        return False
+
+
+def _is_of_vmap(error: BaseException) -> bool:
+    """Say whether an error may be torch.vmap's; one of the model's own comes out of the loop again."""
+    return isinstance(error, Exception) and not isinstance(error, (torch.OutOfMemoryError, BudgetError))
+
+
+def _structure(model: nn.Module) -> Hashable:
+    """Return what changes when modules, hooks or flags of a model do."""
+    return (
+        tuple(
+            (
+                id(module),
+                *module._forward_hooks,
+                *module._forward_pre_hooks,
+                *module._backward_hooks,
+                *module._backward_pre_hooks,
+                *(value for value in vars(module).values() if value is None or type(value) in (bool, str)),
+            )
+            for module in model.modules()
+        ),
+        *_EVERYWHERE._global_backward_hooks,
+        *_EVERYWHERE._global_backward_pre_hooks,
+    )
+
+
+def prefers_loop(model: nn.Module, device_type: str) -> bool:
+    """Say whether tasks one by one are faster than all at once.
+
+    With weights of its own for each task a vmapped convolution becomes a grouped one, which on CPU costs twice
+    as much as one convolution after the other (``python -m experiments.bench`` prints both).
+    """
+    return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
+
+
+def loop_reason(model: nn.Module) -> str | None:
+    """Say why torch.vmap cannot take a model, where that shows without trying."""
+    if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
+        return "torch.vmap passes the backward hooks of all modules by"
+    for name, module in model.named_modules():
+        kind = f"{type(module).__name__} ({name or 'the model itself'})"
+        if isinstance(module, nn.RNNBase):
+            return f"torch.vmap has no rule for {kind}"
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"torch.vmap passes the backward hooks of {kind} by"
+        if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:
+            return (
+                f"{kind} updates running statistics, which all tasks share "
+                "(with track_running_stats=False it uses those of each batch)"
+            )
+    return None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What it takes to compute the losses of two tasks and their gradients both ways, on what the tasks start from.
+
+    Attributes:
+        objective: The loss.
+        params: What tasks start from.
+        tasks: Two tasks or more.
+        sparse: The names of tables of which tasks have rows.
+        order: Of the derivatives of the loss: 2 compares a gradient of the gradient too.
+    """
+
+    objective: Objective
+    params: Params
+    tasks: Tasks
+    sparse: Sequence[str]
+    order: int
+
+    def difference(self) -> str | None:
+        """Say why tasks must run one after the other, or None if they may be stacked.
+
+        It leaves nothing behind: buffers, attributes of modules and random generators are set back.
+        """
+        with unrecorded(), torch.enable_grad():
+            state = ModuleState([self.objective.model, self.objective.loss_fn])
+            generators, few = GeneratorStates(), _Few(self)
+            with generators.watched():
+                expected = _attempt(lambda: few.each(between=state.note_attributes))
+            reason = state.changed() or generators.drawn_elsewhere()
+            is_random = generators.torch_has_drawn()
+            state.restore()
+            generators.restore()
+            # The loop's own error is to be raised where it comes again.
+            if reason is not None or is_random or isinstance(expected, Exception):
+                return reason
+            found = _attempt(few.together)
+            state.restore()
+            generators.restore()
+            return vmap_reason(found) if isinstance(found, Exception) else _comparison(found, expected)
+
+
+def _attempt(compute: Callable[[], Derivatives]) -> Derivatives | Exception:
+    try:
+        return compute()
+    except Exception as error:
+        return error
+
+
+def vmap_reason(error: BaseException) -> str:
+    """Say in a line why torch.vmap could not take a model."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if isinstance(error, NotStackableError) else f"torch.vmap cannot take the model: {line}"
+
+
+class _Few:
+    """Two tasks, and what each starts from."""
+
+    def __init__(self, about: Comparison) -> None:
+        self.about, self.tasks = about, about.tasks.select(slice(0, 2))
+        self.rows = find_rows(about.objective.model, about.sparse, [self.tasks.support_x], chunk=1)
+        self.starts = {name: _two(p.detach(), self.rows.get(name)) for name, p in about.params.items()}
+
+    def each(self, between: Callable[[], None]) -> Derivatives:
+        """Compute one task after the other; ``between`` is called after the first."""
+        losses = []
+        for i, task in enumerate(self.tasks.split(1)):
+            objective = dataclasses.replace(
+                self.about.objective, rows={name: rows[i] for name, rows in self.rows.items()}
+            )
+            params = {name: start[i] for name, start in self.starts.items()}
+            losses.append(objective.single(params, task.support_x, task.support_y)[0])
+            if i == 0:
+                between()
+        return self._derivatives(torch.stack(losses))
+
+    def together(self) -> Derivatives:
+        """Compute both at once."""
+        objective = dataclasses.replace(self.about.objective, rows=self.rows)
+        return self._derivatives(
+            objective.stacked(self.starts, self.tasks.support_x, self.tasks.support_y)[0]
+        )
+
+    def _derivatives(self, losses: Tensor) -> Derivatives:
+        starts, order = list(self.starts.values()), self.about.order
+        grads = _gradients(losses.sum(), starts, create_graph=order == 2)
+        found = {"losses": [losses], "gradients": grads}
+        if order == 2:
+            norm = torch.stack([gradient.square().sum() for gradient in grads]).sum()
+            found["second derivatives"] = _gradients(norm, starts) if norm.requires_grad else []
+        return found
+
+
+def _two(param: Tensor, rows: Tensor | None) -> Tensor:
+    """Return what two tasks start from."""
+    pair = torch.stack([param, param]) if rows is None else embedding(rows, param)
+    pair[1] *= _ANOTHER
+    return pair.requires_grad_()
+
+
+def _gradients(value: Tensor, starts: list[Tensor], create_graph: bool = False) -> list[Tensor]:
+    grads = torch.autograd.grad(value, starts, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(s) if g is None else g for s, g in zip(starts, grads, strict=True)]
+
+
+def _comparison(found: Derivatives, expected: Derivatives) -> str | None:
+    for name, tensors in expected.items():
+        if not _are_close(found[name], tensors):
+            return f"its {name} by torch.vmap are not those of one task after the other"
+    return None
+
+
+@torch.no_grad()
+def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Compare as one vector each; what is not finite says nothing."""
+    if [t.shape for t in found] != [t.shape for t in expected]:
+        return False
+    if not expected:
+        return True
+    scale, distance = (
+        torch.stack([t.double().norm() for t in tensors]).norm().item()
+        for tensors in (expected, [a.double() - b.double() for a, b in zip(found, expected, strict=True)])
+    )
+    tolerance = max(_tolerance(tensor) for tensor in expected)
+    return not math.isfinite(scale) or distance <= tolerance * scale
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return how far two orders of the same sums may lie apart, relatively."""
+    eps = torch.finfo(tensor.dtype).eps
+    if tensor.is_cuda and tensor.dtype == torch.float32:
+        eps = _TF32
+    if torch.is_autocast_enabled(tensor.device.type):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(tensor.device.type)).eps)
+    return eps**0.4

@@ -1,0 +1,205 @@
+"""Batches of tasks: the forms that they may have, and the tasks as one structure of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from metagrad.core.structured import Nested, Structured, arguments
+from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.optim.rules import Params
+
+
+class ExamplesLike(Protocol):
+    """Inputs and targets with a leading task axis, such as :class:`metagrad.tasks.Examples`."""
+
+    @property
+    def x(self) -> Any:
+        """Inputs ``[tasks, examples, ...]``, or a dict or a tuple of the arguments of the model."""
+        ...
+
+    @property
+    def y(self) -> Any:
+        """Targets ``[tasks, examples, ...]``."""
+        ...
+
+
+class BatchLike(Protocol):
+    """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
+
+    @property
+    def support(self) -> ExamplesLike:
+        """What a task is adapted on."""
+        ...
+
+    @property
+    def query(self) -> ExamplesLike:
+        """What the adapted model is judged on."""
+        ...
+
+
+class Tasks(NamedTuple):
+    """A meta-batch, tensors ``[tasks, examples, ...]`` or nested values of such; or one task, without that axis."""
+
+    support_x: Nested
+    support_y: Nested
+    query_x: Nested | None = None
+    query_y: Nested | None = None
+    rows: Params = {}  # noqa: RUF012
+    """Which rows of a table the tasks look up, ``[tasks, R]``, by the name of the table."""
+
+    @property
+    def count(self) -> int:
+        """How many tasks there are."""
+        return num_tasks(self.support_x)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return tree_leaves(self.support_x)[0].device
+
+    @property
+    def inputs(self) -> list[Nested]:
+        """Those of the support examples, and of the query examples if there are any."""
+        return [x for x in (self.support_x, self.query_x) if x is not None]
+
+    @property
+    def targets(self) -> list[Nested]:
+        """Those of the support examples, and of the query examples if there are any."""
+        return [y for y in (self.support_y, self.query_y) if y is not None]
+
+    @property
+    def are_tensors(self) -> bool:
+        """Whether inputs and targets are single tensors."""
+        return not any(isinstance(part, Structured) for part in self[:4])
+
+    def split(self, size: int) -> Iterator[Tasks]:
+        """Yield ``size`` tasks after the other, at the end those that are left; with 1 without the task axis."""
+        if size >= self.count > 1:
+            yield self
+            return
+        for i in range(0, self.count, size):
+            yield self.select(i if size == 1 else slice(i, i + size))
+
+    def select(self, index: int | slice | Tensor) -> Tasks:
+        """Return some of the tasks, or with an int one of them, without the first axis."""
+        return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
+
+
+def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any]) -> Tasks:
+    """Return the tasks of a batch in any of its forms; refuse what does not fit together."""
+    call = "MAML(batch)"
+    support, query = _two(batch, ("support", "query"), f"{call}: the batch")
+    tasks = Tasks(*_read(support, call, "support"), *_read(query, call, "query"))
+    _check_tasks(call, tasks)
+    return tasks
+
+
+def read_support(support: ExamplesLike | Sequence[Any] | Mapping[str, Any]) -> Tasks:
+    """Return tasks of support examples alone, likewise."""
+    call = "MAML.adapt(support)"
+    tasks = Tasks(*_read(support, call, "support"))
+    _check_tasks(call, tasks)
+    return tasks
+
+
+def _two(value: Any, names: tuple[str, str], what: str) -> tuple[Any, Any]:
+    """Return the two parts of a pair: its attributes, the entries of a dict, or the items of a tuple or a list."""
+    if all(hasattr(value, name) for name in names):
+        return getattr(value, names[0]), getattr(value, names[1])
+    if isinstance(value, Mapping) and set(value) == set(names):
+        return value[names[0]], value[names[1]]
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return value[0], value[1]
+    first, second = names
+    raise TypeError(
+        f"{what} must be a pair ({first}, {second}), a dict with these two keys, or an object with these attributes, "
+        f"got {_described(value)}."
+    )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {list(value)}"
+    return f"a {type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
+
+
+def _read(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
+    x, y = _two(examples, ("x", "y"), f"{call}: {name}")
+    return arguments(x, f"{call}: {name}.x"), arguments(y, f"{call}: {name}.y")
+
+
+def _check_tasks(call: str, tasks: Tasks) -> None:
+    """Refuse examples that are none, or that do not fit together."""
+    pairs = {"support": tasks[:2], "query": tasks[2:4]}
+    named = {
+        f"{name}.{field}": part
+        for name, pair in pairs.items()
+        for field, part in zip("xy", pair, strict=True)
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, part in named.items():
+        shapes |= {} if part is None else _sizes(call, name, part)
+    if len({shape[0] for shape in shapes.values()}) > 1:
+        raise ValueError(f"{call}: every part must have the same number of tasks in front, got {shapes}.")
+    for name, (x, y) in pairs.items():
+        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape[1] != y.shape[1]:
+            raise ValueError(
+                f"{call}: {name}.x and {name}.y must have the same number of examples, got "
+                f"{tuple(x.shape)} and {tuple(y.shape)}."
+            )
+
+
+def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in inputs or targets, by their names."""
+    if isinstance(value, Tensor) and value.ndim < 2:
+        raise ValueError(f"{call}: {name} must be [tasks, examples, ...], got shape {tuple(value.shape)}.")
+    sizes = {}
+    for path, tensor in zip(
+        value.paths if isinstance(value, Structured) else [""], tree_leaves(value), strict=True
+    ):
+        shape = sizes[name + path] = tuple(tensor.shape)
+        if not shape:
+            raise ValueError(
+                f"{call}: {name}{path} must be [tasks, ...], got a tensor without axes. What all tasks share is a "
+                "number, or a buffer of the model."
+            )
+        if 0 in shape[:2]:
+            raise ValueError(
+                f"{call}: {name}{path} is empty, its shape is {shape}; give a task and an example."
+            )
+    return sizes
+
+
+def num_tasks(value: Nested) -> int:
+    """Return the length of the first axis."""
+    return tree_leaves(value)[0].shape[0]
+
+
+def concatenated(results: Sequence[Any]) -> Any:
+    """Join what parts of the tasks came to, tensor by tensor."""
+    if len(results) == 1:
+        return results[0]
+    flat = [tree_flatten(result) for result in results]
+    spec = flat[0][1]
+    for number, (_, other) in enumerate(flat):
+        if other != spec:
+            raise ValueError(
+                "MAML(batch): what the model returns must have the same structure and the same constants for every "
+                f"task, but that of task {number} differs from that of task 0. Return what varies as a tensor."
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([torch.cat(column) for column in columns], spec)
+
+
+def stacked(results: Sequence[Any]) -> Any:
+    """Join what single tasks came to, with a task axis in front."""
+    return concatenated([with_task_axis(result) for result in results])
+
+
+def with_task_axis(result: Any) -> Any:
+    """Put a task axis of length 1 in front of every tensor."""
+    return tree_map(lambda tensor: tensor.unsqueeze(0), result)

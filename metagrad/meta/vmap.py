@@ -1,0 +1,321 @@
+"""Calling a model with other parameters: those of one task, or stacked ones of many tasks.
+
+``torch.vmap`` computes the latter for any module it has rules for. For the layers whose stacked form is known it is
+written out here: a batch of affine maps is one ``baddbmm``, and an activation is itself. That is the same
+arithmetic with half of the operations on the tape (vmap turns a linear layer into views, an expansion, a product
+and a sum), which small networks are bound by.
+
+What ``torch.vmap`` computes otherwise than a loop does, without an error, stands in the table ``RULES``. It was found
+by running torch's own operator tests (``OpInfo``) through ``torch.vmap`` and through a loop in float64: values,
+gradients and gradients of a non-linear function of these (torch 2.13). ``tests/meta/test_vmap_rules.py`` does so
+again, and shows the defect of every row, so that it fails once torch has mended it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from metagrad.core import _torch
+from metagrad.core.structured import Nested, Structured, call_on, restored, structured
+from metagrad.core.substitution import replaced
+from metagrad.optim.rules import Params
+from metagrad.sparse.tables.table_proxy import LocalRows
+
+T = TypeVar("T")
+Values: TypeAlias = dict[int, "Tensor | LocalRows"]
+"""Values by the id of the parameter they stand for, so that tied weights stay tied."""
+
+RESULT = "MAML(model, ...): what the model returns"
+"""How errors name it."""
+
+_IGNORED = -100  # the default ignore_index of F.cross_entropy
+
+
+def values_for(model: nn.Module, params: Params, rows: Params) -> Values:
+    """Find the parameters that are named, and key their values by identity; of some, only rows have values."""
+    return {
+        id(p): LocalRows(name, tuple(p.shape), rows[name], params[name]) if name in rows else params[name]
+        for name, p in model.named_parameters()
+        if name in params
+    }
+
+
+def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextManager[None]:
+    """Put values into the places of parameters, and a table that can be looked up in those of rows."""
+    return replaced(model, {k: v.stand_in() if isinstance(v, LocalRows) else v for k, v in values.items()})
+
+
+def call_with(model: nn.Module, values: Values, x: Nested) -> Any:
+    """Return what a model makes of its inputs with other values for some of its parameters."""
+    with substituted(model, values):
+        return call_on(model, x)
+
+
+def forward_stacked(model: nn.Module, params: Params, x: Nested, rows: Params | None = None) -> Nested:
+    """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
+
+    Parameters that are not in ``params``, and buffers, are shared by all tasks.
+
+    Args:
+        model: The model.
+        params: Parameters by name, ``[tasks, ...]`` each.
+        x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
+        rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
+
+    Returns:
+        Predictions ``[tasks, n, ...]``.
+    """
+    values = values_for(model, params, rows or {})
+    if isinstance(x, Structured):
+        return _vmapped(model, values, x)
+    result: Nested = x
+    for layer in _layers(model):
+        form = _stacked_form(layer, values, result)
+        # A layer takes what the one before it returned as one argument, whatever that is.
+        given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
+        result = _vmapped(layer, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
+    return result
+
+
+def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, target: Nested) -> Tensor:
+    """Return the loss of each task, ``[tasks]``, as ``loss_fn`` gives it for one."""
+    if isinstance(prediction, Structured) or isinstance(target, Structured):
+        on_values = lambda p, y: loss_fn(restored(p), restored(y))  # noqa: E731
+        return vmapped(on_values)(prediction, target)
+    if isinstance(loss_fn, functools.partial) and not loss_fn.args and not loss_fn.keywords:
+        loss_fn = loss_fn.func
+    if loss_fn is F.mse_loss and prediction.shape == target.shape:
+        return (prediction - target).square().flatten(1).mean(1)
+    if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
+        each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
+        counted = (target != _IGNORED).sum(1)
+        return each.view(target.shape).sum(1) / counted
+    return vmapped(loss_fn)(prediction, target)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that a chain calls one after the other, also those of chains within."""
+    if not is_plain(module) or type(module).forward is not nn.Sequential.forward:
+        return [module]
+    return [layer for child in module._modules.values() for layer in _layers(child)]  # type: ignore[arg-type]
+
+
+def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Tensor], Tensor] | None:
+    """Return what computes a layer for stacked tasks, if that is known."""
+    if not isinstance(x, Tensor) or not is_plain(module):
+        return None
+    if type(module) in _ELEMENTWISE:
+        return module
+    # As a tied output layer may have a weight of which only rows are there.
+    if type(module) is nn.Linear and x.ndim > 2 and not isinstance(values.get(id(module.weight)), LocalRows):
+        return functools.partial(_linear, module, values)
+    if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
+        return functools.partial(torch.flatten, start_dim=module.start_dim + 1, end_dim=module.end_dim)
+    return None
+
+
+def _vmapped(module: nn.Module, values: Values, x: Nested) -> Nested:
+    own = {key: values[key] for key in map(id, module.parameters()) if key in values}
+
+    def forward(own: Values, x: Nested) -> Nested:
+        with _Corrections(), substituted(module, own):
+            return structured(call_on(module, x), RESULT)
+
+    return torch.vmap(forward, randomness="different")(own, x)  # type: ignore[reportReturnType]
+
+
+def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
+    weight = values.get(id(module.weight))
+    bias = module.bias if module.bias is None else values.get(id(module.bias))
+    assert not isinstance(weight, LocalRows)
+    assert not isinstance(bias, LocalRows)
+    if weight is None or (bias is None) != (module.bias is None):
+        return _shared_linear(module, weight, bias, x)
+    flat = x if x.ndim == 3 else x.flatten(1, -2)
+    transposed = weight.transpose(1, 2)
+    y = torch.bmm(flat, transposed) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, transposed)
+    return y if x.ndim == 3 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Compute an affine map of which a part is frozen, and so the same for all tasks."""
+    y = F.linear(x, module.weight) if weight is None else torch.einsum("t...i,toi->t...o", x, weight)
+    if module.bias is None:
+        return y
+    if bias is None:
+        return y + module.bias
+    return y + bias.view(bias.shape[0], *[1] * (y.ndim - 2), bias.shape[1])
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Say whether calling the module is calling its ``forward``: nobody hooked into it."""
+    everywhere = torch.nn.modules.module
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+_ELEMENTWISE = {
+    nn.CELU,
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+}
+
+
+class NotStackableError(Exception):
+    """A model cannot be called for stacked tasks; says why, to follow "because"."""
+
+
+def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
+    """Return ``torch.vmap(fn)``, in which each task draws random numbers of its own.
+
+    The function sees which tensors require grad, as it would see outside of ``torch.vmap``; padding of embeddings has
+    no gradient; other operations in the table ``RULES`` raise :class:`NotStackableError`.
+    """
+
+    def call(*args: Any) -> T:
+        with _Corrections():
+            return fn(*args)
+
+    return torch.vmap(call, randomness="different")  # type: ignore[reportReturnType]
+
+
+class Call(NamedTuple):
+    """The arguments of a call of a torch function."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def argument(self, position: int, name: str, default: object = None) -> Any:
+        """Return an argument by position or name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+
+class VmapRule(NamedTuple):
+    """An operation that torch.vmap computes wrongly, or a question that it answers wrongly."""
+
+    functions: tuple[Callable[..., Any], ...]
+    reason: str  # follows "because"
+    applies: Callable[[Call], bool]
+
+
+def _always(call: Call) -> bool:
+    return True
+
+
+RULES: tuple[VmapRule, ...] = (
+    VmapRule(
+        (torch.select_scatter, Tensor.select_scatter),
+        "torch.vmap loses the gradient of torch.select_scatter with respect to what is written",
+        _always,
+    ),
+    VmapRule(
+        (torch.roll, Tensor.roll),
+        "torch.vmap rolls a scalar of each task across the tasks",
+        lambda call: call.argument(0, "input").ndim == 0,
+    ),
+    VmapRule(
+        (torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
+        "torch.vmap fills by torch.index_fill with one task's value for all, where the value alone differs",
+        lambda call: isinstance(call.argument(3, "value"), Tensor),
+    ),
+    VmapRule(
+        tuple(filter(None, [getattr(F, "linear_cross_entropy", None)])),
+        "torch.vmap loses gradients of F.linear_cross_entropy(..., options)",
+        lambda call: call.kwargs.get("options") is not None,
+    ),
+    # Of the graph, which tensors that vmap wraps do not know.
+    VmapRule(
+        (Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[reportAttributeAccessIssue]
+        "the model asks for the graph of a tensor (grad_fn, is_leaf), which torch.vmap hides",
+        _always,
+    ),
+)
+
+
+class _Corrections(TorchFunctionMode):
+    """Takes functions that torch.vmap computes wrongly, and passes all others on."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        handler = _HANDLERS.get(func)
+        return func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})
+
+
+def _requires_grad(func: Callable[..., bool], args: tuple, kwargs: dict[str, Any]) -> bool:
+    tensor = args[0]
+    while _torch.is_batched(tensor):
+        tensor = _torch.get_unwrapped(tensor)
+    return func(tensor)
+
+
+def _embedding(func: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
+    call = Call(args, kwargs)
+    first, second = call.argument(0, _NAMES[func][0]), call.argument(1, _NAMES[func][1])
+    ids, table = (first, second) if func is F.embedding else (second, first)
+    padding = call.argument(2, "padding_idx")
+    if padding is None or type(table) is not Tensor or (func is torch.embedding and padding < 0):
+        return func(*args, **kwargs)
+    unpadded = {key: value for key, value in kwargs.items() if key not in (*_NAMES[func], "padding_idx")}
+    vectors = func(first, second, _NONE[func], *args[3:], **unpadded)
+    is_padding = (ids == padding % table.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, vectors.detach(), vectors)
+
+
+_NAMES = {F.embedding: ("input", "weight"), torch.embedding: ("weight", "indices")}
+_NONE = {F.embedding: None, torch.embedding: -1}
+
+
+def _refusing(rules: list[VmapRule]) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        for rule in rules:
+            if rule.applies(Call(args, kwargs)):
+                raise NotStackableError(rule.reason)
+        return func(*args, **kwargs)
+
+    return handler
+
+
+_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{
+        function: _refusing([rule for rule in RULES if function in rule.functions])
+        for rule in RULES
+        for function in rule.functions
+    },
+    F.embedding: _embedding,
+    torch.embedding: _embedding,
+    Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[reportAttributeAccessIssue]
+}
