@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Literal
 
-from metagrad.memory.phases import Phase, label
-from metagrad.memory.report import Record, format_bytes, table
-from metagrad.memory.run import Run
-from metagrad.memory.settings import Method, check_device, check_method, check_step
-from metagrad.memory.verdict import verdict
+import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
+from metagrad.memory.graph import SavedGraph
+from metagrad.memory.phases import AllocatorMeter, Meter, Phase, PhaseStack, RssMeter, StorageMeter, label
+from metagrad.memory.report import Record, format_bytes, table, verdict
+from metagrad.memory.storages import Ledger, StorageMode
 
-    import torch
-
+Method = Literal["auto", "allocator", "storage", "rss"]
+_METHODS = ("auto", "allocator", "storage", "rss")
 _ORDER = "close phases in the reverse order of opening (a suspended generator keeps its phase open)."
 
 _open: tuple[MemoryTracker, int] | None = None
@@ -92,8 +92,8 @@ class MemoryTracker:
     """
 
     def __init__(self, device: torch.device | str | None = None, method: Method = "auto") -> None:
-        self.device = check_device(device)
-        self.method = check_method(method, self.device)
+        self.device = _check_device(device)
+        self.method = _check_method(method, self.device)
         self._run: Run | None = None
 
     def __enter__(self) -> MemoryTracker:
@@ -150,7 +150,7 @@ class MemoryTracker:
             RuntimeError: on entering, the tracker is closed or open in another thread; on leaving, a phase
                 inside this one is still open.
         """
-        return self._inside(check_step(name, index))
+        return self._inside(_check_step(name, index))
 
     def implied_outer(self) -> contextlib.AbstractContextManager[object]:
         """Open the next outer step if no phase is open, else nothing; what a library calls around a step."""
@@ -234,3 +234,166 @@ class MemoryTracker:
         if nbytes is None:
             return f"sampled {where}"
         return f"the largest part of it made {where} ({format_bytes(nbytes)})"
+
+
+class Run:
+    """The phases of one run and their numbers. It is open from the start until `close`."""
+
+    def __init__(self, device: torch.device, method: str) -> None:
+        self._device = device
+        self._method = method
+        self._phases: list[Phase] = []
+        self._ledger = None if method == "rss" else Ledger(device)
+        self._graph = None if method == "rss" else SavedGraph(device)
+        with contextlib.ExitStack() as instruments:
+            if self._graph is not None:
+                self._graph.open()
+                instruments.callback(self._graph.close)
+            if self._ledger is not None:
+                instruments.enter_context(StorageMode(self._ledger))
+                instruments.callback(self._ledger.close)
+            self._stack = PhaseStack(self._meter())
+            self._instruments = instruments.pop_all()
+        self.root = self._stack.root
+        self._point_ledger()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still measures."""
+        return not self.root.closed
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use so far."""
+        return self._stack.peak() if self.is_open else self.root.peak
+
+    def push(self, step: tuple[str, int | None]) -> Phase:
+        """Enter a phase inside the innermost one."""
+        parent = self._stack.top
+        phase = Phase(path=(*parent.path, step), parent=parent)
+        if self._graph is not None:
+            phase.held_before = self._graph.held()
+            phase.first_save = self._graph.next_serial
+        self._stack.push(phase)
+        self._phases.append(phase)
+        self._point_ledger()
+        return phase
+
+    def leave(self, phase: Phase) -> Phase:
+        """Close `phase` and all that is open inside it; return the one that was innermost."""
+        if phase.closed:
+            return phase
+        innermost = self._stack.top
+        while not phase.closed:
+            self._pop()
+        if self._stack.open:
+            self._point_ledger()
+        return innermost
+
+    def close(self) -> Phase:
+        """Close every open phase, then take the instruments off; return the phase that was innermost."""
+        innermost = self.leave(self.root)
+        self._instruments.close()
+        return innermost
+
+    @property
+    def depth(self) -> int:
+        """How many phases are open."""
+        return len(self._stack.open) - 1
+
+    def closed_phases(self) -> list[Phase]:
+        """Return the phases that were left, in the order of entry."""
+        return [phase for phase in self._phases if phase.closed]
+
+    def at_peak(self, phase: Phase) -> int | None:
+        """Return the bytes that `phase` itself made and that the peak had; `None` if not measured."""
+        return None if self._ledger is None else self._ledger.at_peak(phase.slot)
+
+    def record(self, phase: Phase) -> Record:
+        """Return the record of a closed phase."""
+        return Record(
+            path=phase.path,
+            before=phase.before,
+            after=phase.after,
+            peak=phase.peak,
+            graph=phase.graph,
+            at_peak=self.at_peak(phase),
+            seconds=phase.seconds,
+            device=str(self._device),
+            method=self._method,
+        )
+
+    def peak_holder(self) -> Phase:
+        """Return the phase that made most of the peak; where not measured, the one that peaked."""
+        if self._ledger is None:
+            deepest_first = sorted(self.closed_phases(), key=lambda phase: len(phase.path), reverse=True)
+            return max([*deepest_first, self.root], key=lambda phase: phase.peak)
+        return max([*self._phases, self.root], key=lambda phase: self.at_peak(phase) or 0)
+
+    def _meter(self) -> Meter:
+        if self._ledger is None:
+            return RssMeter()
+        return AllocatorMeter(self._device) if self._method == "allocator" else StorageMeter(self._ledger)
+
+    def _pop(self) -> None:
+        phase = self._stack.pop()
+        if self._graph is not None:
+            phase.graph = self._graph.held_since(phase.first_save)
+            phase.held_after = self._graph.held()
+
+    def _point_ledger(self) -> None:
+        if self._ledger is not None:
+            self._ledger.slot = self._stack.top.slot
+
+
+def _check_device(device: torch.device | str | None) -> torch.device:
+    """Return the device to measure, with its index if it is a CUDA device."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+    if not isinstance(device, (torch.device, str)):
+        came = type(device).__name__
+        raise TypeError(f"MemoryTracker(device=...): expected a torch.device, its name or None, got {came}.")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"MemoryTracker(device={device!r}): expected a device such as 'cpu' or 'cuda:0'."
+        ) from error
+    if found.type == "cpu":
+        return torch.device("cpu")
+    call = f"MemoryTracker(device={str(found)!r})"
+    if found.type != "cuda":
+        raise ValueError(f"{call}: expected a CPU or CUDA device, got {found.type!r}.")
+    if not torch.cuda.is_available():
+        raise ValueError(f"{call}: expected CUDA to be available, but it is not; use device='cpu'.")
+    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_method(method: str, device: torch.device) -> str:
+    """Return the method, "auto" resolved for `device`."""
+    if method not in _METHODS:
+        methods = ", ".join(_METHODS)
+        raise ValueError(f"MemoryTracker(method=...): expected one of {methods}, got {method!r}.")
+    if method == "auto":
+        return "allocator" if device.type == "cuda" else "storage"
+    if method == "allocator" and device.type != "cuda":
+        raise ValueError(
+            f"MemoryTracker(method='allocator'): expected a CUDA device, got {str(device)!r}; "
+            "use method='storage'."
+        )
+    return method
+
+
+def _check_step(name: str, index: int | None) -> tuple[str, int | None]:
+    """Return the step of a path that `name` and `index` make."""
+    if not isinstance(name, str):
+        raise TypeError(f"MemoryTracker.phase(name): expected a string, got {type(name).__name__}.")
+    if index is None:
+        return name, None
+    try:
+        return name, operator.index(index)
+    except TypeError as error:
+        came = type(index).__name__
+        raise TypeError(
+            f"MemoryTracker.phase({name!r}, index=...): expected an integer or None, got {came}."
+        ) from error

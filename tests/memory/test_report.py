@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from metagrad.memory import Record
-from metagrad.memory.report import format_bytes, table
+from metagrad.memory import MemoryTracker, Record
+from metagrad.memory.phases import Phase
+from metagrad.memory.report import format_bytes, inner_growth, outer_growth, table, verdict
 
 
 def record(*path, before=0, after=0, peak=0, graph=0, at_peak=0, method="storage"):
@@ -80,3 +82,155 @@ def test_the_footer_says_where_bytes_count_from():
 def test_records_are_frozen():
     with pytest.raises(AttributeError, match="cannot assign to field"):
         record(("outer", 0)).before = 1
+
+
+N = 100
+KIB = 1024
+
+
+def outer_loop(keep_graph, outers=4, inners=3):
+    """A second-order MAML loop on sum(w^3) / 3 that keeps every meta-loss, with its graph or without."""
+    w0 = torch.ones(N, dtype=torch.float64, requires_grad=True)
+    history = []
+    with MemoryTracker(device="cpu") as mem:
+        for step in range(outers):
+            with mem.outer(step):
+                w = w0
+                for k in range(inners):
+                    with mem.inner(k):
+                        (gradient,) = torch.autograd.grad((w**3).sum() / 3, w, create_graph=True)
+                        w = w - 0.1 * gradient
+                with mem.phase("query"):
+                    loss = (w**2).sum()
+                    torch.autograd.grad(loss, w0, retain_graph=keep_graph)
+                history.append(loss if keep_graph else loss.item())
+                del w, gradient, loss
+    return mem
+
+
+def test_an_outer_loop_that_keeps_graphs_leaks():
+    mem = outer_loop(keep_graph=True)
+    # A kept meta-loss (8 bytes, state) holds the graph: w_1 .. w_3 and 8 bytes for each inner step.
+    assert "leaked: each outer step leaves 2.38 KiB more than the last, held by the graph" in mem.verdict()
+    assert outer_growth(mem._run.closed_phases()) == [(3 * 808 + 8, 3 * 808)] * 3
+
+
+def test_an_outer_loop_that_frees_is_freed():
+    mem = outer_loop(keep_graph=False)
+    assert "; freed: each outer step leaves 0 B more than the last; " in mem.verdict()
+    assert {record.after for record in mem.records() if record.name == "outer"} == {0}
+
+
+def test_the_whole_sentence():
+    mem = outer_loop(keep_graph=False)
+    query = next(record for record in mem.records() if record.name == "query")
+    assert mem.verdict() == (
+        "Each inner step adds 808 B, held by the graph; "
+        "freed: each outer step leaves 0 B more than the last; "
+        f"the peak is {format_bytes(mem.peak)}, the largest part of it made in outer 0 / query "
+        f"({format_bytes(query.at_peak)})."
+    )
+
+
+def test_an_outer_loop_that_keeps_one_small_number_each_step_is_freed():
+    kept = []
+    with MemoryTracker(device="cpu") as mem:
+        for step in range(4):
+            with mem.outer(step):
+                kept.append((torch.ones(N, dtype=torch.float64) * 2).sum())
+    assert "freed: each outer step leaves 8 B more than the last" in mem.verdict()
+
+
+def test_state_that_grows_is_named():
+    kept = []
+    with MemoryTracker(device="cpu") as mem:
+        for step in range(3):
+            with mem.outer(step), mem.inner(0):
+                kept.append(torch.zeros(N, dtype=torch.float64))
+    assert mem.verdict() == (
+        "Each inner step adds 800 B, held by state; leaked: each outer step leaves 800 B more than the last, "
+        "held by state; the peak is 2.34 KiB, the largest part of it made in outer 0 / inner 0 (800 B)."
+    )
+
+
+def test_an_empty_run():
+    with MemoryTracker(device="cpu") as mem:
+        pass
+    assert mem.verdict() == (
+        "No inner step was recorded; no outer step was recorded, so freed or leaked cannot be told; "
+        "the peak is 0 B, the largest part of it made outside of every phase (0 B)."
+    )
+
+
+ROOT = Phase()
+
+
+def phase(name, index, after, held=None, before=0, parent=ROOT, peak=0):
+    held_before, held_after = held or (None, None)
+    return Phase(
+        path=((name, index),),
+        parent=parent,
+        before=before,
+        after=after,
+        peak=peak,
+        held_before=held_before,
+        held_after=held_after,
+    )
+
+
+SENTENCES = {
+    "graph and state": (
+        [phase("inner", 0, KIB, (0, 100)), phase("inner", 1, 3 * KIB, (100, 612))],
+        "Each inner step adds 2.00 KiB, held by state (1.50 KiB) and the graph (512 B); no outer step was",
+    ),
+    "not constant": (
+        [phase("inner", k, after, (0, 0)) for k, after in enumerate([0, KIB, 2 * KIB, 5 * KIB])],
+        "Each inner step adds 1.00 KiB (median; 1.00 KiB to 3.00 KiB), held by state;",
+    ),
+    "a single step": (
+        [phase("inner", 0, 5 * KIB, (0, 4 * KIB), before=KIB)],
+        "Each inner step adds 4.00 KiB, held by the graph;",
+    ),
+    "the graph takes hold of what was there": (
+        [phase("inner", 0, 5 * KIB, (0, 40 * KIB), before=KIB)],
+        "Each inner step adds 4.00 KiB, held by the graph;",
+    ),
+    "shrinks": (
+        [phase("inner", 0, 3 * KIB, (0, 0)), phase("inner", 1, KIB, (0, 0))],
+        "Inner steps do not add memory: -2.00 KiB each;",
+    ),
+    "not measured": (
+        [phase("inner", 0, KIB), phase("inner", 1, 3 * KIB)],
+        "Each inner step adds 2.00 KiB, held by graph or state, which this method cannot tell;",
+    ),
+    "one outer step": (
+        [phase("outer", 0, KIB)],
+        "one outer step was recorded, so freed or leaked cannot be told",
+    ),
+    "two outer steps": (
+        [
+            phase("outer", 0, KIB, (0, 0), peak=KIB),
+            phase("outer", 5, 2 * KIB, (0, KIB), before=KIB, peak=2 * KIB),
+        ],
+        "leaked: each outer step leaves 1.00 KiB more than the last, held by the graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_sentences(name):
+    phases, expected = SENTENCES[name]
+    assert expected in verdict(phases, "made up", 0)
+
+
+def test_inner_steps_of_different_parents_and_tasks_are_not_compared():
+    other = Phase()
+    phases = [
+        phase("inner", 0, 1),
+        phase("inner", 1, 3),
+        phase("inner", 0, 1000),  # the next task
+        phase("inner", 1, 1002),
+        phase("inner", 0, 5000, parent=other),
+        phase("inner", 1, 5002, parent=other),
+    ]
+    assert inner_growth(phases) == [(2, None)] * 3
