@@ -21,11 +21,12 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.recompute.journal import ATOMS, Entry, Journal, take_apart
-from metagrad.autograd.recompute.writes import Writes, may_write, written_by
+from metagrad.autograd.recompute.writes import Writes
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import tensors_in
+from metagrad.core.writes import may_write, written_by
 
 # What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
 _METADATA = {

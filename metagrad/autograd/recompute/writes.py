@@ -2,75 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from metagrad.core._torch import is_functorch_wrapped
-from metagrad.core.tree import tensors_in
-from metagrad.sparse.tables.touched import IN_PLACE_OPERATORS
-
-_STATISTICS = {F.batch_norm, F.instance_norm}
-_RENORMALISING = {F.embedding, F.embedding_bag}
-_WRITING_NAMES = IN_PLACE_OPERATORS | {"__set__"}
-_HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
-# What hands the memory itself to others, who may write into it.
-_ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}
-
-
-def may_write(function: Callable, kwargs: dict[str, Any]) -> bool:
-    """Say whether a torch function writes into anything, by its name and its keywords alone."""
-    return _writing(function) is not None or "out" in kwargs
-
-
-def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a torch function may write into."""
-    found = tensors_in(kwargs["out"]) if "out" in kwargs else []
-    kind = _writing(function)
-    if kind is None:
-        return found
-    if kind == "first":
-        return found + tensors_in(args[:1])
-    bound = _bound(function, args, kwargs)
-    if kind == "statistics":
-        updated = bound.get("training") or bound.get("use_input_stats")
-        return found + (tensors_in((bound.get("running_mean"), bound.get("running_var"))) if updated else [])
-    if kind == "renormalised":
-        return found + (tensors_in(bound["weight"]) if bound.get("max_norm") is not None else [])
-    return found + (tensors_in(args[:1] or bound.get("input")) if bound.get("inplace") else [])
-
-
-@functools.lru_cache(maxsize=4096)
-def _writing(function: Callable) -> str | None:
-    """Say which arguments a torch function writes into; None is none, but for ``out``."""
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS_NAMES
-    if in_place or name in _WRITING_NAMES | _ALIASING_NAMES:
-        return "first"
-    if function in _STATISTICS:
-        return "statistics"
-    if function in _RENORMALISING:
-        return "renormalised"
-    is_layer = getattr(function, "__module__", None) == F.__name__
-    return "inplace" if is_layer and "inplace" in _parameters(function) else None
-
-
-@functools.lru_cache(maxsize=256)
-def _parameters(function: Callable) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
-
-
-def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(_parameters(function), args, strict=False)) | kwargs
+from metagrad.core.writes import ALIASING_NAMES
 
 
 class Writes:
@@ -95,7 +34,7 @@ class Writes:
 
     def protect(self, function: Callable, targets: Iterable[Tensor]) -> None:
         """Copy what a torch function is about to write into, where the call did not make it."""
-        is_alias = getattr(function, "__name__", "") in _ALIASING_NAMES
+        is_alias = getattr(function, "__name__", "") in ALIASING_NAMES
         for tensor in targets:
             key = storage_of(tensor)
             if key is None:

@@ -15,25 +15,8 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from metagrad.core._torch import pytree
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import Tree
+from metagrad.core.writes import written_by
 from metagrad.sparse.tables.table_proxy import StandIn
-
-# Functions that write into arguments though their names do not end in an underscore.
-_WRITERS = {F.batch_norm, F.instance_norm}
-_AUGMENTED = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-)
-IN_PLACE_OPERATORS = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__"}
 
 
 def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
@@ -151,10 +134,9 @@ class _Guard(TorchFunctionMode):
         for tensor in tensors:
             if id(tensor) in self.names:
                 self._refuse(self.names[id(tensor)], func)
-        if _may_write(func, kwargs):
-            for tensor in tensors:
-                if id(tensor) in self.buffers and id(tensor) not in self.copies:
-                    self.copies[id(tensor)] = tensor.clone()
+        for tensor in written_by(func, args, kwargs):
+            if id(tensor) in self.buffers and id(tensor) not in self.copies:
+                self.copies[id(tensor)] = tensor.clone()
         if self.copies:
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: self.copies.get(id(t), t), (args, kwargs))
         if isinstance(kwargs.get("generator"), torch.Generator):
@@ -172,12 +154,6 @@ class _Guard(TorchFunctionMode):
             "is not a parameter of a module, where its rows cannot take its place. Leave it out of sparse, or "
             "give that use a parameter of its own."
         )
-
-
-def _may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    name = getattr(function, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in IN_PLACE_OPERATORS or function in _WRITERS or "out" in kwargs
 
 
 @contextlib.contextmanager

@@ -137,9 +137,8 @@ def sparse(x, values, bias=None):
 
 
 def dense(x, values, bias=None):
-    weight = torch.zeros(WEIGHT_PATTERN.shape, dtype=values.dtype).index_put(
-        (WEIGHT_PATTERN.row, WEIGHT_PATTERN.col), values
-    )
+    cells = (WEIGHT_PATTERN.row, WEIGHT_PATTERN.col)
+    weight = torch.zeros(WEIGHT_PATTERN.shape, dtype=values.dtype).index_put(cells, values)
     return F.linear(x, weight, bias)
 
 
