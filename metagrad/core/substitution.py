@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.Abstr
     :func:`torch.func.functional_call` would do, but where a module occurs twice in a model it leaves the values
     behind in place of the parameters (torch 2.13).
     """
-    return _put(
+    return put(
         [
             (module._parameters, name, values[id(param)])
             for module in model.modules()
@@ -44,15 +44,16 @@ class Slots:
 
     def exchanged(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Put others into the places of some, which are known by their ids."""
-        return _put([(k, n, exchange[id(t)]) for k, n, t in self._slots if id(t) in exchange])
+        return put([(k, n, exchange[id(t)]) for k, n, t in self._slots if id(t) in exchange])
 
     def restored(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
         """Put the tensors back into their places, or others likewise."""
-        return _put([(k, n, exchange.get(id(t), t)) for k, n, t in self._slots])
+        return put([(k, n, exchange.get(id(t), t)) for k, n, t in self._slots])
 
 
 @contextlib.contextmanager
-def _put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
+def put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
+    """Put tensors under keys of dicts, and back what was there."""
     before = [(kept, name, kept.get(name)) for kept, name, _ in slots]
     try:
         for kept, name, tensor in slots:
@@ -61,3 +62,17 @@ def _put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
     finally:
         for kept, name, tensor in before:
             kept[name] = tensor
+
+
+@contextlib.contextmanager
+def own_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules write to copies of their buffers."""
+    before = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
+    try:
+        for buffers, kept in before:
+            buffers.update({name: None if b is None else b.clone() for name, b in kept.items()})
+        yield
+    finally:
+        for buffers, kept in before:
+            buffers.clear()
+            buffers.update(kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from metagrad.autograd.blocks.types import Block, Chain, LossFn, Params, call_with, slots_of
 from metagrad.core.capture import RandomState
+from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import Tree, dissect, is_differentiable
 
 
@@ -153,9 +153,9 @@ def _verify(chain: Chain, example: Tree) -> None:
     model, random = chain.model, RandomState()
     names = {id(p): name for name, p in model.named_parameters()}
     params = _perturbed(dict(model.named_parameters()))
-    with torch.no_grad(), random.restored(), _buffers_kept(model):
+    with torch.no_grad(), random.restored(), own_buffers(model.modules()):
         expected, _ = dissect(call_with(model, slots_of(model, names), params, example))
-    with torch.no_grad(), random.restored(), _buffers_kept(model):
+    with torch.no_grad(), random.restored(), own_buffers(model.modules()):
         try:
             got, _ = dissect(chain.predict(params, example))
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
@@ -195,19 +195,3 @@ def _agree(got: Tensor, expected: Tensor) -> bool:
         return torch.equal(got, expected)
     scale = float(expected.abs().max()) if expected.numel() else 0.0
     return torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * scale)
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    before = [
-        (module._buffers, key, buffer, buffer.clone())
-        for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        for kept, key, buffer, value in before:
-            buffer.copy_(value)
-            kept[key] = buffer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
+from metagrad.core.substitution import put
 from metagrad.core.tree import Tree
 
 T = TypeVar("T")
@@ -94,19 +94,6 @@ def slots_of(module: nn.Module, names: dict[int, str]) -> Slots:
 
 
 def call_with(function: Callable[[Tree], Tree], slots: Slots, params: Params, x: Tree) -> Tree:
-    """Call a function with other values in the places of some parameters."""
-    with _exchanged(slots, params):
+    """Call a function with other values in the places of some parameters, whatever is there during an outer call."""
+    with put([(kept, key, params[name]) for kept, key, name in slots if name in params]):
         return function(x)
-
-
-@contextlib.contextmanager
-def _exchanged(slots: Slots, params: Params) -> Iterator[None]:
-    """Put other values into the places of parameters; by place, whatever stands there during an outer call."""
-    before = [(kept, key, kept[key], name) for kept, key, name in slots if name in params]
-    try:
-        for kept, key, _, name in before:
-            kept[key] = params[name]  # type: ignore[assignment]
-        yield
-    finally:
-        for kept, key, value, _ in before:
-            kept[key] = value

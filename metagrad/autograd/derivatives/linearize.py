@@ -16,7 +16,7 @@ from metagrad.autograd.derivatives.variables import (
     differentiated,
     end_nodes,
     find_variables,
-    stacked,
+    pull_back,
 )
 from metagrad.core import _torch
 from metagrad.core.transforms import is_differentiated
@@ -207,29 +207,22 @@ class Linearization:
         self, vectors: list[Tensor], chosen: Sequence[int], together: bool, create_graph: bool
     ) -> list[Tensor]:
         """Pull vectors, brought to the gradient, back to the variables."""
-        count = len(vectors[0])
         variables = [self.variables[i] for i in chosen]
-        inputs = [at for variable in variables for at in variable.inputs]
         with torch.set_grad_enabled(create_graph), named_if_missing("hvp(v)"):
             pairs = [
-                (gradient, cotangent if together else cotangent.squeeze(0))
+                (gradient, cotangent)
                 for i, variable, vector in zip(chosen, variables, vectors, strict=True)
                 for gradient, cotangent in zip(self._parts[i], variable.gather(vector), strict=True)
                 if gradient is not None and gradient.requires_grad
             ]
-            found: Sequence[Tensor | None] = [None] * len(inputs)
-            if pairs and inputs:
-                found = torch.autograd.grad(
-                    [gradient for gradient, _ in pairs],
-                    inputs,  # type: ignore[reportArgumentType, reportCallIssue]
-                    [cotangent for _, cotangent in pairs],
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    allow_unused=True,
-                    is_grads_batched=together,
-                )
-            rest = iter(found if together else stacked(found))
-            return [variable.scatter([next(rest) for _ in variable.inputs], count) for variable in variables]
+            return pull_back(
+                [gradient for gradient, _ in pairs],
+                variables,
+                [cotangent for _, cotangent in pairs],
+                count=len(vectors[0]),
+                together=together,
+                create_graph=create_graph,
+            )
 
     def _read(self, v: Tree) -> tuple[list[Tensor], bool]:
         entries, structure = tree_flatten(v)

@@ -107,11 +107,62 @@ def end_nodes(variables: Sequence[Variable]) -> list[Node]:
     return leaves + lookup_nodes(variable.lookups for variable in variables)
 
 
+def inputs_of(variables: Sequence[Variable]) -> list[Tensor | GradientEdge]:
+    """Return where derivatives are taken with respect to variables."""
+    return [at for variable in variables for at in variable.inputs]
+
+
+def grouped(variables: Sequence[Variable], found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """Divide what came to :func:`inputs_of` between the variables; nothing is None for all."""
+    rest = iter(found)
+    return [[next(rest, None) for _ in variable.inputs] for variable in variables]
+
+
+def batched_grad(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
+    cotangents: Sequence[Tensor],
+    *,
+    together: bool,
+    create_graph: bool,
+) -> list[Tensor | None]:
+    """Pull stacks of cotangents ``[m, ...]`` back together, or, where m is 1, as one; keep the graph."""
+    if not outputs or not inputs:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(
+        outputs,
+        inputs,  # type: ignore[reportArgumentType, reportCallIssue]
+        [c if together else c.squeeze(0) for c in cotangents],
+        is_grads_batched=together,
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return list(found) if together else stacked(found)
+
+
+def pull_back(
+    outputs: Sequence[Tensor],
+    variables: Sequence[Variable],
+    cotangents: Sequence[Tensor],
+    *,
+    count: int,
+    together: bool,
+    create_graph: bool,
+) -> list[Tensor]:
+    """Multiply ``count`` stacked cotangents with the transposed Jacobian: coordinates ``[count, *shape]`` of each."""
+    found = batched_grad(
+        outputs, inputs_of(variables), cotangents, together=together, create_graph=create_graph
+    )
+    with torch.set_grad_enabled(create_graph):
+        return [v.scatter(came, count) for v, came in zip(variables, grouped(variables, found), strict=True)]
+
+
 def differentiated(
     call: str, loss: Tensor, variables: list[Variable], *, allow_unused: bool, create_graph: bool
 ) -> list[list[Tensor | None]]:
     """Differentiate a loss; return for each variable what came to its inputs, None where nothing did."""
-    inputs = [at for variable in variables for at in variable.inputs]
+    inputs = inputs_of(variables)
     found: Sequence[Tensor | None] = ()
     if inputs:
         with named_if_missing(call):
@@ -122,8 +173,7 @@ def differentiated(
                 create_graph=create_graph,
                 allow_unused=True,
             )
-    rest = iter(found)
-    parts = [[next(rest) for _ in variable.inputs] for variable in variables]
+    parts = grouped(variables, found)
     _refuse_sparse(call, variables, parts)
     unused = [v.name for v, came in zip(variables, parts, strict=True) if all(part is None for part in came)]
     if unused and not allow_unused:

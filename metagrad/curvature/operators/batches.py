@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core.capture import AutocastState
 from metagrad.core.tree import Tree, tensors_in, tree_map
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
 
@@ -36,37 +36,6 @@ Progress: TypeAlias = "Callable[[int, int | None], object] | Bar"
 """``progress(done, total)``: batches of this pass over the data, total None if it is not known; or a progress bar."""
 
 
-class BatchOperator(Protocol):
-    """What is made of one batch: an operator that knows the loss it comes from."""
-
-    @property
-    def space(self) -> ParameterSpace:
-        """The parameters; of sparse tables, the rows that this batch looks up."""
-        ...
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss of the batch."""
-        ...
-
-    @property
-    def gradient(self) -> Tensor:
-        """Its gradient, flat."""
-        ...
-
-    def products(self, vectors: Tensor) -> Tensor:
-        """Multiply rows."""
-        ...
-
-    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Multiply rows of a diagonal block."""
-        ...
-
-    def close(self) -> None:
-        """Free the graph."""
-        ...
-
-
 def is_one_batch(data: Iterable[Batch] | Batch) -> bool:
     """Tell one batch from an iterable of batches.
 
@@ -79,7 +48,7 @@ def is_one_batch(data: Iterable[Batch] | Batch) -> bool:
 
 
 def accumulated(
-    operator_for: Callable[[Batch], BatchOperator],
+    operator_for: Callable[[Batch], LossOperator],
     params: Mapping[str, Tensor | SparseTensor],
     batches: Iterable[Batch],
     *,
@@ -151,7 +120,7 @@ class Accumulated(Operator):
 
     def __init__(
         self,
-        operator_for: Callable[[Batch], BatchOperator],
+        operator_for: Callable[[Batch], LossOperator],
         params: Mapping[str, Tensor | SparseTensor],
         batches: Iterable[Batch],
         call: str,
@@ -176,7 +145,7 @@ class Accumulated(Operator):
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         self._refuse_closed()
 
-        def multiply(operator: BatchOperator, places: Tensor | None) -> list[Tensor]:
+        def multiply(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
             if places is None:
                 return [operator._block_products(block, vectors)]
             wide = self.space.widen(block, vectors)
@@ -196,7 +165,7 @@ class Accumulated(Operator):
         generator = torch.Generator().manual_seed(0)
         vector = torch.randn(1, self.space.size, generator=generator, dtype=self.dtype).to(self.device)
 
-        def compute(operator: BatchOperator, places: Tensor | None) -> list[Tensor]:
+        def compute(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
             gradient = self._grown(operator.gradient, places)
             parts = [operator.loss, gradient, self._multiplied(operator, places, vector)]
             return [part.detach() for part in parts]
@@ -204,7 +173,7 @@ class Accumulated(Operator):
         loss, gradient, product = self._sum(compute)
         return loss, gradient, product
 
-    def _operators(self) -> Iterator[tuple[Batch, BatchOperator]]:
+    def _operators(self) -> Iterator[tuple[Batch, LossOperator]]:
         num_batches = len(self.batches) if isinstance(self.batches, Sized) else None
         done = 0
         if self._begin_pass is not None:
@@ -225,7 +194,7 @@ class Accumulated(Operator):
         if not done:
             raise ValueError(f"{self.call}: the data has no batches.")
 
-    def _sum(self, compute: Callable[[BatchOperator, Tensor | None], list[Tensor]]) -> list[Tensor]:
+    def _sum(self, compute: Callable[[LossOperator, Tensor | None], list[Tensor]]) -> list[Tensor]:
         """Add up over batches, and divide by what a mean divides by."""
         totals: list[Tensor] = []
         divisor: float | Tensor | None = None
@@ -238,11 +207,11 @@ class Accumulated(Operator):
             totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
         return totals if divisor is None else [total / divisor for total in totals]
 
-    def _count(self, batch: Batch, operator: BatchOperator) -> float | Tensor | None:
+    def _count(self, batch: Batch, operator: LossOperator) -> float | Tensor | None:
         if callable(self.reduction):
             return self.reduction(batch)
         if self.reduction is None:
-            return operator.count  # type: ignore[attr-defined]
+            return operator.count
         return None if self.reduction == "sum" else num_data(self.call, batch)
 
     def _joint_space(self, params: Mapping[str, Tensor | SparseTensor]) -> ParameterSpace:
@@ -258,7 +227,7 @@ class Accumulated(Operator):
                 rows[name] = torch.cat([rows.get(name, found), found]).unique()
         return ParameterSpace(params, rows=rows)
 
-    def _multiplied(self, operator: BatchOperator, places: Tensor | None, vectors: Tensor) -> Tensor:
+    def _multiplied(self, operator: LossOperator, places: Tensor | None, vectors: Tensor) -> Tensor:
         return self._grown(operator.products(vectors if places is None else vectors[:, places]), places)
 
     def _grown(self, vector: Tensor, places: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from metagrad.curvature.operators.batches import (
     num_data,
 )
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
-from metagrad.curvature.operators.operator import Operator
+from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.output_hessians import Middle, loss_hessian
 from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
 from metagrad.curvature.operators.space import ParameterSpace
@@ -115,7 +115,7 @@ def ggn(
     )
 
 
-class GaussNewton(Operator):
+class GaussNewton(LossOperator):
     r""":math:`J^\top M J` of one batch, with a matrix :math:`M` of the outputs; made by :func:`ggn` and ``fisher``.
 
     Attributes:

@@ -17,7 +17,7 @@ from metagrad.autograd.derivatives.variables import coordinates, differentiated,
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
 from metagrad.curvature.operators.objective import LossFn, Objective, Parameters, takes_nothing
-from metagrad.curvature.operators.operator import Named, Operator
+from metagrad.curvature.operators.operator import LossOperator, Named, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
 
@@ -158,7 +158,7 @@ class _How(NamedTuple):
     allow_unused: bool
 
 
-class HessianOperator(Operator):
+class HessianOperator(LossOperator):
     """The Hessian of one loss; :func:`hessian` makes it.
 
     Attributes:

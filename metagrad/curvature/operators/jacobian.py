@@ -10,10 +10,9 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, named_if_missing, refuse_missing
-from metagrad.autograd.derivatives.variables import end_nodes, stacked
+from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
 from metagrad.core.graph import graph_nodes
 from metagrad.curvature.operators.problem import Evaluation
@@ -134,17 +133,14 @@ class Jacobian:
             together: Whether in one sweep; else m is 1.
             of: Take the Jacobian of these tensors instead, which were computed from the outputs.
         """
-        variables = [self.variables[i] for i in self.chosen]
-        found = batched_grad(
+        return pull_back(
             self.outputs if of is None else of,
-            [at for v in variables for at in v.inputs],
+            [self.variables[i] for i in self.chosen],
             cotangents,
+            count=len(cotangents[0]),
             together=together,
             create_graph=self.create_graph,
         )
-        rest, count = iter(found), len(cotangents[0])
-        with torch.set_grad_enabled(self.create_graph):
-            return [v.scatter([next(rest) for _ in v.inputs], count) for v in variables]
 
     def _reverse(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
         pulled = self._record()
@@ -170,19 +166,11 @@ class Jacobian:
             self._refuse_missing(order=2)
             with torch.enable_grad():
                 cotangents = [torch.zeros_like(z, requires_grad=True) for z in self.outputs]
-                found = batched_grad(
-                    self.outputs,
-                    [at for v in self.variables for at in v.inputs],
-                    [c.unsqueeze(0) for c in cotangents],
-                    together=False,
-                    create_graph=True,
-                )
-                rest = iter(found)
-                parts = [
-                    [g if (g := next(rest)) is None else g.squeeze(0) for _ in v.inputs]
-                    for v in self.variables
-                ]
-            self._pulled = _Pulled(cotangents, parts)
+                inputs = inputs_of(self.variables)
+                stacks = [c.unsqueeze(0) for c in cotangents]
+                found = batched_grad(self.outputs, inputs, stacks, together=False, create_graph=True)
+                rows = [None if g is None else g.squeeze(0) for g in found]
+            self._pulled = _Pulled(cotangents, grouped(self.variables, rows))
         return self._pulled
 
     def _refuse_missing(self, order: int) -> None:
@@ -222,29 +210,6 @@ class Jacobian:
         """Draw the random numbers and cast as the graph did."""
         with self._evaluation.random.restored(), self._autocast.restored(), forward_mode():
             yield
-
-
-def batched_grad(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor | GradientEdge],
-    cotangents: Sequence[Tensor],
-    *,
-    together: bool,
-    create_graph: bool,
-) -> list[Tensor | None]:
-    """Pull stacks of cotangents ``[m, ...]`` back in one sweep, or, where m is 1, in a plain one; keep the graph."""
-    if not outputs:
-        return [None] * len(inputs)
-    found = torch.autograd.grad(
-        outputs,
-        inputs,  # type: ignore[reportArgumentType, reportCallIssue]
-        [c if together else c[0] for c in cotangents],
-        is_grads_batched=together,
-        create_graph=create_graph,
-        retain_graph=True,
-        allow_unused=True,
-    )
-    return list(found) if together else stacked(found)
 
 
 def filled(found: Iterable[Tensor | None], like: Sequence[Tensor], count: int) -> list[Tensor]:

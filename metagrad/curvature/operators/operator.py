@@ -405,3 +405,23 @@ class Block(Operator):
 
     def _free(self) -> None:
         self.operator.close()
+
+
+class LossOperator(Operator):
+    """The operator of one batch, which knows the loss that it comes from.
+
+    Attributes:
+        loss: The loss of the batch.
+    """
+
+    loss: Tensor
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the loss, flat."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> float | Tensor | None:
+        """What the mean of the batch divides by; None if the loss is a sum."""
+        raise NotImplementedError

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
+from metagrad.autograd.derivatives.variables import batched_grad
 from metagrad.core.graph import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.operators.jacobian import batched_grad, filled
+from metagrad.curvature.operators.jacobian import filled
 from metagrad.curvature.operators.problem import Evaluation
 
 Middle: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
 from metagrad.core.graph import graph_nodes
-from metagrad.core.substitution import replaced
+from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
@@ -116,7 +115,8 @@ class Problem:
             return self.model(_with_values(self.params, leaves), x)
         own = _own(self.model)
         values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
-        with replaced(self.model, values), _own_statistics(self.model):
+        training = (module for module in self.model.modules() if module.training)
+        with replaced(self.model, values), own_buffers(training):  # to look at curvature changes no model
             return self.model(x)
 
     def _variables(self, leaves: Mapping[str, Tensor], loss: Tensor) -> list[Variable]:
@@ -202,17 +202,3 @@ def _with_values(params: Parameters, leaves: Mapping[str, Tensor]) -> Parameters
         name: p.with_values(leaves[name]) if isinstance(p, SparseTensor) else leaves[name]
         for name, p in params.items()
     }
-
-
-@contextlib.contextmanager
-def _own_statistics(model: nn.Module) -> Iterator[None]:
-    """Let modules in training mode write to copies of their buffers: to look at curvature changes no model."""
-    held = [(m._buffers, dict(m._buffers)) for m in model.modules() if m.training and m._buffers]
-    try:
-        for buffers, before in held:
-            buffers.update({name: None if b is None else b.clone() for name, b in before.items()})
-        yield
-    finally:
-        for buffers, before in held:
-            buffers.clear()
-            buffers.update(before)
