@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,3 +30,45 @@ class LinearMap(Protocol):
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply each row of ``vectors``, shape [num_vectors, n], giving rows of the same shape."""
         ...
+
+
+Rows: TypeAlias = Callable[[Tensor], Tensor]
+"""A linear map of rows, [k, n] to [k, n]; of one operator, unless a function says that each row has its own."""
+
+
+def checked_size(call: str, operator: LinearMap) -> int:
+    """Return n of an n x n map of floating point numbers."""
+    for name in ("shape", "dtype", "device", "products"):
+        if not hasattr(operator, name):
+            raise TypeError(
+                f"{call}: operator must be a linear map with shape, dtype, device and products; "
+                f"{type(operator).__name__} has no {name}."
+            )
+    shape = tuple(operator.shape)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
+    if not operator.dtype.is_floating_point:
+        raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")
+    return shape[0]
+
+
+def shaped_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
+    """Multiply rows, and see that the products have the shape of the vectors."""
+    products = operator.products(vectors)
+    if products.shape != vectors.shape:
+        raise ValueError(
+            f"{call}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
+            f"{tuple(products.shape)}."
+        )
+    return products
+
+
+def checked_products(call: str, operator: LinearMap, vectors: Tensor) -> Tensor:
+    """Multiply rows, and see that the products are finite as well."""
+    products = shaped_products(call, operator, vectors)
+    if not bool(products.detach().sum(-1).isfinite().all()) and not bool(products.isfinite().all()):
+        raise ValueError(
+            f"{call}: a product of the operator has NaN or inf. Look for them in the parameters, in the loss and in "
+            "its first and second derivatives (a square root or a norm at zero)."
+        )
+    return products

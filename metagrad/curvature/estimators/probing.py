@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 
 FACTORISED = (torch.float32, torch.float64)
 
@@ -55,25 +55,9 @@ class Probing:
         )
 
     def products(self, vectors: Tensor) -> Tensor:
-        """Multiply rows.
-
-        Raises:
-            ValueError: A product has another shape than its vector, or is not finite.
-        """
-        found = self.operator.products(vectors)
-        if found.shape != vectors.shape:
-            raise ValueError(
-                f"{self.call}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
-                f"{tuple(found.shape)}."
-            )
-        finite = found.isfinite().all(1)
-        if not finite.all():
-            index = self.matvecs + int((~finite).nonzero()[0])
-            raise ValueError(
-                f"{self.call}: product {index} of the operator has NaN or inf. Look for them in the parameters, "
-                "in the loss and in its first and second derivatives (a square root or a norm at zero)."
-            )
-        self.matvecs += vectors.shape[0]
+        """Multiply rows; refuse products that are not finite or of another shape."""
+        found = checked_products(self.call, self.operator, vectors)
+        self.matvecs += len(vectors)
         return found
 
     def pieces(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,22 +73,6 @@ class Probing:
     def rounding(self, norm: Tensor) -> Tensor:
         """Return the size of rounding errors in a trace, for a map of this Frobenius norm."""
         return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
-
-
-def checked_size(call: str, operator: LinearMap) -> int:
-    """Return n of an n x n map of floating point numbers."""
-    for name in ("shape", "dtype", "device", "products"):
-        if not hasattr(operator, name):
-            raise TypeError(
-                f"{call}: operator must be a linear map with shape, dtype, device and products; "
-                f"{type(operator).__name__} has no {name}."
-            )
-    shape = tuple(operator.shape)
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise ValueError(f"{call}: operator must be square and not empty, got shape {shape}.")
-    if not operator.dtype.is_floating_point:
-        raise TypeError(f"{call}: operator must be of a floating point dtype, got {operator.dtype}.")
-    return shape[0]
 
 
 def check_probes(call: str, probes: object, least: int = 1) -> int:

@@ -16,11 +16,10 @@ from metagrad.curvature.estimators.probing import (
     Probing,
     check_factorised,
     checked_budget,
-    checked_size,
     spend,
 )
 from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_size
 
 Method = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace", "xnystrace"]
 

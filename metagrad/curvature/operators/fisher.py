@@ -13,7 +13,7 @@ from metagrad.curvature.operators.ggn import count_of, operator_of
 from metagrad.curvature.operators.jacobian import Mode
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.output_hessians import (
-    Middle,
+    OutputMatrix,
     fisher_of_outputs,
     observed_scores,
     sampled_scores,
@@ -116,7 +116,7 @@ def fisher(
     problem = Problem(call, model, loss_fn, params, sparse, allow_unused, create_graph, any_split=True)
     labels = _Labels(generator if kind == "sampled" else torch.Generator())
 
-    def middle_of(evaluation: Evaluation) -> Middle:
+    def output_matrix_of(evaluation: Evaluation) -> OutputMatrix:
         if kind == "exact":
             return fisher_of_outputs(evaluation)
         if kind == "empirical":
@@ -125,7 +125,7 @@ def fisher(
 
     return operator_of(
         problem,
-        middle_of,
+        output_matrix_of,
         data,
         mode=mode,
         chunk=chunk,

@@ -18,7 +18,7 @@ from metagrad.curvature.operators.batches import (
 )
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
 from metagrad.curvature.operators.operator import LossOperator, Operator
-from metagrad.curvature.operators.output_hessians import Middle, loss_hessian
+from metagrad.curvature.operators.output_hessians import OutputMatrix, loss_hessian
 from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
 from metagrad.curvature.operators.space import ParameterSpace
 
@@ -125,7 +125,7 @@ class GaussNewton(LossOperator):
     def __init__(
         self,
         evaluation: Evaluation,
-        middle: Middle,
+        output_matrix: OutputMatrix,
         *,
         mode: JacobianMode,
         chunk: int,
@@ -134,7 +134,7 @@ class GaussNewton(LossOperator):
         super().__init__(evaluation.space())
         self.loss = evaluation.loss if evaluation.problem.create_graph else evaluation.loss.detach()
         self._evaluation = evaluation
-        self._middle = middle
+        self._output_matrix = output_matrix
         self._jacobian = Jacobian(evaluation, mode)
         self._chunk = chunk
         self._reduction: Reduction | None = reduction
@@ -161,7 +161,7 @@ class GaussNewton(LossOperator):
 
         def multiply(part: list[Tensor], together: bool) -> list[Tensor]:
             return jacobian.transposed_products(
-                self._middle(jacobian.products(part, together), together), together
+                self._output_matrix(jacobian.products(part, together), together), together
             )
 
         pieces = self._together.pieces(multiply, block.split(vectors), self._chunk)
@@ -169,12 +169,12 @@ class GaussNewton(LossOperator):
 
     def _free(self) -> None:
         self.loss = self.loss.detach()
-        del self._evaluation, self._middle, self._jacobian
+        del self._evaluation, self._output_matrix, self._jacobian
 
 
 def operator_of(
     problem: Problem,
-    middle_of: Callable[[Evaluation], Middle],
+    output_matrix_of: Callable[[Evaluation], OutputMatrix],
     data: Batch | Iterable[Batch],
     *,
     mode: Mode,
@@ -184,13 +184,15 @@ def operator_of(
     check_deterministic: bool,
     begin_pass: Callable[[], None] | None = None,
 ) -> Operator:
-    r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = middle_of(evaluation)``."""
+    r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = output_matrix_of(evaluation)``."""
     how = JacobianMode(problem.call, mode)
     size = checked_chunk(problem.call, chunk)
 
     def operator_for(batch: Batch) -> GaussNewton:
         evaluation = problem.evaluate(batch)
-        return GaussNewton(evaluation, middle_of(evaluation), mode=how, chunk=size, reduction=reduction)
+        return GaussNewton(
+            evaluation, output_matrix_of(evaluation), mode=how, chunk=size, reduction=reduction
+        )
 
     if is_one_batch(data):
         return operator_for(data)

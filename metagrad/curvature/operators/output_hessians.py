@@ -16,11 +16,11 @@ from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.jacobian import filled
 from metagrad.curvature.operators.problem import Evaluation
 
-Middle: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
-"""``middle(vectors, together)``: multiply stacks ``[m, *output.shape]`` by a matrix of the outputs."""
+OutputMatrix: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
+"""``output_matrix(vectors, together)``: multiply stacks ``[m, *output.shape]`` by a matrix of the outputs."""
 
 
-def loss_hessian(evaluation: Evaluation) -> Middle:
+def loss_hessian(evaluation: Evaluation) -> OutputMatrix:
     """Return the Hessian of the loss in the outputs, in closed form if there is one."""
     known, on_tape = evaluation.known, evaluation.problem.create_graph
     if known is None:
@@ -33,7 +33,7 @@ def loss_hessian(evaluation: Evaluation) -> Middle:
     return multiply
 
 
-def _hessian_by_autodiff(evaluation: Evaluation) -> Middle:
+def _hessian_by_autodiff(evaluation: Evaluation) -> OutputMatrix:
     problem, on_tape = evaluation.problem, evaluation.problem.create_graph
     with torch.enable_grad():
         outputs = [z.view_as(z) if on_tape else z.detach().requires_grad_() for z in evaluation.outputs]
@@ -66,7 +66,7 @@ def _hessian_by_autodiff(evaluation: Evaluation) -> Middle:
     return multiply
 
 
-def fisher_of_outputs(evaluation: Evaluation) -> Middle:
+def fisher_of_outputs(evaluation: Evaluation) -> OutputMatrix:
     r"""Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
     known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
 
@@ -77,7 +77,7 @@ def fisher_of_outputs(evaluation: Evaluation) -> Middle:
     return multiply
 
 
-def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Generator | None) -> Middle:
+def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Generator | None) -> OutputMatrix:
     r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for labels that are drawn M times."""
     known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
     if bool(known.output.isnan().any()):
@@ -89,7 +89,7 @@ def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Genera
     return _outer_products([scores], known.num_data, on_tape)
 
 
-def observed_scores(evaluation: Evaluation, count: float | Tensor | None) -> Middle:
+def observed_scores(evaluation: Evaluation, count: float | Tensor | None) -> OutputMatrix:
     r"""Return :math:`\sum_n s_n g_n g_n^\top` for the labels in the data.
 
     The gradient of the loss in the output is :math:`s_n g_n`.
@@ -125,7 +125,7 @@ def known_loss(evaluation: Evaluation) -> OutputLoss:
     return evaluation.known
 
 
-def _outer_products(scores: Sequence[Tensor], num_data: int, on_tape: bool) -> Middle:
+def _outer_products(scores: Sequence[Tensor], num_data: int, on_tape: bool) -> OutputMatrix:
     r"""Return the sum over samples M and data n of :math:`a_{nM} a_{nM}^\top`, from ``[M, *output.shape]`` each."""
     rows = [score.reshape(len(score), num_data, -1) for score in scores]
 

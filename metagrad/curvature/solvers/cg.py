@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
-    LinearSystem,
-    Rows,
     Run,
     divide,
     dot,
@@ -27,6 +26,7 @@ from metagrad.curvature.solvers.iteration import (
     running,
 )
 from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.system import LinearSystem
 
 
 class CGState(NamedTuple):

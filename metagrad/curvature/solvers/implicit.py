@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from metagrad.core import _torch
-from metagrad.curvature.solvers.iteration import Rows
+from metagrad.curvature.linear_map import Rows
 
 _NOT_NESTED = (
     "solve(...): forward mode gives the first derivative of a solution alone. Take reverse mode for all, as in "

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.solution import Result
-
-Rows: TypeAlias = Callable[[Tensor], Tensor]
-"""A linear map of rows, [k, n] to [k, n]; of one operator, unless a function says that each row has its own."""
+from metagrad.curvature.solvers.system import LinearSystem
 
 RESULTS = tuple(Result)
 RUNNING = -1
@@ -32,15 +29,6 @@ class Run(NamedTuple):
     steps: Tensor  # int64 [k]
     status: Tensor  # index into RESULTS, int64 [k]
     direction: Tensor  # of negative curvature, zero in rows where it was not met, [k, n]
-
-
-class LinearSystem(NamedTuple):
-    """A linear map, damping included, and what is known to set up a solver for it."""
-
-    operator: LinearMap  # with the damping
-    undamped: LinearMap
-    damping: float
-    generator: torch.Generator | None
 
 
 class Solver(Protocol):

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
-    LinearSystem,
-    Rows,
     Run,
     ended,
     fill,
@@ -23,6 +22,7 @@ from metagrad.curvature.solvers.iteration import (
     running,
 )
 from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.system import LinearSystem
 
 POWER_STEPS = 10
 
@@ -113,11 +113,10 @@ def _grows(before: Tensor, after: Tensor) -> Tensor:
 
 def _largest_eigenvalue(system: LinearSystem) -> float:
     """Estimate the largest eigenvalue of a positive operator, from below: by half at worst, in all likelihood."""
-    operator = system.operator
+    operator = system.undamped
     v = draw(1, operator.shape[0], dtype=operator.dtype, device=operator.device, generator=system.generator)
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):
-        with torch.no_grad():
-            v = operator.products(v / norm(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None]).detach()
+        v = system.constant_products(v / norm(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
         size = norm(v)[0]
     return float(size) if bool(size.isfinite()) else 0.0

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.probes import draw
-from metagrad.curvature.estimators.probing import checked_size
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.iteration import Limits, LinearSystem, Rows, Run
+from metagrad.curvature.solvers.iteration import Limits, Run
+from metagrad.curvature.solvers.system import LinearSystem
 
 FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
@@ -176,12 +176,7 @@ def _more(
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             fresh = fresh - (fresh @ omega.t()) @ omega
     fresh = torch.linalg.qr(fresh.t())[0].t().contiguous()
-    products = operator.products(fresh).detach()
-    if not bool(products.isfinite().all()):
-        raise ValueError(
-            "nystrom(operator): a product of the operator has NaN or inf. Look for them in the parameters, in the "
-            "loss and in its first and second derivatives."
-        )
+    products = checked_products("nystrom(operator)", operator, fresh).detach()
     if omega is None or y is None:
         return fresh, products
     return torch.cat([omega, fresh]), torch.cat([y, products])
@@ -240,8 +235,8 @@ class NystromPCG:
             raise ValueError(
                 'solve(..., method="nystrom_pcg", preconditioner): this method makes its own. Use method="pcg".'
             )
-        found = nystrom(system.undamped, self.rank, damping=system.damping, generator=system.generator)
-        return self.cg, found.preconditioner(system.damping)
+        found = nystrom(system.undamped, self.rank, damping=system.weight, generator=system.generator)
+        return self.cg, found.preconditioner(system.weight)
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits

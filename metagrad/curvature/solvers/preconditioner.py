@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.probes import draw
-from metagrad.curvature.linear_map import LinearMap
-from metagrad.curvature.solvers.iteration import Rows
+from metagrad.curvature.linear_map import LinearMap, Rows
 
 Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
 """A symmetric positive definite map of rows [k, n] that is close to the inverse, or the operator's diagonal [n]."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.probing import checked_size
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
-from metagrad.curvature.solvers.iteration import RESULTS, Limits, LinearSystem, Rows, Run, Solver, norm
+from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, norm
 from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.nystrom import NystromPCG
@@ -27,8 +26,8 @@ from metagrad.curvature.solvers.solution import Result, Solution, SolveError, St
 from metagrad.curvature.solvers.system import (
     CALL,
     Counted,
-    Damped,
     Differentiate,
+    LinearSystem,
     check_numbers,
     check_vector,
     checked_damping,
@@ -143,23 +142,22 @@ def solve(
     counted = Counted(operator)
     if check_symmetry:
         check_symmetric(CALL, "operator", counted, counted.products)
-    damped = Damped(counted, damping)
-    solver, precondition = _solver(method, preconditioner is not None).set_up(
-        LinearSystem(damped, counted, weight, generator), precondition
-    )
+    system = LinearSystem(counted, damping, weight, generator)
+    solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
     limits = Limits((rtol * norm(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
+    work = _Work(system, solver, precondition)
     if differentiate == "implicit":
         check_transforms()
-        run = _off_the_tape(solver, damped, rows, start, precondition, limits)
+        run = work.off_the_tape(rows, start, limits)
     else:
-        run = solver.run(damped.products, rows, start, precondition, limits)
-    x, product = run.x, damped.products(run.x.detach())
+        run = solver.run(system.products, rows, start, precondition, limits)
+    x, product = run.x, system.products(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
     results = tuple(RESULTS[index] for index in status.tolist())
     if differentiate == "implicit" and torch.is_grad_enabled():
-        x = _attached(x, product, rows, damped, solver, precondition, limits, rtol, order, results)
+        x = work.attached(x, product, rows, limits, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
     stats = Stats(results, run.steps, residuals, counted.matvecs, direction)
     if b.ndim == 1:
@@ -174,72 +172,68 @@ def _start(x0: Tensor, b: Tensor) -> Tensor:
     return torch.where((b.detach() != 0).any(-1, keepdim=True), x0, 0.0)
 
 
-def _off_the_tape(
-    solver: Solver, damped: Damped, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
-) -> Run:
-    with torch.no_grad():
-        start = None if x0 is None else x0.detach()
-        return solver.run(damped.constant_products, b.detach(), start, precondition, limits)
+@dataclass(frozen=True)
+class _Work:
+    """A system, and the solver that was set up for it."""
 
+    system: LinearSystem
+    solver: Solver
+    precondition: Rows | None
 
-def _attached(
-    x: Tensor,
-    product: Tensor,
-    b: Tensor,
-    damped: Damped,
-    solver: Solver,
-    precondition: Rows | None,
-    limits: Limits,
-    rtol: float,
-    order: int,
-    results: tuple[Result, ...],
-) -> Tensor:
-    """Put the solution on the tape, by the implicit function theorem where it holds."""
-    for result in results:
-        if result not in _APPROXIMATE:
-            sentence = (
-                f"{CALL}: the value is no solution, so the implicit function theorem gives no derivative: "
-                f'{result.value} Pass differentiate="unroll" for that of the steps.'
+    def off_the_tape(self, b: Tensor, x0: Tensor | None, limits: Limits) -> Run:
+        with torch.no_grad():
+            start = None if x0 is None else x0.detach()
+            return self.solver.run(
+                self.system.constant_products, b.detach(), start, self.precondition, limits
             )
-            return refuse_derivatives(x, sentence, b, product)
-    relative = (limits.tolerance / norm(b)).nan_to_num(0.0, posinf=0.0)
-    adjoint = partial(
-        _adjoint_solve,
-        solver=replace(solver, radius=None) if isinstance(solver, CG) else solver,
-        damped=damped,
-        precondition=precondition,
-        rtol=max(rtol, float(relative.max()) if len(b) else 0.0),
-        max_steps=limits.max_steps,
-        expects_convergence=all(result is Result.CONVERGED for result in results),
-    )
-    return attach(Inverse(damped.products, adjoint, order), b, x, product, order)
 
-
-def _adjoint_solve(
-    g: Tensor,
-    *,
-    solver: Solver,
-    damped: Damped,
-    precondition: Rows | None,
-    rtol: float,
-    max_steps: int,
-    expects_convergence: bool,
-) -> Tensor:
-    # Rows of size one: cotangents of a high order may be so small that their squares vanish.
-    scale = g.detach().abs().amax(-1, keepdim=True)
-    rows = g.detach() / torch.where(scale > 0, scale, 1.0)
-    run = _off_the_tape(solver, damped, rows, None, precondition, Limits(rtol * norm(rows), max_steps))
-    results = {RESULTS[index] for index in run.status.tolist()}
-    for result in results:
-        if result not in _APPROXIMATE:
-            raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
-    if expects_convergence and Result.MAX_STEPS in results:
-        warnings.warn(
-            f"{CALL}: the solution converged and the solve of its derivative did not within {max_steps} steps. "
-            "Raise max_steps, or rtol for both.",
-            stacklevel=2,
+    def attached(
+        self,
+        x: Tensor,
+        product: Tensor,
+        b: Tensor,
+        limits: Limits,
+        results: tuple[Result, ...],
+        rtol: float,
+        order: int,
+    ) -> Tensor:
+        """Put the solution on the tape, by the implicit function theorem where it holds."""
+        for result in results:
+            if result not in _APPROXIMATE:
+                sentence = (
+                    f"{CALL}: the value is no solution, so the implicit function theorem gives no derivative: "
+                    f'{result.value} Pass differentiate="unroll" for that of the steps.'
+                )
+                return refuse_derivatives(x, sentence, b, product)
+        relative = (limits.tolerance / norm(b)).nan_to_num(0.0, posinf=0.0)
+        rtol = max(rtol, float(relative.max()) if len(b) else 0.0)
+        solver = replace(self.solver, radius=None) if isinstance(self.solver, CG) else self.solver
+        converges = all(result is Result.CONVERGED for result in results)
+        adjoint = partial(
+            replace(self, solver=solver).adjoint,
+            rtol=rtol,
+            max_steps=limits.max_steps,
+            expects_convergence=converges,
         )
-    return run.x * scale
+        return attach(Inverse(self.system.products, adjoint, order), b, x, product, order)
+
+    def adjoint(self, g: Tensor, *, rtol: float, max_steps: int, expects_convergence: bool) -> Tensor:
+        """Solve for a cotangent."""
+        # Rows of size one: cotangents of a high order may be so small that their squares vanish.
+        scale = g.detach().abs().amax(-1, keepdim=True)
+        rows = g.detach() / torch.where(scale > 0, scale, 1.0)
+        run = self.off_the_tape(rows, None, Limits(rtol * norm(rows), max_steps))
+        results = {RESULTS[index] for index in run.status.tolist()}
+        for result in results:
+            if result not in _APPROXIMATE:
+                raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
+        if expects_convergence and Result.MAX_STEPS in results:
+            warnings.warn(
+                f"{CALL}: the solution converged and the solve of its derivative did not within {max_steps} steps. "
+                "Raise max_steps, or rtol for both.",
+                stacklevel=2,
+            )
+        return run.x * scale
 
 
 def _true_residuals(status: Tensor, product: Tensor, b: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:

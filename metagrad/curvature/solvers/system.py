@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
 CALL = "solve(operator, b)"
@@ -21,36 +22,28 @@ class Counted:
 
     def __init__(self, operator: LinearMap) -> None:
         self.operator = operator
-        self.shape = operator.shape
-        self.dtype = operator.dtype
-        self.device = operator.device
+        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
         self.matvecs = 0
 
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""
-        products = self.operator.products(vectors)
-        if products.shape != vectors.shape:
-            raise ValueError(
-                f"{CALL}: operator.products must keep the shape {tuple(vectors.shape)} of its vectors, got "
-                f"{tuple(products.shape)}."
-            )
+        products = shaped_products(CALL, self.operator, vectors)
         self.matvecs += len(vectors)
         return products
 
 
-class Damped:
-    """``A + damping I``, as a linear map."""
+@dataclass(frozen=True)
+class LinearSystem:
+    """``A + damping I`` as a linear map of rows, and what is known to set up a solver for it."""
 
-    def __init__(self, operator: LinearMap, damping: float | Tensor) -> None:
-        self.operator = operator
-        self.damping = damping
-        self.shape = operator.shape
-        self.dtype = operator.dtype
-        self.device = operator.device
+    undamped: Counted
+    damping: float | Tensor
+    weight: float  # the damping, a constant
+    generator: torch.Generator | None
 
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""
-        products = self.operator.products(vectors)
+        products = self.undamped.products(vectors)
         if isinstance(self.damping, Tensor) or self.damping:
             products = products + self.damping * vectors
         return products

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.probes import check_drawing
-from metagrad.curvature.estimators.probing import checked_size
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.spectrum.first_order import first_order
-from metagrad.curvature.spectrum.lanczos import checked_products, row_norms
+from metagrad.curvature.spectrum.lanczos import row_norms
 from metagrad.curvature.spectrum.thick_restart import Subspace, Which, ranking, thick_restart_lanczos
 
 
@@ -173,7 +172,7 @@ def _budget(max_products: int | None, n: int, k: int) -> int:
 def _with_residuals(operator: LinearMap, found: Subspace, which: Which, rtol: float) -> Eigenpairs:
     """Multiply once more: the only product that is kept on the tape."""
     vectors = found.vectors / row_norms(found.vectors).unsqueeze(1)
-    images = checked_products(operator, vectors, _CALL)
+    images = checked_products(_CALL, operator, vectors)
     quotients = (vectors * images).sum(1, dtype=torch.float64).to(vectors.dtype)
     constants = quotients.detach()
     rest = images.detach() - constants.unsqueeze(1) * vectors

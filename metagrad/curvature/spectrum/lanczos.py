@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_products
 
 
 class LanczosState(NamedTuple):
@@ -105,7 +105,7 @@ def _run(operator: LinearMap, starts: Tensor, steps: int, call: str) -> LanczosS
 def _step(operator: LinearMap, state: LanczosState, j: int, active: list[int], call: str) -> LanczosState:
     """Multiply the j-th rows; fill in column j of the projections and the rows after, in place."""
     basis, steps = state.basis, state.basis.shape[1]
-    products = checked_products(operator, basis[active, j], call)
+    products = checked_products(call, operator, basis[active, j])
     images = torch.zeros_like(basis[:, 0])
     images[active] = products.detach()
     rest, coefficients = orthogonalise(images, basis[:, : j + 1])
@@ -143,22 +143,6 @@ def row_norms(rows: Tensor) -> Tensor:
     largest = rows.abs().amax(-1, keepdim=True)
     safe = torch.where(largest == 0, 1.0, largest)
     return largest.squeeze(-1) * torch.linalg.vector_norm(rows / safe, dim=-1)
-
-
-def checked_products(operator: LinearMap, vectors: Tensor, call: str) -> Tensor:
-    """Multiply, and see that the products are finite and of the right shape."""
-    products = operator.products(vectors)
-    if products.shape != vectors.shape:
-        raise ValueError(
-            f"{call}: operator.products(vectors) must have the shape of vectors, {list(vectors.shape)}, got "
-            f"{list(products.shape)}."
-        )
-    if not bool(torch.isfinite(products.detach().sum(-1)).all()) and not bool(products.isfinite().all()):
-        raise ValueError(
-            f"{call}: a product of the operator with a finite vector is not finite. Look for NaN or inf in the "
-            "loss and its derivatives at these parameters."
-        )
-    return products
 
 
 def negligible(dtype: torch.dtype) -> float:

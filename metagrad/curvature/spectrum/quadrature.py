@@ -12,8 +12,8 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
-from metagrad.curvature.estimators.probing import check_probes, checked_size
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.estimators.probing import check_probes
+from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
 

@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.linear_map import LinearMap, checked_products
 from metagrad.curvature.spectrum.lanczos import (
     check_symmetric,
-    checked_products,
     negligible,
     orthogonalise,
     row_norms,
@@ -216,7 +215,7 @@ def _extend(
 ) -> KrylovSpace:
     """Multiply the next vector; what the product adds to the space is the one after."""
     basis, projected, j = space.basis, space.projected, space.size
-    image = checked_products(operator, basis[j : j + 1], call)[0].detach()
+    image = checked_products(call, operator, basis[j : j + 1])[0].detach()
     rest, coefficients = orthogonalise(image, basis[: j + 1])
     norm = row_norms(rest)
     report = torch.cat([coefficients, norm[None], row_norms(image)[None]]).cpu().double()

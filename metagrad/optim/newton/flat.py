@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metagrad.curvature.solvers.iteration import Rows, dot
+from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.solvers.iteration import dot
 from metagrad.optim.rule import Params
 
 

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.cg import ConjugateGradients
-from metagrad.curvature.solvers.iteration import Rows, dot, initial, norm
+from metagrad.curvature.solvers.iteration import dot, initial, norm
 from metagrad.optim.newton.sampled_pairs import Pairs, PairSampler
 
 

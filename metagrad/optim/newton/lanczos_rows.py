@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.curvature.solvers.iteration import Rows, divide, dot
+from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.optim.newton.flat import norm
 
 _STEPS_TO_A_ROOT = 12  # by Newton's method, to rounding

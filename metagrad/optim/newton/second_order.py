@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from metagrad.curvature.solvers.iteration import RESULTS, Rows, dot
+from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.solvers.iteration import RESULTS, dot
 from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
 from metagrad.optim.newton.flat import RowSpace, check_uniform
 from metagrad.optim.newton.krylov import Krylov

@@ -179,6 +179,6 @@ def test_bad_arguments():
     with pytest.raises(TypeError, match='method="xdiag" needs an orthonormal basis'):
         diagonal(MatrixMap(torch.eye(5, dtype=torch.bfloat16)), method="xdiag")
     with pytest.raises(
-        ValueError, match=r"diagonal\(operator, \.\.\.\): product 0 of the operator has NaN or inf"
+        ValueError, match=r"diagonal\(operator, \.\.\.\): a product of the operator has NaN or inf"
     ):
         diagonal(MatrixMap(torch.full((5, 5), torch.nan)))

@@ -36,7 +36,7 @@ def test_a_product_that_is_not_finite_is_named(bad):
     met = probing(MatrixMap(torch.eye(3)))
     met.products(torch.ones(4, 3))
     met.operator = MatrixMap(matrix)
-    with pytest.raises(ValueError, match=r"f\(operator\): product 4 of the operator has NaN or inf"):
+    with pytest.raises(ValueError, match=r"f\(operator\): a product of the operator has NaN or inf"):
         met.products(torch.ones(2, 3))
 
 

@@ -231,7 +231,9 @@ def test_arguments_of_another_type():
 def test_products_that_are_not_finite_or_not_symmetric():
     dense = torch.diag(torch.arange(10.0))
     dense[3, 3] = float("nan")
-    with pytest.raises(ValueError, match=r"eigenvalues\(operator, k\): a product .* is not finite"):
+    with pytest.raises(
+        ValueError, match=r"eigenvalues\(operator, k\): a product of the operator has NaN or inf"
+    ):
         eigenvalues(MatrixMap(dense), 2, generator=generator())
     skew = torch.diag(torch.arange(10.0)) + torch.triu(torch.ones(10, 10))
     with pytest.raises(ValueError, match=r"eigenvalues\(operator, k\): the operator is not symmetric"):
