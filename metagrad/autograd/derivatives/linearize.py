@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -181,9 +182,7 @@ class Linearization:
             self._has_third = True
         chosen = range(len(self.variables)) if only is None else only
 
-        def product(part: list[Tensor], together: bool) -> list[Tensor]:
-            return self._product(part, chosen, together, create_graph)
-
+        product = partial(self._product, chosen=chosen, create_graph=create_graph)
         # Derivatives of what vmap has batched are not always right (torch 2.13: torch.func.jacrev of a gradient with
         # layer_norm or batch_norm), so what goes on the tape is computed one by one.
         yield from self._together.pieces(product, vectors, chunk, one_by_one=create_graph)
@@ -204,7 +203,7 @@ class Linearization:
         self.close()
 
     def _product(
-        self, vectors: list[Tensor], chosen: Sequence[int], together: bool, create_graph: bool
+        self, vectors: list[Tensor], together: bool, *, chosen: Sequence[int], create_graph: bool
     ) -> list[Tensor]:
         """Pull vectors, brought to the gradient, back to the variables."""
         variables = [self.variables[i] for i in chosen]

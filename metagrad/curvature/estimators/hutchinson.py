@@ -29,7 +29,7 @@ class Hutchinson:
         """Spend so many more products."""
         found = self.probing.reduced(products, _forms)
         self.samples = torch.cat([self.samples, found[:, 0]])
-        self.squares = torch.cat([self.squares, found[:, 1].detach()])
+        self.squares = torch.cat([self.squares, found[:, 1]])
 
     def estimate(self) -> Estimate:
         """Estimate from all the samples so far."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
+from metagrad.curvature.estimators.hutchinson import Hutchinson
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import Probing, checked_budget, spend
 from metagrad.curvature.linear_map import LinearMap
@@ -61,28 +62,19 @@ def frobenius_norm(
     return spend(_SquaredNorms(Probing(call, operator, distribution, generator, chunk)), budget, rtol)
 
 
-class _SquaredNorms:
-    def __init__(self, probing: Probing) -> None:
-        self.probing = probing
-        self.samples = torch.empty(0, dtype=probing.operator.dtype, device=probing.operator.device)
-
-    def extend(self, products: int) -> None:
-        self.samples = torch.cat([self.samples, self.probing.reduced(products, _squared_norm)])
+class _SquaredNorms(Hutchinson):
+    """The mean of the squares."""
 
     def estimate(self) -> Estimate:
-        probing, square = self.probing, self.samples.mean()
+        probing, square = self.probing, self.squares.mean()
         value = square.sqrt()
         known = value.detach()
-        error = standard_error(self.samples.detach(), torch.zeros_like(known))
-        if len(self.samples) > 1:
+        error = standard_error(self.squares.detach(), torch.zeros_like(known))
+        if len(self.squares) > 1:
             error = torch.where(known > 0, error / (2 * known), 0.0).hypot(probing.rounding(known))
         return Estimate(
-            value, error, len(self.samples), probing.matvecs, "hutchinson", quantity="Frobenius norm"
+            value, error, len(self.squares), probing.matvecs, "hutchinson", quantity="Frobenius norm"
         )
-
-
-def _squared_norm(probes: Tensor, products: Tensor) -> Tensor:
-    return products.square().sum(1)
 
 
 def layer_traces(
