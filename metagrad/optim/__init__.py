@@ -1,15 +1,22 @@
 """Optimizers: pure rules, for inner loops that are differentiated through, and ``torch.optim`` shells of them."""
 
 from metagrad.optim import rules
+from metagrad.optim.diagonal.adahessian import AdaHessian
+from metagrad.optim.diagonal.sophia import SophiaG, SophiaH
+from metagrad.optim.first_order.adagrad import SparseAdagrad
+from metagrad.optim.first_order.adam import SparseAdam
+from metagrad.optim.first_order.lion import Lion
+from metagrad.optim.kronecker.muon import Muon
+from metagrad.optim.kronecker.shampoo import Shampoo
+from metagrad.optim.kronecker.soap import SOAP
+from metagrad.optim.newton.cubic_newton import CubicNewton
+from metagrad.optim.newton.gauss_newton import GaussNewton
 from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult, least_squares
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.bounded_newton import CubicNewton, TrustRegionNewton
-from metagrad.optim.torch_optim.first_order import Lion, Muon, SparseAdagrad, SparseAdam
+from metagrad.optim.newton.natural_gradient import NaturalGradient
+from metagrad.optim.newton.newton_cg import NewtonCG
+from metagrad.optim.newton.trust_region_newton import TrustRegionNewton
 from metagrad.optim.torch_optim.kfac import KFAC
-from metagrad.optim.torch_optim.kronecker import SOAP, Shampoo
 from metagrad.optim.torch_optim.lbfgs import LBFGS
-from metagrad.optim.torch_optim.newton import GaussNewton, NaturalGradient, NewtonCG
-from metagrad.optim.torch_optim.sophia import SophiaG, SophiaH
 
 __all__ = [
     "KFAC",

@@ -26,16 +26,13 @@ class PerParameter(RuleNode):
     """What makes the rule, for errors: ``"adam(...)"``."""
     State: ClassVar[type]
     """A named tuple of ``step`` and, by parameter name, the slots; those that are not needed are None."""
-    fractions: ClassVar[tuple[str, ...]] = ()
-    """The hyper-parameters that must be below 1."""
     takes_rows: ClassVar[bool] = False
     """Whether a gradient may be RowSparse."""
     maximize: bool
 
     def __post_init__(self) -> None:
         for _, name, value in self._hyperparameters():
-            fraction = name.partition("[")[0] in self.fractions
-            check_hyperparameter(self.call, name, value, **({"below": 1.0} if fraction else {}))
+            check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
     def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
         """Return what is carried for a parameter, before the first step."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from metagrad.core._torch import pytree
 
@@ -18,6 +22,48 @@ Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Seq
 for each parameter by name: a number, a 0-d tensor, or a tensor of the parameter's shape, for its elements."""
 
 R = TypeVar("R")
+
+
+def hyperparameter(*, doc: str, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
+    """Declare a field of a rule that is a hyper-parameter, which may be a tensor that requires grad.
+
+    Args:
+        doc: A line of documentation.
+        default: Its value where none is given; without, one has to be.
+        below: What a number must be below; it is never negative.
+    """
+    return dataclasses.field(default=default, metadata={"doc": doc, "hyper": True, "below": below})
+
+
+def option(*, doc: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field of a rule that is structure: a flag, a count, a name, a function."""
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(hyperparameter, option))
+def functional_optimizer(cls: type[R]) -> type[R]:
+    """Make a class of declared fields a rule: a frozen dataclass, which documents them and knows which are which."""
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    declared = {field.name: field.metadata for field in documented_fields(cls)}
+    cls.hyper = tuple(name for name, data in declared.items() if "hyper" in data)  # type: ignore[attr-defined]
+    cls.below = {name: declared[name]["below"] for name in cls.hyper}  # type: ignore[attr-defined]
+    cls.__doc__ = with_arguments(cls.__doc__ or "", ((name, data["doc"]) for name, data in declared.items()))
+    return cls
+
+
+def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """Return the fields of a rule that a user sets."""
+    return [field for field in dataclasses.fields(cls) if "doc" in field.metadata]  # type: ignore[arg-type]
+
+
+def with_arguments(doc: str, arguments: Iterable[tuple[str, str]]) -> str:
+    """Write a section ``Args`` into a docstring, before what a docstring has behind it."""
+    fill = {"width": 118, "initial_indent": " " * 8, "subsequent_indent": " " * 12, "break_on_hyphens": False}
+    entries = [textwrap.fill(f"{name}: {sentence}", **fill) for name, sentence in arguments]  # type: ignore[arg-type]
+    section = "\n".join(["    Args:", *entries])
+    later = re.search(r"^    (Raises|Example|References):$", doc, re.MULTILINE)
+    at = later.start() if later else len(doc)
+    return f"{doc[:at].rstrip()}\n\n{section}\n\n{doc[at:]}"
 
 
 class Rule(Protocol):
@@ -61,6 +107,8 @@ class RuleNode:
 
     hyper: ClassVar[tuple[str, ...]] = ()
     """The fields that are hyper-parameters."""
+    below: ClassVar[Mapping[str, float]] = {}
+    """What their numbers must be below."""
     nested: ClassVar[tuple[str, ...]] = ()
     """The fields that are trees of anything else: rules, and constants."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
 import torch
@@ -13,34 +13,87 @@ from metagrad.optim.arithmetic import average
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, checked_gradients
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
 
 class AdaHessianState(NamedTuple):
-    """What :class:`AdaHessian` carries from step to step."""
+    """What :class:`AdaHessianRule` carries from step to step."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes of the parameters
     square: Params  # averages of the squares of the Hessian's diagonal
 
 
-@dataclass(frozen=True, eq=False)
-class AdaHessian(PerParameter):
-    """The rule that :func:`adahessian` makes."""
+@functional_optimizer
+class AdaHessianRule(PerParameter):
+    r"""The functional form of AdaHessian.
 
-    lr: Hyperparameter = 0.15
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999)
-    eps: Hyperparameter = 1e-4
-    weight_decay: Hyperparameter = 0.0
-    hessian_power: Hyperparameter = 1.0
-    samples: int = 1
-    spatial_average: bool = True
-    maximize: bool = False
+    .. math::
+        D_t &= \frac{1}{S} \sum_{s=1}^{S} z_s \odot H_t z_s, \qquad z_s \in \{-1, 1\}^n \\
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar D_t^2 \\
+        w_t &= (1 - \eta \lambda) w_{t-1}
+               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
+
+    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel.
+
+    Example:
+        The first step is Newton's, whatever the scale of a parameter, if the Hessian is diagonal:
+
+        >>> from metagrad.optim.diagonal.adahessian import adahessian
+        >>> from metagrad.optim.tape_curvature import TapeCurvature
+        >>> rule = adahessian(lr=1.0, eps=0.0)
+        >>> params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
+        >>> loss = (torch.tensor([1.0, 100.0]) * (params["w"] - 3) ** 2).sum()
+        >>> grads = metagrad.grad(loss, params, create_graph=True)
+        >>> new, state = rule.update(grads, rule.init(params), params, TapeCurvature(params, grads))
+        >>> new["w"].tolist()
+        [3.0, 3.0]
+
+    References:
+        Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "ADAHESSIAN: an adaptive second order optimizer for machine
+        learning", AAAI 2021, algorithm 1 and equations 8 to 12.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=0.15,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest. A step has the length of Newton's times ``lr``, so that it is larger than for Adam.",
+    )
+    _: KW_ONLY
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
+        default=(0.9, 0.999),
+        doc="How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.",
+        below=1.0,
+    )
+    eps: Hyperparameter = hyperparameter(
+        default=1e-4,
+        doc="What is added to the diagonal; it bounds the step where there is no curvature.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
+    )
+    hessian_power: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc="The power :math:`k` of the diagonal: 1 is Newton's step, 0 that of momentum without curvature.",
+    )
+    samples: int = option(
+        default=1, doc="Probes for each step, :math:`S`; each costs a product with the Hessian."
+    )
+    spatial_average: bool = option(
+        default=True,
+        doc="Average the diagonal over the dimensions behind the first two of a parameter, which are the "
+        "positions in the kernel of a convolution of any number of dimensions. The paper's own program "
+        "averages absolute values there, this rule the values, as the paper says.",
+    )
+    maximize: bool = option(
+        default=False,
+        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+    )
     batch_ndim: int = 0
 
     call, State = "adahessian(...)", AdaHessianState
-    hyper = ("lr", "betas", "eps", "weight_decay", "hessian_power")
-    fractions = ("betas",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,76 +163,7 @@ class AdaHessian(PerParameter):
         return minus_quotient(w, lr * correction / (1 - beta1**steps), mean, scale), mean, square
 
 
-def adahessian(
-    lr: Hyperparameter = 0.15,
-    *,
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.999),
-    eps: Hyperparameter = 1e-4,
-    weight_decay: Hyperparameter = 0.0,
-    hessian_power: Hyperparameter = 1.0,
-    samples: int = 1,
-    spatial_average: bool = True,
-    maximize: bool = False,
-) -> AdaHessian:
-    r"""Make the rule of AdaHessian.
-
-    .. math::
-        D_t &= \frac{1}{S} \sum_{s=1}^{S} z_s \odot H_t z_s, \qquad z_s \in \{-1, 1\}^n \\
-        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar D_t^2 \\
-        w_t &= (1 - \eta \lambda) w_{t-1}
-               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
-
-    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest. A
-            step has the length of Newton's times ``lr``, so that it is larger than for Adam.
-        betas: How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.
-        eps: What is added to the diagonal; it bounds the step where there is no curvature.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 that of momentum without curvature.
-        samples: Probes for each step, :math:`S`; each costs a product with the Hessian.
-        spatial_average: Average the diagonal over the dimensions behind the first two of a parameter, which are the
-            positions in the kernel of a convolution of any number of dimensions. The paper's own program averages
-            absolute values there, this rule the values, as the paper says.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``.
-
-    Raises:
-        ValueError: A number is out of its range; in ``update``, there is no curvature, or a value for a step or a
-            parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse.
-
-    Example:
-        The first step is Newton's, whatever the scale of a parameter, if the Hessian is diagonal:
-
-        >>> from metagrad.optim.diagonal.adahessian import adahessian
-        >>> from metagrad.optim.tape_curvature import TapeCurvature
-        >>> rule = adahessian(lr=1.0, eps=0.0)
-        >>> params = {"w": torch.tensor([1.0, 2.0], requires_grad=True)}
-        >>> loss = (torch.tensor([1.0, 100.0]) * (params["w"] - 3) ** 2).sum()
-        >>> grads = metagrad.grad(loss, params, create_graph=True)
-        >>> new, state = rule.update(grads, rule.init(params), params, TapeCurvature(params, grads))
-        >>> new["w"].tolist()
-        [3.0, 3.0]
-
-    References:
-        Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "ADAHESSIAN: an adaptive second order optimizer for machine
-        learning", AAAI 2021, algorithm 1 and equations 8 to 12.
-    """
-    return AdaHessian(
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        hessian_power=hessian_power,
-        samples=samples,
-        spatial_average=spatial_average,
-        maximize=maximize,
-    )
+adahessian = AdaHessianRule
 
 
 def spatially_averaged(diagonal: Tensor, batch_ndim: int = 0) -> Tensor:
@@ -224,3 +208,39 @@ def check_count(call: str, name: str, value: int) -> None:
     """Refuse what is not a whole number of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")
+
+
+class AdaHessian(DiagonalOptimizer, rule=AdaHessianRule):
+    r"""Optimize by AdaHessian: Adam whose second moment is that of the Hessian's diagonal.
+
+    .. math::
+        w_t = (1 - \eta \lambda) w_{t-1}
+              - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
+
+    with :math:`v` the average of the squares of :math:`z \odot H z`. A closure of the usual form works,
+    or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; what does not work is said
+    of :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. A step costs two to three
+    gradients.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        With a diagonal Hessian the first step is Newton's, to the minimum:
+
+        >>> from metagrad.optim import AdaHessian
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> opt = AdaHessian([w], lr=1.0, eps=0.0)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (torch.tensor([1.0, 100.0]) * (w - 3) ** 2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> opt.step(closure), w
+        (tensor(104.), tensor([3., 3.], requires_grad=True))
+
+    References:
+        Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "ADAHESSIAN: an adaptive second order optimizer for machine
+        learning", AAAI 2021.
+    """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -11,30 +11,60 @@ from torch import Tensor
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
 class AdadeltaState(NamedTuple):
-    """What :class:`Adadelta` carries from step to step."""
+    """What :class:`AdadeltaRule` carries from step to step."""
 
     step: int  # steps taken
     square: Params  # averages of the squares of the gradients, in the shapes of the parameters
     moved: Params  # averages of the squares of the steps, before they are scaled by lr
 
 
-@dataclass(frozen=True, eq=False)
-class Adadelta(PerParameter):
-    """The rule that :func:`adadelta` makes."""
+@functional_optimizer
+class AdadeltaRule(PerParameter):
+    r"""The functional form of Adadelta; equal to ``torch.optim.Adadelta`` step for step.
 
-    lr: Hyperparameter = 1.0
-    rho: Hyperparameter = 0.9
-    eps: Hyperparameter = 1e-6
-    weight_decay: Hyperparameter = 0.0
-    maximize: bool = False
+    .. math::
+        v_t &= \rho v_{t-1} + (1 - \rho) g_t^2, \qquad
+        d_t = \frac{\sqrt{u_{t-1} + \epsilon}}{\sqrt{v_t + \epsilon}} \, g_t \\
+        u_t &= \rho u_{t-1} + (1 - \rho) d_t^2, \qquad w_t = w_{t-1} - \eta \, d_t
+
+    Example:
+        >>> rule = metagrad.optim.rules.adadelta(rho=0.5, eps=1.0)
+        >>> params = {"w": torch.tensor(2.0)}
+        >>> new, state = rule.update({"w": torch.tensor(4.0)}, rule.init(params), params)  # 4 / sqrt(8 + 1)
+        >>> new["w"]
+        tensor(0.6667)
+
+    References:
+        Zeiler, "ADADELTA: an adaptive learning rate method", arXiv:1212.5701, algorithm 1.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of the step, 1 in the paper; in the forms of :data:`Hyperparameter`; may "
+        r"require grad, as may the rest.",
+    )
+    _: KW_ONLY
+    rho: Hyperparameter = hyperparameter(
+        default=0.9,
+        doc="How much of both averages is kept, from 0 to below 1.",
+        below=1.0,
+    )
+    eps: Hyperparameter = hyperparameter(
+        default=1e-6,
+        doc=r"What is added below the roots. It sets the first steps going, whose length is "
+        r":math:`\sqrt{\epsilon / (1 - \rho)}`, and must be above 0 for that.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="The factor of the parameters that is added to their gradients.",
+    )
+    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "adadelta(...)", AdadeltaState
-    hyper = ("lr", "rho", "eps", "weight_decay")
-    fractions = ("rho",)
 
     @property
     def decays_linearly(self) -> bool:
@@ -67,46 +97,4 @@ class Adadelta(PerParameter):
         return plus_scaled(w, lr, direction, sign=-1), square, average(moved, rho, direction * direction)
 
 
-def adadelta(
-    lr: Hyperparameter = 1.0,
-    *,
-    rho: Hyperparameter = 0.9,
-    eps: Hyperparameter = 1e-6,
-    weight_decay: Hyperparameter = 0.0,
-    maximize: bool = False,
-) -> Adadelta:
-    r"""Make the rule of Adadelta; equal to ``torch.optim.Adadelta`` step for step.
-
-    .. math::
-        v_t &= \rho v_{t-1} + (1 - \rho) g_t^2, \qquad
-        d_t = \frac{\sqrt{u_{t-1} + \epsilon}}{\sqrt{v_t + \epsilon}} \, g_t \\
-        u_t &= \rho u_{t-1} + (1 - \rho) d_t^2, \qquad w_t = w_{t-1} - \eta \, d_t
-
-    Args:
-        lr: The factor :math:`\eta` of the step, 1 in the paper; in the forms of :data:`Hyperparameter`; may require
-            grad, as may the rest.
-        rho: How much of both averages is kept, from 0 to below 1.
-        eps: What is added below the roots. It sets the first steps going, whose length is
-            :math:`\sqrt{\epsilon / (1 - \rho)}`, and must be above 0 for that.
-        weight_decay: The factor of the parameters that is added to their gradients.
-        maximize: Climb: take the gradient with the other sign.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
-
-    Raises:
-        ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse: use ``rowwise``.
-
-    Example:
-        >>> rule = metagrad.optim.rules.adadelta(rho=0.5, eps=1.0)
-        >>> params = {"w": torch.tensor(2.0)}
-        >>> new, state = rule.update({"w": torch.tensor(4.0)}, rule.init(params), params)  # 4 / sqrt(8 + 1)
-        >>> new["w"]
-        tensor(0.6667)
-
-    References:
-        Zeiler, "ADADELTA: an adaptive learning rate method", arXiv:1212.5701, algorithm 1.
-    """
-    return Adadelta(lr=lr, rho=rho, eps=eps, weight_decay=weight_decay, maximize=maximize)
+adadelta = AdadeltaRule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -11,29 +11,61 @@ from torch import Tensor
 from metagrad.optim.arithmetic import plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdagradState(NamedTuple):
-    """What :class:`Adagrad` carries from step to step."""
+    """What :class:`AdagradRule` carries from step to step."""
 
     step: int  # steps taken
     total: Params  # sums of the squares of the gradients, in the shapes of the parameters
 
 
-@dataclass(frozen=True, eq=False)
-class Adagrad(PerParameter):
-    """The rule that :func:`adagrad` makes."""
+@functional_optimizer
+class AdagradRule(PerParameter):
+    r"""The functional form of Adagrad; equal to ``torch.optim.Adagrad`` step for step.
 
-    lr: Hyperparameter
-    lr_decay: Hyperparameter = 0.0
-    eps: Hyperparameter = 1e-10
-    weight_decay: Hyperparameter = 0.0
-    initial_accumulator_value: float | Tensor = 0.0
-    maximize: bool = False
+    .. math::
+        s_t = s_{t-1} + g_t^2, \qquad
+        w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
+
+    The rule can be differentiated where all gradients so far are exactly zero: the derivative of the root is
+    taken as 0 there.
+
+    Example:
+        >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> new, state = rule.update({"w": torch.tensor([3.0, -4.0])}, rule.init(params), params)
+        >>> new["w"], state.total["w"]
+        (tensor([0.5000, 2.5000]), tensor([ 9., 16.]))
+
+    References:
+        Duchi, Hazan, Singer, "Adaptive subgradient methods for online learning and stochastic optimization",
+        JMLR 12, 2011, section 1.3.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1e-2,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"next.",
+    )
+    _: KW_ONLY
+    lr_decay: Hyperparameter = hyperparameter(
+        default=0.0, doc=r"How fast it shrinks from step to step, :math:`\gamma`."
+    )
+    eps: Hyperparameter = hyperparameter(default=1e-10, doc="What is added to the root.")
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="The factor of the parameters that is added to their gradients.",
+    )
+    initial_accumulator_value: float | Tensor = option(
+        default=0.0,
+        doc="The sum :math:`s_0` before the first step, a number or a 0-d tensor.",
+    )
+    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "adagrad(...)", AdagradState
-    hyper = ("lr", "lr_decay", "eps", "weight_decay")
     nested = ("initial_accumulator_value",)
 
     def __post_init__(self) -> None:
@@ -68,56 +100,31 @@ class Adagrad(PerParameter):
         return w - (lr / (1 + step * lr_decay)) * g / (root(total) + eps), total
 
 
-def adagrad(
-    lr: Hyperparameter = 1e-2,
-    *,
-    lr_decay: Hyperparameter = 0.0,
-    eps: Hyperparameter = 1e-10,
-    weight_decay: Hyperparameter = 0.0,
-    initial_accumulator_value: float | Tensor = 0.0,
-    maximize: bool = False,
-) -> Adagrad:
-    r"""Make the rule of Adagrad; equal to ``torch.optim.Adagrad`` step for step.
+adagrad = AdagradRule
 
-    .. math::
-        s_t = s_{t-1} + g_t^2, \qquad
-        w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
 
-    The rule can be differentiated where all gradients so far are exactly zero: the derivative of the root is
-    taken as 0 there.
+class SparseAdagrad(RuleOptimizer, rule=AdagradRule, without=("weight_decay",)):
+    r"""Optimize embedding tables by Adagrad, exactly, with state for the rows touched so far.
 
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the next.
-        lr_decay: How fast it shrinks from step to step, :math:`\gamma`.
-        eps: What is added to the root.
-        weight_decay: The factor of the parameters that is added to their gradients.
-        initial_accumulator_value: The sum :math:`s_0` before the first step, a number or a 0-d tensor.
-        maximize: Climb: take the gradient with the other sign.
+    .. math:: s_t = s_{t-1} + g_t^2, \qquad
+              w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
 
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+    equal to ``torch.optim.Adagrad``, which keeps a state of the size of the table. Dense gradients are taken as well.
 
     Raises:
-        ValueError: A number is negative; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse: use ``rowwise``.
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
 
     Example:
-        >>> rule = metagrad.optim.rules.adagrad(lr=0.5, eps=0.0)
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> new, state = rule.update({"w": torch.tensor([3.0, -4.0])}, rule.init(params), params)
-        >>> new["w"], state.total["w"]
-        (tensor([0.5000, 2.5000]), tensor([ 9., 16.]))
+        >>> from metagrad.optim import SparseAdagrad
+        >>> table = torch.nn.Embedding(1000, 2, sparse=True)
+        >>> opt = SparseAdagrad(table.parameters(), lr=0.1)
+        >>> table(torch.tensor([7, 7, 3])).square().sum().backward()
+        >>> opt.step()
+        >>> opt.state[table.weight]["total"].shape
+        torch.Size([2, 2])
 
     References:
         Duchi, Hazan, Singer, "Adaptive subgradient methods for online learning and stochastic optimization",
         JMLR 12, 2011, section 1.3.
     """
-    return Adagrad(
-        lr=lr,
-        lr_decay=lr_decay,
-        eps=eps,
-        weight_decay=weight_decay,
-        initial_accumulator_value=initial_accumulator_value,
-        maximize=maximize,
-    )

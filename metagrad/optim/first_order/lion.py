@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -11,28 +11,62 @@ from torch import Tensor
 from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class LionState(NamedTuple):
-    """What :class:`Lion` carries from step to step."""
+    """What :class:`LionRule` carries from step to step."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes of the parameters
 
 
-@dataclass(frozen=True, eq=False)
-class Lion(PerParameter):
-    """The rule that :func:`lion` makes."""
+@functional_optimizer
+class LionRule(PerParameter):
+    r"""The functional form of Lion.
 
-    lr: Hyperparameter = 1e-4
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.99)
-    weight_decay: Hyperparameter = 0.0
-    maximize: bool = False
+    .. math::
+        w_t = w_{t-1} - \eta \bigl(\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t) + \lambda w_{t-1}\bigr),
+        \qquad m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t
+
+    The derivative of the sign is zero, so a meta-gradient flows through ``lr``, the decay and the parameters
+    themselves, and not through gradients or ``betas``: those have a gradient of exactly zero.
+
+    Example:
+        >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0, 4.0])}
+        >>> new, state = rule.update({"w": torch.tensor([3.0, -0.1, 0.0])}, rule.init(params), params)
+        >>> new["w"]
+        tensor([0.2500, 2.0000, 3.0000])
+
+    References:
+        Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2 and section 5.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1e-4,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad. Every "
+        r"element moves by it, so it is 3 to 10 times smaller than Adam's.",
+    )
+    _: KW_ONLY
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
+        default=(0.9, 0.99),
+        doc="The share of the average in the direction, and how much of the average is kept, each from 0 to "
+        "below 1.",
+        below=1.0,
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as much"
+        r" larger than Adam's as ``lr`` is smaller.",
+    )
+    maximize: bool = option(
+        default=False,
+        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+    )
 
     call, State = "lion(...)", LionState
-    hyper = ("lr", "betas", "weight_decay")
-    fractions = ("betas",)
 
     @property
     def decays_linearly(self) -> bool:
@@ -62,47 +96,29 @@ class Lion(PerParameter):
         return plus_scaled(w, lr, direction, sign=-1), average(mean, beta2, g)
 
 
-def lion(
-    lr: Hyperparameter = 1e-4,
-    *,
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.9, 0.99),
-    weight_decay: Hyperparameter = 0.0,
-    maximize: bool = False,
-) -> Lion:
-    r"""Make the rule of Lion.
+lion = LionRule
 
-    .. math::
-        w_t = w_{t-1} - \eta \bigl(\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t) + \lambda w_{t-1}\bigr),
-        \qquad m_t = \beta_2 m_{t-1} + (1 - \beta_2) g_t
 
-    The derivative of the sign is zero, so a meta-gradient flows through ``lr``, the decay and the parameters
-    themselves, and not through gradients or ``betas``: those have a gradient of exactly zero.
+class Lion(RuleOptimizer, rule=LionRule):
+    r"""Optimize by Lion: steps of the same length in every element, along the sign of a momentum.
 
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad. Every element
-            moves by it, so it is 3 to 10 times smaller than Adam's.
-        betas: The share of the average in the direction, and how much of the average is kept, each from 0 to
-            below 1.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters, as
-            much larger than Adam's as ``lr`` is smaller.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+    .. math:: w_t &= w_{t-1} - \eta \bigl(\operatorname{sign}(\beta_1 m_{t-1} + (1 - \beta_1) g_t)
+                     + \lambda w_{t-1}\bigr) \\
+              m_t & = \beta_2 m_{t-1} + (1 - \beta_2) g_t
 
     Raises:
-        ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse: use ``rowwise``.
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
 
     Example:
-        >>> rule = metagrad.optim.rules.lion(lr=0.5, weight_decay=0.5)
-        >>> params = {"w": torch.tensor([1.0, 2.0, 4.0])}
-        >>> new, state = rule.update({"w": torch.tensor([3.0, -0.1, 0.0])}, rule.init(params), params)
-        >>> new["w"]
-        tensor([0.2500, 2.0000, 3.0000])
+        >>> from metagrad.optim import Lion
+        >>> w = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> opt = Lion([w], lr=0.5)
+        >>> (w**2).sum().backward()
+        >>> opt.step()
+        >>> w
+        tensor([ 0.5000, -1.5000], requires_grad=True)
 
     References:
-        Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2 and section 5.
+        Chen et al., "Symbolic discovery of optimization algorithms", NeurIPS 2023, algorithm 2.
     """
-    return Lion(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)

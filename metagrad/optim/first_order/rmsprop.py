@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
 class RMSpropState(NamedTuple):
-    """What :class:`RMSprop` carries from step to step."""
+    """What :class:`RMSpropRule` carries from step to step."""
 
     step: int  # steps taken
     square: Params  # averages of the squares of the gradients, in the shapes of the parameters
@@ -23,21 +23,62 @@ class RMSpropState(NamedTuple):
     momentum: Params | None  # velocities; None without momentum
 
 
-@dataclass(frozen=True, eq=False)
-class RMSprop(PerParameter):
-    """The rule that :func:`rmsprop` makes."""
+@functional_optimizer
+class RMSpropRule(PerParameter):
+    r"""The functional form of RMSprop; equal to ``torch.optim.RMSprop`` step for step.
 
-    lr: Hyperparameter
-    alpha: Hyperparameter = 0.99
-    eps: Hyperparameter = 1e-8
-    weight_decay: Hyperparameter = 0.0
-    momentum: Hyperparameter = 0.0
-    centered: bool = False
-    maximize: bool = False
+    .. math::
+        v_t &= \alpha v_{t-1} + (1 - \alpha) g_t^2, \qquad
+        b_t = \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - \bar g_t^2} + \epsilon} \\
+        w_t &= w_{t-1} - \eta \, b_t
+
+    with the average gradient :math:`\bar g_t = \alpha \bar g_{t-1} + (1 - \alpha) g_t` if ``centered``, else 0.
+    The rule can be differentiated where a gradient is exactly zero: the derivative of the root is taken as 0
+    there.
+
+    Example:
+        >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> new, state = rule.update({"w": torch.tensor([3.0, -4.0])}, rule.init(params), params)
+        >>> new["w"]
+        tensor([0., 3.])
+
+    References:
+        Tieleman, Hinton, "Lecture 6.5: RMSprop", COURSERA: Neural networks for machine learning, 2012; Graves,
+        "Generating sequences with recurrent neural networks", arXiv:1308.0850, equations 38 to 45, for
+        ``centered``.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1e-2,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest.",
+    )
+    _: KW_ONLY
+    alpha: Hyperparameter = hyperparameter(
+        default=0.99,
+        doc="How much of the average of squares is kept, from 0 to below 1.",
+        below=1.0,
+    )
+    eps: Hyperparameter = hyperparameter(
+        default=1e-8,
+        doc="What is added to the root, which bounds the step where gradients vanish.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="The factor of the parameters that is added to their gradients.",
+    )
+    momentum: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none.",
+    )
+    centered: bool = option(
+        default=False,
+        doc="Divide by the root of the variance of the gradients instead of their second moment.",
+    )
+    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "rmsprop(...)", RMSpropState
-    hyper = ("lr", "alpha", "eps", "weight_decay", "momentum")
-    fractions = ("alpha",)
 
     @property
     def decays_linearly(self) -> bool:
@@ -78,62 +119,4 @@ class RMSprop(PerParameter):
         return plus_scaled(w, lr, direction, sign=-1), square, mean, velocity
 
 
-def rmsprop(
-    lr: Hyperparameter = 1e-2,
-    *,
-    alpha: Hyperparameter = 0.99,
-    eps: Hyperparameter = 1e-8,
-    weight_decay: Hyperparameter = 0.0,
-    momentum: Hyperparameter = 0.0,
-    centered: bool = False,
-    maximize: bool = False,
-) -> RMSprop:
-    r"""Make the rule of RMSprop; equal to ``torch.optim.RMSprop`` step for step.
-
-    .. math::
-        v_t &= \alpha v_{t-1} + (1 - \alpha) g_t^2, \qquad
-        b_t = \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - \bar g_t^2} + \epsilon} \\
-        w_t &= w_{t-1} - \eta \, b_t
-
-    with the average gradient :math:`\bar g_t = \alpha \bar g_{t-1} + (1 - \alpha) g_t` if ``centered``, else 0.
-    The rule can be differentiated where a gradient is exactly zero: the derivative of the root is taken as 0
-    there.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        alpha: How much of the average of squares is kept, from 0 to below 1.
-        eps: What is added to the root, which bounds the step where gradients vanish.
-        weight_decay: The factor of the parameters that is added to their gradients.
-        momentum: The share :math:`\mu` of the last velocity that is kept; 0 keeps none.
-        centered: Divide by the root of the variance of the gradients instead of their second moment.
-        maximize: Climb: take the gradient with the other sign.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
-
-    Raises:
-        ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse: use ``rowwise``.
-
-    Example:
-        >>> rule = metagrad.optim.rules.rmsprop(lr=0.5, alpha=0.75, eps=0.0)
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> new, state = rule.update({"w": torch.tensor([3.0, -4.0])}, rule.init(params), params)
-        >>> new["w"]
-        tensor([0., 3.])
-
-    References:
-        Tieleman, Hinton, "Lecture 6.5: RMSprop", COURSERA: Neural networks for machine learning, 2012; Graves,
-        "Generating sequences with recurrent neural networks", arXiv:1308.0850, equations 38 to 45, for
-        ``centered``.
-    """
-    return RMSprop(
-        lr=lr,
-        alpha=alpha,
-        eps=eps,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        centered=centered,
-        maximize=maximize,
-    )
+rmsprop = RMSpropRule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -11,29 +11,59 @@ from torch import Tensor
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
 class SGDState(NamedTuple):
-    """What :class:`SGD` carries from step to step."""
+    """What :class:`SGDRule` carries from step to step."""
 
     step: int  # steps taken
     momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum
 
 
-@dataclass(frozen=True, eq=False)
-class SGD(PerParameter):
-    """The rule that :func:`sgd` makes."""
+@functional_optimizer
+class SGDRule(PerParameter):
+    r"""The functional form of stochastic gradient descent; equal to ``torch.optim.SGD`` step for step.
 
-    lr: Hyperparameter
-    momentum: Hyperparameter = 0.0
-    dampening: Hyperparameter = 0.0
-    weight_decay: Hyperparameter = 0.0
-    nesterov: bool = False
-    maximize: bool = False
+    .. math::
+        d_t &= g_t + \lambda w_t, \qquad v_{t+1} = \mu v_t + (1 - \tau) d_t \\
+        w_{t+1} &= w_t - \eta \, (d_t + \mu v_{t+1} \text{ if nesterov, else } v_{t+1})
+
+    Every hyper-parameter is a number or a tensor that may require grad, and takes the forms of
+    :data:`Hyperparameter`: one value, one for each step, one for each parameter by name.
+
+    Example:
+        >>> rule = metagrad.optim.rules.sgd(lr=0.5)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> new, state = rule.update({"w": torch.tensor([1.0, 1.0])}, rule.init(params), params)
+        >>> new, state.step
+        ({'w': tensor([0.5000, 1.5000])}, 1)
+
+    References:
+        Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013,
+        section 2; Li et al., "Meta-SGD", arXiv:1707.09835.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        doc=r"The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.",
+    )
+    _: KW_ONLY
+    momentum: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none.",
+    )
+    dampening: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients.",
+    )
+    nesterov: bool = option(default=False, doc="Look ahead along the new velocity.")
+    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "sgd(...)", SGDState
-    hyper = ("lr", "momentum", "dampening", "weight_decay")
     takes_rows = True
 
     def __post_init__(self) -> None:
@@ -79,56 +109,4 @@ class SGD(PerParameter):
         return plus_scaled(w, lr, g, sign=-1), velocity
 
 
-def sgd(
-    lr: Hyperparameter,
-    *,
-    momentum: Hyperparameter = 0.0,
-    dampening: Hyperparameter = 0.0,
-    weight_decay: Hyperparameter = 0.0,
-    nesterov: bool = False,
-    maximize: bool = False,
-) -> SGD:
-    r"""Make the rule of stochastic gradient descent; equal to ``torch.optim.SGD`` step for step.
-
-    .. math::
-        d_t &= g_t + \lambda w_t, \qquad v_{t+1} = \mu v_t + (1 - \tau) d_t \\
-        w_{t+1} &= w_t - \eta \, (d_t + \mu v_{t+1} \text{ if nesterov, else } v_{t+1})
-
-    Every hyper-parameter is a number or a tensor that may require grad, and takes the forms of
-    :data:`Hyperparameter`: one value, one for each step, one for each parameter by name.
-
-    Args:
-        lr: The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.
-        momentum: The share :math:`\mu` of the last velocity that is kept; 0 keeps none.
-        dampening: The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.
-        weight_decay: The factor :math:`\lambda` of the parameters that is added to their gradients.
-        nesterov: Look ahead along the new velocity.
-        maximize: Climb: take the gradient with the other sign.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
-
-    Raises:
-        ValueError: A number is negative, ``nesterov`` without momentum or with dampening; in ``update``, a value
-            for a step or a parameter is missing, or a gradient.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex.
-
-    Example:
-        >>> rule = metagrad.optim.rules.sgd(lr=0.5)
-        >>> params = {"w": torch.tensor([1.0, 2.0])}
-        >>> new, state = rule.update({"w": torch.tensor([1.0, 1.0])}, rule.init(params), params)
-        >>> new, state.step
-        ({'w': tensor([0.5000, 1.5000])}, 1)
-
-    References:
-        Sutskever et al., "On the importance of initialization and momentum in deep learning", ICML 2013,
-        section 2; Li et al., "Meta-SGD", arXiv:1707.09835.
-    """
-    return SGD(
-        lr=lr,
-        momentum=momentum,
-        dampening=dampening,
-        weight_decay=weight_decay,
-        nesterov=nesterov,
-        maximize=maximize,
-    )
+sgd = SGDRule

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad.optim.curvature import Kronecker, checked_factors
-from metagrad.optim.first_order.sgd import SGD, SGDState
+from metagrad.optim.first_order.sgd import SGDRule, SGDState
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
 from metagrad.optim.kronecker.factors import (
     Factors,
@@ -22,7 +22,7 @@ from metagrad.optim.kronecker.factors import (
 from metagrad.optim.kronecker.kfac_options import check_options
 from metagrad.optim.kronecker.layers import joined, split
 from metagrad.optim.per_parameter import checked_gradients
-from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -35,38 +35,124 @@ class Block(NamedTuple):
 
 
 class KFACState(NamedTuple):
-    """What :class:`KFAC` carries from step to step."""
+    """What :class:`KFACRule` carries from step to step."""
 
     step: int  # steps taken
     momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum
     blocks: dict[str, Block]  # by the names of weights that may be those of layers
 
 
-class _Descent(SGD):
+class _Descent(SGDRule):
     """The rule of the directions, whose errors are K-FAC's."""
 
     call = "kfac(...)"
 
 
-@dataclass(frozen=True, eq=False)
-class KFAC(RuleNode):
-    """The rule that :func:`kfac` makes."""
+@functional_optimizer
+class KFACRule(RuleNode):
+    r"""The functional form of K-FAC; equal to :class:`metagrad.optim.KFAC` step for step.
 
-    lr: Hyperparameter = 0.1
-    momentum: Hyperparameter = 0.9
-    damping: Hyperparameter = 1e-2
-    weight_decay: Hyperparameter = 0.0
-    decay: Hyperparameter = 0.95
-    kl_clip: Hyperparameter | None = 1e-3
-    curvature_every: int = 10
-    inverse_every: int = 10
-    fisher: Literal["empirical", "sampled"] = "empirical"
-    loss_reduction: Literal["mean", "sum"] = "mean"
-    maximize: bool = False
+    .. math::
+        A_k &= \epsilon_k A_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[a a^\top], \qquad
+        G_k = \epsilon_k G_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[g g^\top], \qquad
+        \epsilon_k = \min(1 - 1/k, \beta) \\
+        D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
+        \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
+        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
+        \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
+
+    with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
+    layers are the ``nn.Linear`` and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of the model; all other
+    parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
+    every order, through the factors, their inverses and the clipping.
+
+    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
+    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
+    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
+    it is good; there ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
+
+    In :class:`metagrad.MAML` the curvature is given, and each task has factors of its own. By hand it is a
+    :class:`~metagrad.optim.kronecker.layer_objective.LayerObjective`, or anything with a method
+    ``kronecker_factors(request)`` that returns the factors of layers by the names of their weights.
+
+    What does not work: grouped convolutions, and layers that are shared or called twice, which are refused by name;
+    ``memory="block"``; ``compile`` in MAML, which says so and runs the steps as they are; the corrected eigenvalues
+    that ``metagrad.optim.KFAC(eigen=True)`` has, for eigenvectors have no derivative where eigenvalues coincide, as
+    those of factors of few examples do.
+
+    Example:
+        The outputs' factor of a loss that is linear is the square of its slope, that of the inputs their square, and
+        the product of both divides the gradient:
+
+        >>> from metagrad.optim.kronecker.layer_objective import LayerObjective
+        >>> from metagrad.optim.kronecker.kfac import kfac
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> params = {"weight": torch.tensor([[1.0]], requires_grad=True)}
+        >>> rule = kfac(lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None)
+        >>> x, y = torch.tensor([[2.0]]), torch.zeros(1, 1)
+        >>> objective = LayerObjective(model, lambda z, y: 5 * (z - y).sum(), x, y, params)
+        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
+        >>> round(new["weight"].item(), 4), [factor.item() for factor in state.blocks["weight"].factors]
+        (0.9, [4.0, 25.0])
+
+    References:
+        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015;
+        Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; Ba,
+        Grosse, Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR 2017,
+        for ``kl_clip``; Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural
+        gradient descent", NeurIPS 2019, for what ``"empirical"`` is not.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=0.1,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest.",
+    )
+    _: KW_ONLY
+    momentum: Hyperparameter = hyperparameter(
+        default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
+    )
+    damping: Hyperparameter = hyperparameter(
+        default=1e-2,
+        doc=r"What is added to the Fisher matrix, :math:`\gamma`, one number for all layers; above 0, since the "
+        r"factors of few examples are singular.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The factor :math:`\lambda` of the parameters that is added to the direction.",
+    )
+    decay: Hyperparameter = hyperparameter(
+        default=0.95,
+        doc=r"How much of the running averages is kept, :math:`\beta`, likewise one number below 1; of the "
+        r"first, ``1 - 1 / k`` if that is less.",
+    )
+    curvature_every: int = option(
+        default=10,
+        doc="Steps from one estimate of the factors to the next; the first step makes one.",
+    )
+    inverse_every: int = option(
+        default=10, doc="Steps from one inverse to the next, a multiple of ``curvature_every``."
+    )
+    kl_clip: Hyperparameter | None = hyperparameter(
+        default=1e-3,
+        doc=r"The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task, :math:`\kappa`; a"
+        r" longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry "
+        r"steps beyond the limit. None: no limit. The first steps of an inner loop are often long: a limit "
+        r"that binds at each of them makes their length, not ``lr``, what is learned.",
+    )
+    fisher: Literal["empirical", "sampled"] = option(
+        default="empirical",
+        doc='Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for '
+        "losses of known form.",
+    )
+    loss_reduction: Literal["mean", "sum"] = option(
+        default="mean",
+        doc='Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for ``"empirical"``.',
+    )
+    maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
     batch_ndim: int = 0
 
     call = "kfac(...)"
-    hyper = ("lr", "momentum", "damping", "weight_decay", "decay", "kl_clip")
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay"):
@@ -109,7 +195,7 @@ class KFAC(RuleNode):
         return moved, KFACState(step, momentum, blocks)
 
     @property
-    def _descent(self) -> SGD:
+    def _descent(self) -> SGDRule:
         return _Descent(
             self.lr, momentum=self.momentum, weight_decay=self.weight_decay, maximize=self.maximize
         )
@@ -178,6 +264,9 @@ class KFAC(RuleNode):
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
 
 
+kfac = KFACRule
+
+
 def wide(value: Tensor) -> Tensor:
     """Return what a gradient holds, in a dtype that has room for its squares."""
     value = value.values if isinstance(value, RowSparse) else value
@@ -195,113 +284,3 @@ def _times(length: Tensor, parts: Params) -> Params:
         * length.to(part.device, part.dtype).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
         for key, part in parts.items()
     }
-
-
-def kfac(
-    lr: Hyperparameter = 0.1,
-    *,
-    momentum: Hyperparameter = 0.9,
-    damping: Hyperparameter = 1e-2,
-    weight_decay: Hyperparameter = 0.0,
-    decay: Hyperparameter = 0.95,
-    curvature_every: int = 10,
-    inverse_every: int = 10,
-    kl_clip: Hyperparameter | None = 1e-3,
-    fisher: Literal["empirical", "sampled"] = "empirical",
-    loss_reduction: Literal["mean", "sum"] = "mean",
-    maximize: bool = False,
-) -> KFAC:
-    r"""Make the rule of K-FAC; equal to :class:`metagrad.optim.KFAC` step for step.
-
-    .. math::
-        A_k &= \epsilon_k A_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[a a^\top], \qquad
-        G_k = \epsilon_k G_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[g g^\top], \qquad
-        \epsilon_k = \min(1 - 1/k, \beta) \\
-        D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
-        \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
-        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
-        \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
-
-    with :math:`a` the inputs of a layer, a 1 for its bias among them, and :math:`g` the gradients of its outputs. The
-    layers are the ``nn.Linear`` and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of the model; all other
-    parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
-    every order, through the factors, their inverses and the clipping.
-
-    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
-    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
-    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
-    it is good; there ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
-
-    In :class:`metagrad.MAML` the curvature is given, and each task has factors of its own. By hand it is a
-    :class:`~metagrad.optim.kronecker.layer_objective.LayerObjective`, or anything with a method
-    ``kronecker_factors(request)`` that returns the factors of layers by the names of their weights.
-
-    What does not work: grouped convolutions, and layers that are shared or called twice, which are refused by name;
-    ``memory="block"``; ``compile`` in MAML, which says so and runs the steps as they are; the corrected eigenvalues
-    that ``metagrad.optim.KFAC(eigen=True)`` has, for eigenvectors have no derivative where eigenvalues coincide, as
-    those of factors of few examples do.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        momentum: How much of the last steps is kept, :math:`\mu`.
-        damping: What is added to the Fisher matrix, :math:`\gamma`, one number for all layers; above 0, since the
-            factors of few examples are singular.
-        weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
-        decay: How much of the running averages is kept, :math:`\beta`, likewise one number below 1; of the first,
-            ``1 - 1 / k`` if that is less.
-        curvature_every: Steps from one estimate of the factors to the next; the first step makes one.
-        inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task, :math:`\kappa`; a
-            longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry steps
-            beyond the limit. None: no limit. The first steps of an inner loop are often long: a limit
-            that binds at each of them makes their length, not ``lr``, what is learned.
-        fisher: Of what labels: ``"empirical"``, those of the data, or ``"sampled"``, drawn from the model, for
-            losses of known form.
-        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
-            ``"empirical"``.
-        maximize: Climb: take the gradient with the other sign.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``.
-
-    Raises:
-        ValueError: A number is out of its range, or a name is none; in ``update``, there is no curvature at a step
-            that needs it, or a value for a step or a parameter is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, the
-            curvature knows no layers.
-
-    Example:
-        The outputs' factor of a loss that is linear is the square of its slope, that of the inputs their square, and
-        the product of both divides the gradient:
-
-        >>> from metagrad.optim.kronecker.layer_objective import LayerObjective
-        >>> from metagrad.optim.kronecker.kfac import kfac
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> params = {"weight": torch.tensor([[1.0]], requires_grad=True)}
-        >>> rule = kfac(lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None)
-        >>> x, y = torch.tensor([[2.0]]), torch.zeros(1, 1)
-        >>> objective = LayerObjective(model, lambda z, y: 5 * (z - y).sum(), x, y, params)
-        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
-        >>> round(new["weight"].item(), 4), [factor.item() for factor in state.blocks["weight"].factors]
-        (0.9, [4.0, 25.0])
-
-    References:
-        Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015;
-        Grosse, Martens, "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016; Ba,
-        Grosse, Martens, "Distributed second-order optimization using Kronecker-factored approximations", ICLR 2017,
-        for ``kl_clip``; Kunstner, Balles, Hennig, "Limitations of the empirical Fisher approximation for natural
-        gradient descent", NeurIPS 2019, for what ``"empirical"`` is not.
-    """
-    return KFAC(
-        lr=lr,
-        momentum=momentum,
-        damping=damping,
-        weight_decay=weight_decay,
-        decay=decay,
-        kl_clip=kl_clip,
-        curvature_every=curvature_every,
-        inverse_every=inverse_every,
-        fisher=fisher,
-        loss_reduction=loss_reduction,
-        maximize=maximize,
-    )

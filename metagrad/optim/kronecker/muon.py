@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,36 +13,103 @@ from torch import Tensor
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Coefficients = Sequence["float | Tensor"]
 
 
 class MuonState(NamedTuple):
-    """What :class:`Muon` carries from step to step."""
+    """What :class:`MuonRule` carries from step to step."""
 
     step: int  # steps taken
     momentum: Params  # averages of the gradients, in the shapes of the parameters
 
 
-@dataclass(frozen=True, eq=False)
-class Muon(PerParameter):
-    """The rule that :func:`muon` makes."""
+@functional_optimizer
+class MuonRule(PerParameter):
+    r"""The functional form of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
 
-    lr: Hyperparameter = 1e-3
-    weight_decay: Hyperparameter = 0.1
-    momentum: Hyperparameter = 0.95
-    ns_coefficients: tuple[Coefficients, ...] = ((3.4445, -4.775, 2.0315),) * 5  # of one iteration each
-    eps: Hyperparameter = 1e-7
-    nesterov: bool = True
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
-    ns_dtype: torch.dtype | None = None
-    maximize: bool = False
+    .. math::
+        m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
+        w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
+
+    where :math:`\mathrm{NS}` brings all singular values of a matrix near 1, between about 0.7 and 1.2, by iterating
+    a polynomial; and :math:`\kappa` depends on the shape. It takes matrices alone: :func:`mask` gives biases,
+    embeddings and the last layer another rule. With tasks stacked every task has matrices of its own.
+
+    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
+    optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
+    the dtype of the parameters, or is refused.
+
+    Example:
+        Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
+
+        >>> rule = metagrad.optim.rules.muon(
+        ...     lr=1.0, weight_decay=0.0, ns_coefficients=(1.5, -0.5, 0.0), ns_steps=2, ns_dtype=None)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[4.0, 0.0], [0.0, 3.0]])}, rule.init(params), params)
+        >>> new["w"]
+        tensor([[-0.9954,  0.0000],
+                [ 0.0000, -0.9396]])
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024,
+        https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is scalable for LLM training",
+        arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1e-3,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest.",
+    )
+    _: KW_ONLY
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.1,
+        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
+    )
+    momentum: Hyperparameter = hyperparameter(
+        default=0.95, doc=r"How much of the average gradient is kept, :math:`\mu`."
+    )
+    nesterov: bool = option(default=True, doc="Look ahead along the new average.")
+    ns_coefficients: Coefficients | Sequence[Coefficients] = option(
+        default=(3.4445, -4.775, 2.0315),
+        doc=r"Those of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration: three numbers "
+        r"or 0-d tensors; or three for each of the ``ns_steps`` iterations.",
+    )
+    eps: Hyperparameter = hyperparameter(
+        default=1e-7,
+        doc="The least norm that a matrix is divided by before the iterations.",
+    )
+    ns_steps: int = option(default=5, doc="How many iterations.")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = option(
+        default=None,
+        doc=r"""Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also """
+        r"""None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.""",
+    )
+    ns_dtype: torch.dtype | None = option(
+        default=None,
+        doc="The dtype of the iterations; None takes the parameter's. A narrower one is for steps that nobody "
+        "differentiates.",
+    )
+    maximize: bool = option(
+        default=False,
+        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+    )
     batch_ndim: int = 0
 
     call, State = "muon(...)", MuonState
-    hyper = ("lr", "weight_decay", "momentum", "eps")
     nested = ("ns_coefficients",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                "muon(...): adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
+                f"{self.adjust_lr_fn!r}."
+            )
+        _each_iteration(self.ns_coefficients, self.ns_steps)
 
     def check(self, key: str, param: Tensor) -> None:
         """Refuse what is not a matrix."""
@@ -80,11 +147,15 @@ class Muon(PerParameter):
         velocity = average(velocity, momentum, g)
         direction = average(velocity, momentum, g) if self.nesterov else velocity
         matrices = direction.reshape(-1, *w.shape[-2:]) if self.batch_ndim else direction
-        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self.ns_coefficients, eps)
+        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self._coefficients, eps)
         if is_used(weight_decay):
             w = w * (1 - lr * weight_decay)
         direction = matrices.to(w.dtype).reshape(w.shape)
         return plus_scaled(w, lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
+
+    @property
+    def _coefficients(self) -> tuple[Coefficients, ...]:
+        return _each_iteration(self.ns_coefficients, self.ns_steps)
 
     def _check_dtype(self, w: Tensor, g: Tensor) -> None:
         dtype = self.ns_dtype or w.dtype
@@ -98,6 +169,9 @@ class Muon(PerParameter):
         if self.adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(num_rows, num_columns))
         return math.sqrt(max(1.0, num_rows / num_columns))
+
+
+muon = MuonRule
 
 
 def orthogonalized(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float | Tensor) -> Tensor:
@@ -124,92 +198,6 @@ def _plus_product(
     return multiply(base, left, right, beta=beta, alpha=alpha)
 
 
-def muon(
-    lr: Hyperparameter = 1e-3,
-    *,
-    weight_decay: Hyperparameter = 0.1,
-    momentum: Hyperparameter = 0.95,
-    nesterov: bool = True,
-    ns_coefficients: Coefficients | Sequence[Coefficients] = (3.4445, -4.775, 2.0315),
-    eps: Hyperparameter = 1e-7,
-    ns_steps: int = 5,
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
-    ns_dtype: torch.dtype | None = None,
-    maximize: bool = False,
-) -> Muon:
-    r"""Make the rule of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
-
-    .. math::
-        m_t &= \mu m_{t-1} + (1 - \mu) g_t, \qquad d_t = \mu m_t + (1 - \mu) g_t \text{ if nesterov, else } m_t \\
-        w_t &= (1 - \eta \lambda) \, w_{t-1} - \eta \kappa \, \mathrm{NS}(d_t)
-
-    where :math:`\mathrm{NS}` brings all singular values of a matrix near 1, between about 0.7 and 1.2, by iterating
-    a polynomial; and :math:`\kappa` depends on the shape. It takes matrices alone: :func:`mask` gives biases,
-    embeddings and the last layer another rule. With tasks stacked every task has matrices of its own.
-
-    A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
-    optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
-    the dtype of the parameters, or is refused.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        momentum: How much of the average gradient is kept, :math:`\mu`.
-        nesterov: Look ahead along the new average.
-        ns_coefficients: Those of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration: three
-            numbers or 0-d tensors; or three for each of the ``ns_steps`` iterations.
-        eps: The least norm that a matrix is divided by before the iterations.
-        ns_steps: How many iterations.
-        adjust_lr_fn: Of a matrix ``[m, n]``, :math:`\kappa` is :math:`\sqrt{\max(1, m / n)}` (``"original"``, also
-            None), or :math:`0.2 \sqrt{\max(m, n)}` (``"match_rms_adamw"``), with which Adam's ``lr`` fits.
-        ns_dtype: The dtype of the iterations; None takes the parameter's. A narrower one is for steps that nobody
-            differentiates.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
-
-    Raises:
-        ValueError: A number is negative, ``ns_steps`` is, or ``ns_coefficients`` are not three, or three for each
-            iteration, or ``adjust_lr_fn`` is unknown; in ``init``, a parameter is not a matrix; in ``update``, a
-            value for a step or a parameter is missing, or ``ns_dtype`` is narrower than the dtype of a parameter and
-            the step is differentiated.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse.
-
-    Example:
-        Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
-
-        >>> rule = metagrad.optim.rules.muon(
-        ...     lr=1.0, weight_decay=0.0, ns_coefficients=(1.5, -0.5, 0.0), ns_steps=2, ns_dtype=None)
-        >>> params = {"w": torch.zeros(2, 2)}
-        >>> new, state = rule.update({"w": torch.tensor([[4.0, 0.0], [0.0, 3.0]])}, rule.init(params), params)
-        >>> new["w"]
-        tensor([[-0.9954,  0.0000],
-                [ 0.0000, -0.9396]])
-
-    References:
-        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024,
-        https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is scalable for LLM training",
-        arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
-    """
-    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-        raise ValueError(
-            f"muon(...): adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got {adjust_lr_fn!r}."
-        )
-    return Muon(
-        lr=lr,
-        weight_decay=weight_decay,
-        momentum=momentum,
-        ns_coefficients=_each_iteration(ns_coefficients, ns_steps),
-        eps=eps,
-        nesterov=nesterov,
-        adjust_lr_fn=adjust_lr_fn,
-        ns_dtype=ns_dtype,
-        maximize=maximize,
-    )
-
-
 def _each_iteration(
     coefficients: Coefficients | Sequence[Coefficients], num_iterations: int
 ) -> tuple[Coefficients, ...]:
@@ -226,3 +214,30 @@ def _each_iteration(
 
 def _are_three(value: object) -> bool:
     return isinstance(value, Sequence) and len(value) == 3 and not any(isinstance(v, Sequence) for v in value)
+
+
+class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):
+    r"""Optimize matrices by Muon: momentum, made nearly orthogonal by Newton-Schulz iterations.
+
+    .. math:: w_t = (1 - \eta \lambda) w_{t-1} - \eta \, c \, \mathrm{NS}(m_t)
+
+    It is for the weights of hidden layers: every parameter must be a
+    matrix, and embeddings, biases and output layers go to another optimizer.
+
+    Raises:
+        ValueError: A parameter is no matrix, or a hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import Muon
+        >>> model = torch.nn.Linear(3, 3, bias=False)
+        >>> opt = Muon(model.parameters(), lr=0.1)
+        >>> model(torch.ones(1, 3)).square().sum().backward()
+        >>> opt.step()
+
+    References:
+        Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
+        for LLM training", arXiv:2502.16982, section 2.2.
+    """
+
+    elementwise = False

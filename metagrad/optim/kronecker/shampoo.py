@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -20,14 +20,15 @@ from metagrad.optim.kronecker.per_axis import (
     blocks_of,
     joined_blocks,
 )
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
 """For each block of a parameter, a matrix for each axis."""
 
 
 class ShampooState(NamedTuple):
-    """What :class:`Shampoo` carries from step to step."""
+    """What :class:`ShampooRule` carries from step to step."""
 
     step: int  # steps taken
     velocity: Params  # of the steps, in the shapes of the parameters
@@ -36,27 +37,93 @@ class ShampooState(NamedTuple):
     roots: dict[str, Matrices]  # their inverse roots, as of the last time
 
 
-@dataclass(frozen=True, eq=False)
-class Shampoo(AxisMatrices):
-    """The rule that :func:`shampoo` makes."""
+@functional_optimizer
+class ShampooRule(AxisMatrices):
+    r"""The functional form of Shampoo.
 
-    lr: Hyperparameter = 0.1
-    momentum: Hyperparameter = 0.9
-    decay: Hyperparameter = 1.0
-    eps: Hyperparameter = 1e-6
-    weight_decay: Hyperparameter = 0.0
-    graft_decay: Hyperparameter = 0.999
-    graft_eps: Hyperparameter = 1e-8
-    graft: Literal["sgd", "adagrad", "adam"] | None = None
-    exponent: int | None = None
-    block_size: int = 1024
-    root_every: int = 1
-    maximize: bool = False
+    For a matrix, with :math:`p = 4`,
+
+    .. math::
+        L_t &= L_{t-1} + G_t G_t^\top, \qquad R_t = R_{t-1} + G_t^\top G_t \\
+        V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
+        W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
+
+    A tensor of k axes has k matrices, and :math:`p = 2 k`; a vector one, a convolution kernel four or so; a scalar is
+    a vector of one element, moved as by Adagrad. The rule can be differentiated at every order, also where
+    eigenvalues of the statistics are equal.
+
+    Example:
+        The first step is the gradient with all singular values 1:
+
+        >>> from metagrad.optim.kronecker.shampoo import shampoo
+        >>> rule = shampoo(lr=1.0, eps=0.0)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
+        >>> new["w"].round(decimals=4) + 0.0
+        tensor([[ 0., -1.],
+                [-1.,  0.]])
+
+    References:
+        Gupta, Koren, Singer, "Shampoo: preconditioned stochastic tensor optimization", ICML 2018, algorithms 1 and 2;
+        Anil, Gupta, Koren, Regan, Singer, "Scalable second order optimization for deep learning", arXiv:2002.09018,
+        for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=0.1,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest.",
+    )
+    _: KW_ONLY
+    momentum: Hyperparameter = hyperparameter(
+        default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
+    )
+    decay: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"How much of the statistics is kept: 1, the number, sums them as the paper does; below 1 they are "
+        r"averages :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.",
+    )
+    eps: Hyperparameter = hyperparameter(
+        default=1e-6,
+        doc=r"What is added to the eigenvalues of the statistics; in the paper :math:`L_0 = \epsilon I`. It "
+        r"should be above 0, for statistics of few gradients are singular.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
+    )
+    graft: Literal["sgd", "adagrad", "adam"] | None = option(
+        default=None,
+        doc='Give each parameter\'s step the length that it has with another rule: ``"sgd"``, ``"adagrad"`` or '
+        "``\"adam\"`` (without momentum); then ``lr`` is that rule's. None keeps Shampoo's own.",
+    )
+    graft_decay: Hyperparameter = hyperparameter(
+        default=0.999,
+        doc='How much of the average of squares is kept, by ``"adam"``.',
+        below=1.0,
+    )
+    graft_eps: Hyperparameter = hyperparameter(
+        default=1e-8,
+        doc='What is added to the root of the squares, by ``"adagrad"`` and ``"adam"``.',
+    )
+    exponent: int | None = option(default=None, doc="The p of the roots, for all parameters; None is 2 k.")
+    block_size: int = option(
+        default=1024,
+        doc="Longer axes are cut into parts of at most so many, and each block of the parameter has matrices of"
+        " its own.",
+    )
+    root_every: int = option(
+        default=1,
+        doc="Steps from one computation of the roots to the next; they are computed at each of the first so "
+        "many steps as well, when statistics change fast.",
+    )
+    maximize: bool = option(
+        default=False,
+        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+    )
     batch_ndim: int = 0
 
     call, State = "shampoo(...)", ShampooState
-    hyper = ("lr", "momentum", "decay", "eps", "weight_decay", "graft_decay", "graft_eps")
-    fractions = ("graft_decay",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,6 +277,9 @@ class Shampoo(AxisMatrices):
         return ratio.reshape((*batch, *[1] * (own.ndim - self.batch_ndim)))
 
 
+shampoo = ShampooRule
+
+
 def _sums(decay: float | Tensor) -> bool:
     return isinstance(decay, (int, float)) and decay == 1
 
@@ -218,89 +288,33 @@ def _eye(matrix: Tensor) -> Tensor:
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
-def shampoo(
-    lr: Hyperparameter = 0.1,
-    *,
-    momentum: Hyperparameter = 0.9,
-    decay: Hyperparameter = 1.0,
-    eps: Hyperparameter = 1e-6,
-    weight_decay: Hyperparameter = 0.0,
-    graft: Literal["sgd", "adagrad", "adam"] | None = None,
-    graft_decay: Hyperparameter = 0.999,
-    graft_eps: Hyperparameter = 1e-8,
-    exponent: int | None = None,
-    block_size: int = 1024,
-    root_every: int = 1,
-    maximize: bool = False,
-) -> Shampoo:
-    r"""Make the rule of Shampoo.
+class Shampoo(RuleOptimizer, rule=ShampooRule):
+    r"""Optimize by Shampoo: a matrix for each axis of a parameter, whose inverse roots precondition the gradient.
 
-    For a matrix, with :math:`p = 4`,
+    .. math:: W_t = (1 - \eta \lambda) W_{t-1} - \eta V_t, \qquad
+              V_t = \mu V_{t-1} + (L_t + \epsilon I)^{-1/4} \, G_t \, (R_t + \epsilon I)^{-1/4}
 
-    .. math::
-        L_t &= L_{t-1} + G_t G_t^\top, \qquad R_t = R_{t-1} + G_t^\top G_t \\
-        V_t &= \mu V_{t-1} + (L_t + \epsilon I)^{-1/p} \, G_t \, (R_t + \epsilon I)^{-1/p} \\
-        W_t &= (1 - \eta \lambda) W_{t-1} - \eta V_t
-
-    A tensor of k axes has k matrices, and :math:`p = 2 k`; a vector one, a convolution kernel four or so; a scalar is
-    a vector of one element, moved as by Adagrad. The rule can be differentiated at every order, also where
-    eigenvalues of the statistics are equal.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest.
-        momentum: How much of the last steps is kept, :math:`\mu`.
-        decay: How much of the statistics is kept: 1, the number, sums them as the paper does; below 1 they are
-            averages :math:`L_t = \beta L_{t-1} + (1 - \beta) G_t G_t^\top`, divided by :math:`1 - \beta^t`.
-        eps: What is added to the eigenvalues of the statistics; in the paper :math:`L_0 = \epsilon I`. It should be
-            above 0, for statistics of few gradients are singular.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        graft: Give each parameter's step the length that it has with another rule: ``"sgd"``, ``"adagrad"`` or
-            ``"adam"`` (without momentum); then ``lr`` is that rule's. None keeps Shampoo's own.
-        graft_decay: How much of the average of squares is kept, by ``"adam"``.
-        graft_eps: What is added to the root of the squares, by ``"adagrad"`` and ``"adam"``.
-        exponent: The p of the roots, for all parameters; None is 2 k.
-        block_size: Longer axes are cut into parts of at most so many, and each block of the parameter has matrices of
-            its own.
-        root_every: Steps from one computation of the roots to the next; they are computed at each of the first so
-            many steps as well, when statistics change fast.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+    Sparse gradients are refused.
 
     Raises:
-        ValueError: A number is out of its range, or ``graft`` is unknown; in ``update``, a value for a step or a
-            parameter is missing, or ``decay`` or ``eps`` have one for each element.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse.
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
 
     Example:
-        The first step is the gradient with all singular values 1:
+        The first step is along the gradient with all singular values 1:
 
-        >>> from metagrad.optim.kronecker.shampoo import shampoo
-        >>> rule = shampoo(lr=1.0, eps=0.0)
-        >>> params = {"w": torch.zeros(2, 2)}
-        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
-        >>> new["w"].round(decimals=4) + 0.0
+        >>> from metagrad.optim import Shampoo
+        >>> w = torch.zeros(2, 2, requires_grad=True)
+        >>> opt = Shampoo([w], lr=1.0)
+        >>> (w * torch.tensor([[0.0, 4.0], [9.0, 0.0]])).sum().backward()
+        >>> opt.step()
+        >>> w.detach().round(decimals=4) + 0.0
         tensor([[ 0., -1.],
                 [-1.,  0.]])
 
     References:
-        Gupta, Koren, Singer, "Shampoo: preconditioned stochastic tensor optimization", ICML 2018, algorithms 1 and 2;
-        Anil, Gupta, Koren, Regan, Singer, "Scalable second order optimization for deep learning", arXiv:2002.09018,
-        for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
+        Gupta, Koren, Singer, "Shampoo: preconditioned stochastic tensor optimization", ICML 2018; Anil et al.,
+        "Scalable second order optimization for deep learning", arXiv:2002.09018.
     """
-    return Shampoo(
-        lr=lr,
-        momentum=momentum,
-        decay=decay,
-        eps=eps,
-        weight_decay=weight_decay,
-        graft_decay=graft_decay,
-        graft_eps=graft_eps,
-        graft=graft,
-        exponent=exponent,
-        block_size=block_size,
-        root_every=root_every,
-        maximize=maximize,
-    )
+
+    elementwise = False

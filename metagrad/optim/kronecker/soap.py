@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import NamedTuple
 
 import torch
@@ -14,13 +14,14 @@ from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 Matrices = tuple[Tensor, ...]
 
 
 class SOAPState(NamedTuple):
-    """What :class:`SOAP` carries from step to step."""
+    """What :class:`SOAPRule` carries from step to step."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes and the coordinates of the parameters
@@ -31,24 +32,78 @@ class SOAPState(NamedTuple):
     bases: dict[str, Matrices]  # their eigenvectors, nearly
 
 
-@dataclass(frozen=True, eq=False)
-class SOAP(AxisMatrices):
-    """The rule that :func:`soap` makes."""
+@functional_optimizer
+class SOAPRule(AxisMatrices):
+    r"""The functional form of SOAP.
 
-    lr: Hyperparameter = 1e-2
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.95, 0.95)
-    eps: Hyperparameter = 1e-8
-    weight_decay: Hyperparameter = 0.01
-    shift: Hyperparameter = 1e-6
-    basis_every: int = 10
-    max_size: int = 10000
-    precondition_1d: bool = False
-    maximize: bool = False
+    .. math::
+        L_t &= \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^\top, \qquad
+        R_t = \beta_2 R_{t-1} + (1 - \beta_2) G_t^\top G_t \\
+        M_t &= \beta_1 M_{t-1} + (1 - \beta_1) G_t, \qquad
+        V_t = \beta_2 V_{t-1} + (1 - \beta_2) (Q_L^\top G_t Q_R)^2 \\
+        W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
+               \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
+
+    and every so many steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`, with the columns
+    first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
+    the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
+    parameter's own coordinates, so that it is in those of a new basis by itself.
+
+    To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
+    space of the statistics, where gradients are nothing else, has no steps.
+
+    A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are moved as by AdamW. The rule
+    can be differentiated, through the bases too.
+
+    Example:
+        The first step is Adam's in the eigenbasis: singular values become 1.
+
+        >>> from metagrad.optim.kronecker.soap import soap
+        >>> rule = soap(lr=1.0, weight_decay=0.0)
+        >>> params = {"w": torch.zeros(2, 2)}
+        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
+        >>> new["w"].round(decimals=4) + 0.0
+        tensor([[ 0., -1.],
+                [-1.,  0.]])
+
+    References:
+        Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade, "SOAP: improving and stabilizing Shampoo
+        using Adam", arXiv:2409.11321, algorithms 3 and 4.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1e-2,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"rest. In the paper 3e-3, for language models of 360 million parameters and more.",
+    )
+    _: KW_ONLY
+    betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
+        default=(0.95, 0.95),
+        doc="How much of the average of gradients, and of those of squares and of statistics, is kept.",
+        below=1.0,
+    )
+    eps: Hyperparameter = hyperparameter(default=1e-8, doc="What is added to the root.")
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.01,
+        doc=r"The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.",
+    )
+    shift: Hyperparameter = hyperparameter(
+        default=1e-6,
+        doc="The share of their mean eigenvalue that is added to statistics where bases are computed, which "
+        "makes them a smooth function also where statistics have no full rank; 0 is the paper's. "
+        "Derivatives there are as exact as the machine's precision divided by it: in float32 it should be "
+        "1e-3 if they matter.",
+    )
+    basis_every: int = option(default=10, doc="Steps from one iteration of the bases to the next.")
+    max_size: int = option(default=10000, doc="Longer axes have no basis.")
+    precondition_1d: bool = option(default=False, doc="Give vectors a basis too.")
+    maximize: bool = option(
+        default=False,
+        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+    )
     batch_ndim: int = 0
 
     call, State = "soap(...)", SOAPState
-    hyper = ("lr", "betas", "eps", "weight_decay", "shift")
-    fractions = ("betas",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,6 +197,9 @@ class SOAP(AxisMatrices):
         return torch.take_along_dim(last, at, -1).movedim(-1, self.batch_ndim + axis)
 
 
+soap = SOAPRule
+
+
 def first_basis(matrix: Tensor, shift: float | Tensor) -> Tensor:
     r"""Compute the eigenvectors of ``A + s diag(0, 1/n, 2/n, ...)``; s is the share ``shift`` of the mean eigenvalue.
 
@@ -183,85 +241,29 @@ def _chosen(
     return compute() if condition else old
 
 
-def soap(
-    lr: Hyperparameter = 1e-2,
-    *,
-    betas: tuple[Hyperparameter, Hyperparameter] = (0.95, 0.95),
-    eps: Hyperparameter = 1e-8,
-    weight_decay: Hyperparameter = 0.01,
-    shift: Hyperparameter = 1e-6,
-    basis_every: int = 10,
-    max_size: int = 10000,
-    precondition_1d: bool = False,
-    maximize: bool = False,
-) -> SOAP:
-    r"""Make the rule of SOAP.
+class SOAP(RuleOptimizer, rule=SOAPRule):
+    r"""Optimize by SOAP: Adam in the eigenbasis of Shampoo's matrices.
 
-    .. math::
-        L_t &= \beta_2 L_{t-1} + (1 - \beta_2) G_t G_t^\top, \qquad
-        R_t = \beta_2 R_{t-1} + (1 - \beta_2) G_t^\top G_t \\
-        M_t &= \beta_1 M_{t-1} + (1 - \beta_1) G_t, \qquad
-        V_t = \beta_2 V_{t-1} + (1 - \beta_2) (Q_L^\top G_t Q_R)^2 \\
-        W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
-               \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
+    .. math:: W_t = (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \, \mathrm{Adam}(Q_L^\top G Q_R) \, Q_R^\top
 
-    and every so many steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`, with the columns
-    first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
-    the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
-    parameter's own coordinates, so that it is in those of a new basis by itself.
-
-    To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
-    space of the statistics, where gradients are nothing else, has no steps.
-
-    A tensor of k axes has k bases. Scalars, and vectors unless ``precondition_1d``, are moved as by AdamW. The rule
-    can be differentiated, through the bases too.
-
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the rest. In
-            the paper 3e-3, for language models of 360 million parameters and more.
-        betas: How much of the average of gradients, and of those of squares and of statistics, is kept.
-        eps: What is added to the root.
-        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
-        shift: The share of their mean eigenvalue that is added to statistics where bases are computed, which makes
-            them a smooth function also where statistics have no full rank; 0 is the paper's. Derivatives there are as
-            exact as the machine's precision divided by it: in float32 it should be 1e-3 if they matter.
-        basis_every: Steps from one iteration of the bases to the next.
-        max_size: Longer axes have no basis.
-        precondition_1d: Give vectors a basis too.
-        maximize: Climb: take the gradient with the other sign; weights decay all the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params)``.
+    Sparse gradients are refused.
 
     Raises:
-        ValueError: A number is out of its range; in ``update``, a value for a step or a parameter is missing, or
-            ``betas[1]``, ``eps`` or ``shift`` have one for each element of a parameter with bases.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse.
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
 
     Example:
-        The first step is Adam's in the eigenbasis: singular values become 1.
-
-        >>> from metagrad.optim.kronecker.soap import soap
-        >>> rule = soap(lr=1.0, weight_decay=0.0)
-        >>> params = {"w": torch.zeros(2, 2)}
-        >>> new, state = rule.update({"w": torch.tensor([[0.0, 4.0], [9.0, 0.0]])}, rule.init(params), params)
-        >>> new["w"].round(decimals=4) + 0.0
+        >>> from metagrad.optim import SOAP
+        >>> w = torch.zeros(2, 2, requires_grad=True)
+        >>> opt = SOAP([w], lr=1.0)
+        >>> (w * torch.tensor([[0.0, 4.0], [9.0, 0.0]])).sum().backward()
+        >>> opt.step()
+        >>> w.detach().round(decimals=4) + 0.0
         tensor([[ 0., -1.],
                 [-1.,  0.]])
 
     References:
-        Vyas, Morwani, Zhao, Kwun, Shapira, Brandfonbrener, Janson, Kakade, "SOAP: improving and stabilizing Shampoo
-        using Adam", arXiv:2409.11321, algorithms 3 and 4.
+        Vyas et al., "SOAP: improving and stabilizing Shampoo using Adam", arXiv:2409.11321.
     """
-    return SOAP(
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        shift=shift,
-        basis_every=basis_every,
-        max_size=max_size,
-        precondition_1d=precondition_1d,
-        maximize=maximize,
-    )
+
+    elementwise = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
 import torch
@@ -20,33 +20,85 @@ from metagrad.optim.newton.second_order import (
     check_can_evaluate,
     no_report,
 )
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 
 _SUFFICIENT, _POOR, _GOOD = 1e-4, 0.25, 0.75
 
 
 class CubicNewtonState(NamedTuple):
-    """What :class:`CubicNewton` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+    """What :class:`CubicNewtonRule` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
 
     step: int  # steps taken
     factor: Tensor  # of the cubic term: what the ratios of reduction have made of 1
     report: Report  # what the last step did
 
 
-@dataclass(frozen=True, eq=False)
-class CubicNewton(SecondOrder):
-    """The rule that :func:`cubic_newton` makes."""
+@functional_optimizer
+class CubicNewtonRule(SecondOrder):
+    r"""The functional form of Newton's method with cubic regularisation.
 
-    lr: Hyperparameter = 1.0
-    weight_decay: Hyperparameter = 0.0
-    cubic: Hyperparameter = 1.0
-    adapt: bool = True
-    rtol: float = 1e-10
-    max_steps: int = 50
-    maximize: bool = False
+    .. math::
+        d_t = \operatorname*{argmin}_d \; g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3, \qquad
+        w_t = w_{t-1} + \eta \, d_t
+
+    the least of all minima, in the Krylov space of the gradient. Where the Hessian changes by at most
+    :math:`M |d|` over a step, the model bounds the loss from above, and every step descends, from saddle points too,
+    unless the gradient has no part along the negative curvature. With ``adapt``, :math:`M` doubles where the
+    ratio of the reduction of the loss by that of the model is below 1/4, and halves above 3/4 (between
+    :math:`10^{-10}` and :math:`10^{10}` of where it began); a step is taken where the ratio is above :math:`10^{-4}`.
+
+    Ratio and model are those of the step :math:`\eta d`.
+
+    Derivatives go through the Lanczos process, and are right up to the third; factors are constants.
+
+    Example:
+        The model of :math:`w + w^2 / 2` with M = 2 is least at -0.618, where :math:`1 + d - d^2 = 0`:
+
+        >>> from metagrad.optim.newton.cubic_newton import cubic_newton
+        >>> from metagrad.optim.objective import TapeObjective
+        >>> rule, params = cubic_newton(cubic=2.0, adapt=False), {"w": torch.zeros(1, requires_grad=True)}
+        >>> objective = TapeObjective(lambda p: (p["w"] + p["w"] ** 2 / 2).sum(), params)
+        >>> rule.update(objective.grads, rule.init(params), params, objective)[0]["w"].detach()
+        tensor([-0.6180])
+
+    References:
+        Nesterov, Polyak, "Cubic regularization of Newton method and its global performance", Mathematical
+        Programming 108, 2006, equations 2.4 and 2.5; Cartis, Gould, Toint, Mathematical Programming 127, 2011, for
+        the adaptation and the Krylov space.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, "
+        r"as may the next two. Of a dict, the direction is that of all parameters together.",
+    )
+    _: KW_ONLY
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    cubic: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=":math:`M_0`, above 0: a bound of the Hessian's Lipschitz constant, or a first guess of it. A "
+        "schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step; else every step is taken and :math:`M` stays.",
+    )
+    rtol: float = option(
+        default=1e-10,
+        doc="The process ends when the gradient of the model is so small, relative to that of the loss.",
+    )
+    max_steps: int = option(
+        default=50, doc="The most steps of the Lanczos process, which keeps so many vectors."
+    )
+    maximize: bool = option(default=False, doc="Climb.")
     batch_ndim: int = 0
 
-    call, hyper, above_zero = "cubic_newton(...)", ("lr", "weight_decay", "cubic"), ("cubic",)
+    call, above_zero = "cubic_newton(...)", ("cubic",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,73 +138,37 @@ class CubicNewton(SecondOrder):
         )
 
 
-def cubic_newton(
-    lr: Hyperparameter = 1.0,
-    *,
-    weight_decay: Hyperparameter = 0.0,
-    cubic: Hyperparameter = 1.0,
-    adapt: bool = True,
-    rtol: float = 1e-10,
-    max_steps: int = 50,
-    maximize: bool = False,
-) -> CubicNewton:
-    r"""Make the rule of Newton's method with cubic regularisation.
+cubic_newton = CubicNewtonRule
 
-    .. math::
-        d_t = \operatorname*{argmin}_d \; g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3, \qquad
-        w_t = w_{t-1} + \eta \, d_t
 
-    the least of all minima, in the Krylov space of the gradient. Where the Hessian changes by at most
-    :math:`M |d|` over a step, the model bounds the loss from above, and every step descends, from saddle points too,
-    unless the gradient has no part along the negative curvature. With ``adapt``, :math:`M` doubles where the
-    ratio of the reduction of the loss by that of the model is below 1/4, and halves above 3/4 (between
-    :math:`10^{-10}` and :math:`10^{10}` of where it began); a step is taken where the ratio is above :math:`10^{-4}`.
+class CubicNewton(NewtonOptimizer, rule=CubicNewtonRule):
+    r"""Optimize by Newton's method with cubic regularisation.
 
-    Ratio and model are those of the step :math:`\eta d`.
+    .. math:: w_t = w_{t-1} + \eta \operatorname*{argmin}_d \;
+        g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3
 
-    Derivatives go through the Lanczos process, and are right up to the third; factors are constants.
 
-    Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
-            the next two. Of a dict, the direction is that of all parameters together.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
-            and ratio; forms as for ``lr``.
-        cubic: :math:`M_0`, above 0: a bound of the Hessian's Lipschitz constant, or a first guess of it. A schedule
-            of it is multiplied by what the ratios have made of 1.
-        adapt: Look at the loss at the end of a step; else every step is taken and :math:`M` stays.
-        rtol: The process ends when the gradient of the model is so small, relative to that of the loss.
-        max_steps: The most steps of the Lanczos process, which keeps so many vectors.
-        maximize: Climb.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
-        what the step did.
 
     Raises:
-        ValueError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
-        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+        ValueError: As for :class:`NewtonCG`.
+        TypeError: As for :class:`NewtonCG`.
 
     Example:
-        The model of :math:`w + w^2 / 2` with M = 2 is least at -0.618, where :math:`1 + d - d^2 = 0`:
-
-        >>> from metagrad.optim.newton.cubic_newton import cubic_newton
-        >>> from metagrad.optim.objective import TapeObjective
-        >>> rule, params = cubic_newton(cubic=2.0, adapt=False), {"w": torch.zeros(1, requires_grad=True)}
-        >>> objective = TapeObjective(lambda p: (p["w"] + p["w"] ** 2 / 2).sum(), params)
-        >>> rule.update(objective.grads, rule.init(params), params, objective)[0]["w"].detach()
-        tensor([-0.6180])
+        >>> from metagrad.optim import CubicNewton
+        >>> w = torch.tensor([0.0, 0.1], requires_grad=True)
+        >>> opt = CubicNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = w[0] ** 2 - w[1] ** 2 + w[1] ** 4 / 2
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(15):
+        ...     loss = opt.step(closure)
+        >>> round(float(loss), 4)
+        -0.5
 
     References:
-        Nesterov, Polyak, "Cubic regularization of Newton method and its global performance", Mathematical
-        Programming 108, 2006, equations 2.4 and 2.5; Cartis, Gould, Toint, Mathematical Programming 127, 2011, for
-        the adaptation and the Krylov space.
+        Nesterov, Polyak, Mathematical Programming 108, 2006.
     """
-    return CubicNewton(
-        lr=lr,
-        weight_decay=weight_decay,
-        cubic=cubic,
-        adapt=adapt,
-        rtol=rtol,
-        max_steps=max_steps,
-        maximize=maximize,
-    )
+
+    adapted = "cubic"

@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal
 
 from metagrad.optim.newton.damped import Damped
-from metagrad.optim.rule import Hyperparameter
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.newton_optimizer import MINIBATCH_OPTIONS, NewtonOptimizer
 
 
-@dataclass(frozen=True, eq=False)
-class GaussNewton(Damped):
-    """The rule that :func:`gauss_newton` makes."""
-
-    lr: Hyperparameter = 1.0
-    damping: Hyperparameter = 1e-3
-    weight_decay: Hyperparameter = 0.0
-    warm_start: Hyperparameter = 0.0
-    adapt: bool = True
-    change: float = 3.0
-    rtol: float = 1e-10
-    progress: float | None = 5e-4
-    max_steps: int = 250
-    curvature_every: int = 1
-    pairs: int = 16
-    preconditioner: Literal["diagonal"] | None = None
-    exponent: Hyperparameter = 0.75
-    samples: int = 8
-    maximize: bool = False
-    batch_ndim: int = 0
-
-    call, matrix = "gauss_newton(...)", "gauss_newton_products"
-    diagonal, hyper = "gauss_newton", ("lr", "damping", "weight_decay", "warm_start", "exponent")
-
-
-def gauss_newton(
-    lr: Hyperparameter = 1.0,
-    *,
-    damping: Hyperparameter = 1e-3,
-    weight_decay: Hyperparameter = 0.0,
-    warm_start: Hyperparameter = 0.0,
-    adapt: bool = True,
-    change: float = 3.0,
-    rtol: float = 1e-10,
-    progress: float | None = 5e-4,
-    max_steps: int = 250,
-    curvature_every: int = 1,
-    pairs: int = 16,
-    preconditioner: Literal["diagonal"] | None = None,
-    exponent: Hyperparameter = 0.75,
-    samples: int = 8,
-    maximize: bool = False,
-) -> GaussNewton:
-    r"""Make the rule of Levenberg and Marquardt, for any loss whose curvature in the output is known.
+@functional_optimizer
+class GaussNewtonRule(Damped):
+    r"""The functional form of Levenberg and Marquardt, for any loss whose curvature in the output is known.
 
     .. math::
         (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
@@ -71,38 +31,6 @@ def gauss_newton(
     :func:`~metagrad.optim.newton.newton_cg.newton_cg` describes.
 
     Derivatives are those of :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
-
-    Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
-            the next three and ``exponent``. Of a dict, the direction is that of all parameters together.
-        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
-            and ratio; forms as for ``lr``.
-        warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
-        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
-            more; else both are constant, and a step may climb.
-        change: The factor of the damping, above 1.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        curvature_every: Steps from one solve to the next; the first step makes one.
-        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
-            as large as the parameters twice.
-        preconditioner: ``"diagonal"`` is :math:`(D + \lambda_t I)^\alpha`, with an estimate :math:`D` of the diagonal
-            at each solve, by gradients of the loss with labels drawn from the model: for parameters of different
-            scales.
-        exponent: Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.
-        samples: How many draws of the labels the estimate is the mean of, which cost a gradient each.
-        maximize: Climb, where the loss is the negative of one of known form.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
-        what the step did.
-
-    Raises:
-        ValueError: A number is out of its range; in ``init``, parameters are of several dtypes or devices; in
-            ``update``, there is no curvature, no loss of known form, or a gradient is missing.
-        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
 
     Example:
         Linear least squares in one step:
@@ -123,20 +51,110 @@ def gauss_newton(
         "Numerical optimization", 2006, section 10.3; Martens, "Deep learning via Hessian-free optimization", ICML
         2010, section 4.7, for the preconditioner.
     """
-    return GaussNewton(
-        lr=lr,
-        damping=damping,
-        weight_decay=weight_decay,
-        warm_start=warm_start,
-        adapt=adapt,
-        change=change,
-        rtol=rtol,
-        progress=progress,
-        max_steps=max_steps,
-        curvature_every=curvature_every,
-        pairs=pairs,
-        preconditioner=preconditioner,
-        exponent=exponent,
-        samples=samples,
-        maximize=maximize,
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, "
+        r"as may the next three and ``exponent``. Of a dict, the direction is that of all parameters "
+        r"together.",
     )
+    _: KW_ONLY
+    damping: Hyperparameter = hyperparameter(
+        default=1e-3,
+        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    warm_start: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="Conjugate gradients begin at so much of their last solution; 0 begins at 0.",
+    )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass "
+        "or more; else both are constant, and a step may climb.",
+    )
+    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
+    rtol: float = option(
+        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
+    )
+    progress: float | None = option(
+        default=5e-4,
+        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
+    )
+    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
+    curvature_every: int = option(
+        default=1, doc="Steps from one solve to the next; the first step makes one."
+    )
+    pairs: int = option(
+        default=16,
+        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
+        "them is as large as the parameters twice.",
+    )
+    preconditioner: Literal["diagonal"] | None = option(
+        default=None,
+        doc=r'``"diagonal"`` is :math:`(D + \lambda_t I)^\alpha`, with an estimate :math:`D` of the diagonal at '
+        r"each solve, by gradients of the loss with labels drawn from the model: for parameters of different"
+        r" scales.",
+    )
+    exponent: Hyperparameter = hyperparameter(
+        default=0.75,
+        doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.",
+    )
+    samples: int = option(
+        default=8,
+        doc="How many draws of the labels the estimate is the mean of, which cost a gradient each.",
+    )
+    maximize: bool = option(default=False, doc="Climb, where the loss is the negative of one of known form.")
+    batch_ndim: int = 0
+
+    call, matrix = "gauss_newton(...)", "gauss_newton_products"
+    diagonal = "gauss_newton"
+
+
+gauss_newton = GaussNewtonRule
+
+
+class GaussNewton(NewtonOptimizer, rule=GaussNewtonRule):
+    r"""Optimize by the method of Levenberg and Marquardt, for losses whose curvature in the output is known.
+
+    .. math:: (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, \alpha_t d_t
+
+    with a damping that follows the ratio of reduction, and a line search where a step would climb. The loss is to be
+    computed inside the closure, or within ``with opt.recording():``, where calls of ``F.mse_loss``,
+    ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are noted. Residuals ``r`` are ``F.mse_loss(r,
+    torch.zeros_like(r))``, a likelihood written by hand is :meth:`output_loss`, and
+    :func:`metagrad.optim.least_squares` fits residuals without a loop. What else the loss contains, such as a
+    penalty, is in the gradient alone.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or parameters of a group differ in dtype or device; in a
+            step, the loss contains none of known form.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import GaussNewton
+        >>> x, w = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.0], requires_grad=True)
+        >>> opt = GaussNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(w[0] * torch.exp(w[1] * x), 2 * torch.exp(-x))
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(12):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.tensor([2.0, -1.0]), atol=1e-4)
+        True
+
+    References:
+        Marquardt, J. SIAM 11(2), 1963; Schraudolph, Neural Computation 14(7), 2002.
+    """
+
+    options = MINIBATCH_OPTIONS
+    adapted = "damping"
+    notes_losses = True
+    differentiates_gradients = False

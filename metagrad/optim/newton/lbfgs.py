@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.optim.newton.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
 from metagrad.optim.newton.strong_wolfe import Searched, strong_wolfe
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
 class LBFGSState(NamedTuple):
-    """What :class:`LBFGS` carries from step to step; pairs are those of all parameters, in rows.
+    """What :class:`LBFGSRule` carries from step to step; pairs are those of all parameters, in rows.
 
     Pairs that there are not yet are zeros without memory.
     """
@@ -29,20 +29,63 @@ class LBFGSState(NamedTuple):
     report: Report  # what the last step did
 
 
-@dataclass(frozen=True, eq=False)
-class LBFGS(SecondOrder):
-    """The rule that :func:`lbfgs` makes."""
+@functional_optimizer
+class LBFGSRule(SecondOrder):
+    r"""The functional form of L-BFGS.
 
-    lr: Hyperparameter = 1.0
-    weight_decay: Hyperparameter = 0.0
-    history_size: int = 10
-    line_search_fn: Literal["strong_wolfe"] | None = None
-    max_eval: int = 25
-    tolerance_change: float = 0.0
-    maximize: bool = False
+    .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
+
+    with the inverse Hessian :math:`B` that the last differences of places and gradients give, by the loop of two
+    passes. A pair without positive curvature :math:`s^\top y` is left out. A step is one iteration, and without a
+    line search that of ``torch.optim.LBFGS(max_iter=1)``.
+
+    Derivatives are those of the steps, and with a line search those of the lengths, which are functions of the losses
+    and gradients that it has looked at (``curvature`` must then be on the tape, as the gradients are).
+
+    Example:
+        The second step on a quadratic in one variable is to its minimum:
+
+        >>> from metagrad.optim.newton.lbfgs import lbfgs
+        >>> rule, params = lbfgs(), {"w": torch.tensor([3.0])}
+        >>> state = rule.init(params)
+        >>> for _ in range(2):
+        ...     params, state = rule.update({"w": 4 * params["w"]}, state, params)
+        >>> params
+        {'w': tensor([0.])}
+
+    References:
+        Liu, Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
+        1989; Nocedal, Wright, "Numerical optimization", 2006, algorithms 7.4 and 7.5.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every direction, in the forms of :data:`Hyperparameter`; may require "
+        r"grad, as may ``weight_decay``. Of a dict, the direction is that of all parameters together. A line"
+        r" search begins with this length, and may end at another.",
+    )
+    _: KW_ONLY
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and line "
+        r"search; forms as for ``lr``.",
+    )
+    history_size: int = option(default=10, doc="How many pairs are kept.")
+    line_search_fn: Literal["strong_wolfe"] | None = option(
+        default=None,
+        doc=r'``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe conditions by'
+        r" cubic interpolation, at the cost of a gradient each; None takes 1.",
+    )
+    max_eval: int = option(default=25, doc="The most gradients of a line search.")
+    tolerance_change: float = option(
+        default=0.0,
+        doc="A line search is not begun where the slope along the direction is smaller, and ends where its "
+        "interval is: in it, no parameter differs by so much.",
+    )
+    maximize: bool = option(default=False, doc="Climb.")
     batch_ndim: int = 0
 
-    call, hyper = "lbfgs(...)", ("lr", "weight_decay")
+    call = "lbfgs(...)"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,6 +162,9 @@ class LBFGS(SecondOrder):
         )
 
 
+lbfgs = LBFGSRule
+
+
 def _remembered(state: LBFGSState, move: Tensor, change: Tensor) -> LBFGSState:
     """Put a pair in the place of the oldest, where it has the curvature that keeps the matrix positive definite."""
     curved = dot(move, change) > torch.finfo(move.dtype).eps * dot(change, change)
@@ -187,73 +233,3 @@ def _first_scale(g: Tensor) -> Tensor:
     """Make the first step no longer than 1 in the sum of its absolute values, ``[tasks, 1]``."""
     size = g.abs().sum(1, keepdim=True)
     return torch.where(size > 1, 1 / torch.where(size > 1, size, 1.0), 1.0)
-
-
-def lbfgs(
-    lr: Hyperparameter = 1.0,
-    *,
-    weight_decay: Hyperparameter = 0.0,
-    history_size: int = 10,
-    line_search_fn: Literal["strong_wolfe"] | None = None,
-    max_eval: int = 25,
-    tolerance_change: float = 0.0,
-    maximize: bool = False,
-) -> LBFGS:
-    r"""Make the rule of L-BFGS.
-
-    .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
-
-    with the inverse Hessian :math:`B` that the last differences of places and gradients give, by the loop of two
-    passes. A pair without positive curvature :math:`s^\top y` is left out. A step is one iteration, and without a
-    line search that of ``torch.optim.LBFGS(max_iter=1)``.
-
-    Derivatives are those of the steps, and with a line search those of the lengths, which are functions of the losses
-    and gradients that it has looked at (``curvature`` must then be on the tape, as the gradients are).
-
-    Args:
-        lr: The factor :math:`\eta` of every direction, in the forms of :data:`Hyperparameter`; may require grad, as
-            may ``weight_decay``. Of a dict, the direction is that of all parameters together. A line search begins
-            with this length, and may end at another.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and
-            line search; forms as for ``lr``.
-        history_size: How many pairs are kept.
-        line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
-            conditions by cubic interpolation, at the cost of a gradient each; None takes 1.
-        max_eval: The most gradients of a line search.
-        tolerance_change: A line search is not begun where the slope along the direction is smaller, and ends where
-            its interval is: in it, no parameter differs by so much.
-        maximize: Climb.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report.steps``
-        counts the gradients of the line search.
-
-    Raises:
-        ValueError: A number is out of its range; in ``init``, parameters are of several dtypes or devices; in
-            ``update``, a gradient is missing, or there is a line search and no curvature.
-        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
-
-    Example:
-        The second step on a quadratic in one variable is to its minimum:
-
-        >>> from metagrad.optim.newton.lbfgs import lbfgs
-        >>> rule, params = lbfgs(), {"w": torch.tensor([3.0])}
-        >>> state = rule.init(params)
-        >>> for _ in range(2):
-        ...     params, state = rule.update({"w": 4 * params["w"]}, state, params)
-        >>> params
-        {'w': tensor([0.])}
-
-    References:
-        Liu, Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
-        1989; Nocedal, Wright, "Numerical optimization", 2006, algorithms 7.4 and 7.5.
-    """
-    return LBFGS(
-        lr=lr,
-        weight_decay=weight_decay,
-        history_size=history_size,
-        line_search_fn=line_search_fn,
-        max_eval=max_eval,
-        tolerance_change=tolerance_change,
-        maximize=maximize,
-    )

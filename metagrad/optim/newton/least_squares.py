@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.curvature.likelihoods.output_losses import Gaussian
 from metagrad.curvature.solvers.solution import SolveError
-from metagrad.optim.newton.gauss_newton import GaussNewton, gauss_newton
+from metagrad.optim.newton.gauss_newton import GaussNewtonRule, gauss_newton
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
@@ -90,7 +90,7 @@ def least_squares(
     residual_fn: Callable[[P], Tensor],
     params: P,
     *,
-    rule: GaussNewton | None = None,
+    rule: GaussNewtonRule | None = None,
     max_steps: int = 100,
     ftol: float = 1e-8,
     xtol: float = 1e-8,
@@ -159,7 +159,7 @@ def least_squares(
 
 
 def _run(
-    rule: GaussNewton,
+    rule: GaussNewtonRule,
     residuals: Callable[[Params], Tensor],
     values: Params,
     max_steps: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal
 
 import torch
@@ -11,65 +11,13 @@ from torch import Tensor
 from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.newton.damped import Damped
 from metagrad.optim.newton.second_order import Problem, Step
-from metagrad.optim.rule import Hyperparameter
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.newton_optimizer import MINIBATCH_OPTIONS, NewtonOptimizer
 
 
-@dataclass(frozen=True, eq=False)
-class NaturalGradient(Damped):
-    """The rule that :func:`natural_gradient` makes."""
-
-    lr: Hyperparameter = 1.0
-    damping: Hyperparameter = 1e-3
-    weight_decay: Hyperparameter = 0.0
-    max_divergence: Hyperparameter | None = None
-    warm_start: Hyperparameter = 0.0
-    adapt: bool = True
-    change: float = 3.0
-    rtol: float = 1e-10
-    progress: float | None = 5e-4
-    max_steps: int = 250
-    curvature_every: int = 1
-    pairs: int = 16
-    preconditioner: Literal["diagonal"] | None = None
-    exponent: Hyperparameter = 0.75
-    samples: int = 8
-    maximize: bool = False
-    batch_ndim: int = 0
-
-    call, matrix, diagonal = "natural_gradient(...)", "fisher_products", "gauss_newton"
-    hyper = ("lr", "damping", "weight_decay", "max_divergence", "warm_start", "exponent")
-    above_zero = ("max_divergence",)
-
-    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
-        """Return the part of a step at which the divergence of predictions reaches its bound, at most 1."""
-        whole = torch.ones_like(step.slope)
-        if self.max_divergence is None:
-            return whole
-        moves = step.curved > 0
-        bound = divide(2 * problem.space.each(self.value("max_divergence", number)), step.curved, where=moves)
-        return torch.where(moves & (bound < 1), torch.where(moves, bound, 1.0).sqrt(), whole)
-
-
-def natural_gradient(
-    lr: Hyperparameter = 1.0,
-    *,
-    damping: Hyperparameter = 1e-3,
-    weight_decay: Hyperparameter = 0.0,
-    max_divergence: Hyperparameter | None = None,
-    warm_start: Hyperparameter = 0.0,
-    adapt: bool = True,
-    change: float = 3.0,
-    rtol: float = 1e-10,
-    progress: float | None = 5e-4,
-    max_steps: int = 250,
-    curvature_every: int = 1,
-    pairs: int = 16,
-    preconditioner: Literal["diagonal"] | None = None,
-    exponent: Hyperparameter = 0.75,
-    samples: int = 8,
-    maximize: bool = False,
-) -> NaturalGradient:
-    r"""Make the rule of natural gradient descent.
+@functional_optimizer
+class NaturalGradientRule(Damped):
+    r"""The functional form of natural gradient descent.
 
     .. math::
         (F_t + \lambda I) \, d_t \approx -g_t, \qquad
@@ -90,37 +38,6 @@ def natural_gradient(
 
     Derivatives are those of :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
 
-    Args:
-        lr: The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the next four
-            and ``exponent``. Of a dict, the direction is that of all parameters together.
-        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
-            and ratio; forms as for ``lr``.
-        max_divergence: :math:`\delta`; None bounds nothing.
-        warm_start: Conjugate gradients begin at so much of their last solution; 0 begins at 0.
-        adapt: Look at the loss at the end of a step, for the damping and the length; else both are constant, and a
-            step may climb: where predictions saturate, the Fisher matrix vanishes, and the step is as long as the
-            damping lets it be.
-        change: The factor of the damping, above 1.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        curvature_every: Steps from one solve to the next; the first step makes one.
-        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
-            as large as the parameters twice.
-        preconditioner: As for :func:`~metagrad.optim.newton.gauss_newton.gauss_newton`.
-        exponent: Its :math:`\alpha`.
-        samples: How many draws of the labels the estimate of the diagonal is the mean of.
-        maximize: Climb; the metric is the same.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
-        what the step did.
-
-    Raises:
-        ValueError: As for :func:`~metagrad.optim.newton.gauss_newton.gauss_newton`.
-        TypeError: In ``update``, the curvature has no ``fisher_products``; else as there.
-
     Example:
         The logit :math:`w` of a coin that showed heads: :math:`g = p - 1`, :math:`F = p (1 - p)`.
 
@@ -136,21 +53,111 @@ def natural_gradient(
         insights and perspectives on the natural gradient method", JMLR 21, 2020, sections 5 and 6; Morales, Nocedal,
         "Automatic preconditioning by limited memory quasi-Newton updating", SIAM J. Optim. 10(4), 2000.
     """
-    return NaturalGradient(
-        lr=lr,
-        damping=damping,
-        weight_decay=weight_decay,
-        max_divergence=max_divergence,
-        warm_start=warm_start,
-        adapt=adapt,
-        change=change,
-        rtol=rtol,
-        progress=progress,
-        max_steps=max_steps,
-        curvature_every=curvature_every,
-        pairs=pairs,
-        preconditioner=preconditioner,
-        exponent=exponent,
-        samples=samples,
-        maximize=maximize,
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
+        r"next four and ``exponent``. Of a dict, the direction is that of all parameters together.",
     )
+    _: KW_ONLY
+    damping: Hyperparameter = hyperparameter(
+        default=1e-3,
+        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    max_divergence: Hyperparameter | None = hyperparameter(
+        default=None, doc=r":math:`\delta`; None bounds nothing."
+    )
+    warm_start: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="Conjugate gradients begin at so much of their last solution; 0 begins at 0.",
+    )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step, for the damping and the length; else both are constant, and"
+        " a step may climb: where predictions saturate, the Fisher matrix vanishes, and the step is as long"
+        " as the damping lets it be.",
+    )
+    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
+    rtol: float = option(
+        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
+    )
+    progress: float | None = option(
+        default=5e-4,
+        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
+    )
+    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
+    curvature_every: int = option(
+        default=1, doc="Steps from one solve to the next; the first step makes one."
+    )
+    pairs: int = option(
+        default=16,
+        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
+        "them is as large as the parameters twice.",
+    )
+    preconditioner: Literal["diagonal"] | None = option(
+        default=None,
+        doc="As for :func:`~metagrad.optim.newton.gauss_newton.gauss_newton`.",
+    )
+    exponent: Hyperparameter = hyperparameter(default=0.75, doc=r"Its :math:`\alpha`.")
+    samples: int = option(
+        default=8, doc="How many draws of the labels the estimate of the diagonal is the mean of."
+    )
+    maximize: bool = option(default=False, doc="Climb; the metric is the same.")
+    batch_ndim: int = 0
+
+    call, matrix, diagonal = "natural_gradient(...)", "fisher_products", "gauss_newton"
+    above_zero = ("max_divergence",)
+
+    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
+        """Return the part of a step at which the divergence of predictions reaches its bound, at most 1."""
+        whole = torch.ones_like(step.slope)
+        if self.max_divergence is None:
+            return whole
+        moves = step.curved > 0
+        bound = divide(2 * problem.space.each(self.value("max_divergence", number)), step.curved, where=moves)
+        return torch.where(moves & (bound < 1), torch.where(moves, bound, 1.0).sqrt(), whole)
+
+
+natural_gradient = NaturalGradientRule
+
+
+class NaturalGradient(NewtonOptimizer, rule=NaturalGradientRule):
+    r"""Optimize by natural gradient descent, with the exact Fisher matrix.
+
+    .. math:: (F_t + \lambda I) \, d_t \approx -g_t, \qquad
+        w_t = w_{t-1} + \alpha_t \min\Bigl(\eta, \sqrt{2 \delta / d_t^\top F_t d_t}\Bigr) \, d_t
+
+    with a damping that follows the ratio of reduction, and a line search where a step would climb. The loss is to be
+    computed as for :class:`GaussNewton`: it is the likelihood.
+
+    Raises:
+        ValueError: As for :class:`GaussNewton`.
+        TypeError: As for :class:`GaussNewton`.
+
+    Example:
+        >>> from metagrad.optim import NaturalGradient
+        >>> model = torch.nn.Linear(4, 3)
+        >>> opt = NaturalGradient(model.parameters(), lr=0.5, damping=0.1)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(torch.eye(4)), torch.tensor([0, 1, 2, 0]))
+        ...     loss.backward()
+        ...     return loss
+        >>> losses = [float(opt.step(closure)) for _ in range(10)]
+        >>> losses[-1] < losses[0] / 2
+        True
+
+    References:
+        Amari, Neural Computation 10(2), 1998; Martens, JMLR 21, 2020.
+    """
+
+    options = MINIBATCH_OPTIONS
+    notes_losses = True
+    differentiates_gradients = False
+    whole = "natural_gradient"
+    adapted = "damping"

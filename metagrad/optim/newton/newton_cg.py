@@ -2,57 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Literal
 
 from metagrad.optim.newton.damped import Damped
-from metagrad.optim.rule import Hyperparameter
+from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.newton_optimizer import MINIBATCH_OPTIONS, NewtonOptimizer
 
 
-@dataclass(frozen=True, eq=False)
-class NewtonCG(Damped):
-    """The rule that :func:`newton_cg` makes."""
-
-    lr: Hyperparameter = 1.0
-    damping: Hyperparameter = 0.0
-    weight_decay: Hyperparameter = 0.0
-    warm_start: Hyperparameter = 0.0
-    adapt: bool = True
-    change: float = 1.5
-    rtol: float = 1e-10
-    progress: float | None = 5e-4
-    max_steps: int = 250
-    curvature_every: int = 1
-    pairs: int = 16
-    preconditioner: Literal["diagonal"] | None = None
-    exponent: Hyperparameter = 0.75
-    samples: int = 8
-    maximize: bool = False
-    batch_ndim: int = 0
-
-    call, matrix = "newton_cg(...)", "products"
-    diagonal, hyper = "hessian", ("lr", "damping", "weight_decay", "warm_start", "exponent")
-
-
-def newton_cg(
-    lr: Hyperparameter = 1.0,
-    *,
-    damping: Hyperparameter = 0.0,
-    weight_decay: Hyperparameter = 0.0,
-    warm_start: Hyperparameter = 0.0,
-    adapt: bool = True,
-    change: float = 1.5,
-    rtol: float = 1e-10,
-    progress: float | None = 5e-4,
-    max_steps: int = 250,
-    curvature_every: int = 1,
-    pairs: int = 16,
-    preconditioner: Literal["diagonal"] | None = None,
-    exponent: Hyperparameter = 0.75,
-    samples: int = 8,
-    maximize: bool = False,
-) -> NewtonCG:
-    r"""Make the rule of Hessian-free Newton steps.
+@functional_optimizer
+class NewtonCGRule(Damped):
+    r"""The functional form of Hessian-free Newton steps.
 
     .. math::
         (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t s_t, \qquad
@@ -75,39 +35,6 @@ def newton_cg(
     Derivatives with respect to parameters and hyper-parameters are those of the steps that conjugate gradients took,
     and hold the graph of each; numbers that jump (lengths, factors of the damping, how many steps) are constants.
 
-    Args:
-        lr: The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as may
-            the next three and ``exponent``. Of a dict, the direction is that of all parameters together.
-        damping: :math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
-            and ratio; forms as for ``lr``.
-        warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
-            at 0. Martens begins at the whole of it.
-        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
-            more; else both are constant, and the steps those of a damped Newton's method without safeguards.
-        change: The factor of the damping, above 1.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        curvature_every: Steps from one solve to the next; the first step makes one.
-        pairs: How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of them is
-            as large as the parameters twice.
-        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^\alpha`, with an estimate :math:`D` of the
-            Hessian's diagonal by Hutchinson's probes at each solve: for parameters of different scales.
-        exponent: Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.
-        samples: How many probes the estimate is the mean of, which cost a product each.
-        maximize: Climb.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
-        what the step did.
-
-    Raises:
-        ValueError: A number is out of its range; in ``init``, parameters are of several dtypes or devices; in
-            ``update``, there is no curvature or a gradient is missing.
-        TypeError: A hyper-parameter is of an unknown form; in ``init``, a parameter is complex; in ``update``, a
-            gradient is sparse, or ``adapt`` is set and the curvature cannot evaluate the loss.
-
     Example:
         One step to the minimum of a quadratic:
 
@@ -125,20 +52,116 @@ def newton_cg(
         high-dimensional non-convex optimization", NeurIPS 2014; Morales, Nocedal, "Automatic preconditioning by
         limited memory quasi-Newton updating", SIAM J. Optim. 10(4), 2000; Martens, section 4.7, for the exponent.
     """
-    return NewtonCG(
-        lr=lr,
-        damping=damping,
-        weight_decay=weight_decay,
-        warm_start=warm_start,
-        adapt=adapt,
-        change=change,
-        rtol=rtol,
-        progress=progress,
-        max_steps=max_steps,
-        curvature_every=curvature_every,
-        pairs=pairs,
-        preconditioner=preconditioner,
-        exponent=exponent,
-        samples=samples,
-        maximize=maximize,
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, "
+        r"as may the next three and ``exponent``. Of a dict, the direction is that of all parameters "
+        r"together.",
     )
+    _: KW_ONLY
+    damping: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    warm_start: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins "
+        "at 0. Martens begins at the whole of it.",
+    )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass "
+        "or more; else both are constant, and the steps those of a damped Newton's method without "
+        "safeguards.",
+    )
+    change: float = option(default=1.5, doc="The factor of the damping, above 1.")
+    rtol: float = option(
+        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
+    )
+    progress: float | None = option(
+        default=5e-4,
+        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
+    )
+    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
+    curvature_every: int = option(
+        default=1, doc="Steps from one solve to the next; the first step makes one."
+    )
+    pairs: int = option(
+        default=16,
+        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
+        "them is as large as the parameters twice.",
+    )
+    preconditioner: Literal["diagonal"] | None = option(
+        default=None,
+        doc=r"""``"diagonal"`` is :math:`(|D| + \lambda_t I)^\alpha`, with an estimate :math:`D` of the Hessian's """
+        r"""diagonal by Hutchinson's probes at each solve: for parameters of different scales.""",
+    )
+    exponent: Hyperparameter = hyperparameter(
+        default=0.75,
+        doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.",
+    )
+    samples: int = option(
+        default=8, doc="How many probes the estimate is the mean of, which cost a product each."
+    )
+    maximize: bool = option(default=False, doc="Climb.")
+    batch_ndim: int = 0
+
+    call, matrix = "newton_cg(...)", "products"
+    diagonal = "hessian"
+
+
+newton_cg = NewtonCGRule
+
+
+class NewtonCG(NewtonOptimizer, rule=NewtonCGRule):
+    r"""Optimize by Newton's method with conjugate gradients: Hessian-free optimization.
+
+    .. math:: (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \eta \, \alpha_t d_t
+
+    with a damping that follows the ratio of reduction, a line search, and steps along negative curvature, and
+    :class:`~metagrad.optim.torch_optim.newton_optimizer.NewtonOptimizer` for the closure and ``opt.stats``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or parameters of a group differ in dtype or device.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import NewtonCG
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> opt = NewtonCG([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (torch.tensor([1.0, 100.0]) * (w - 3) ** 2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> float(opt.step(closure)), torch.allclose(w, torch.tensor(3.0)), opt.stats["direction"]
+        (104.0, True, 'newton')
+
+        Products with a quarter of the data, at every third step:
+
+        >>> x = torch.sin(torch.arange(64.0))
+        >>> w = torch.zeros(2, requires_grad=True)
+        >>> opt = NewtonCG([w], curvature_fraction=0.25, curvature_every=3)
+        >>> def closure(fraction=1.0):
+        ...     opt.zero_grad()
+        ...     part = x[: round(fraction * len(x))]
+        ...     loss = ((w[0] * part + w[1] - (2 * part + 1)) ** 2).mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(8):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.tensor([2.0, 1.0]), atol=1e-4), opt.stats["products"]
+        (True, 0)
+
+    References:
+        Martens, "Deep learning via Hessian-free optimization", ICML 2010.
+    """
+
+    options = MINIBATCH_OPTIONS
+    adapted = "damping"

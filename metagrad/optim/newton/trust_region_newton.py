@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY
 from typing import Any, NamedTuple
 
 import torch
@@ -21,37 +21,107 @@ from metagrad.optim.newton.second_order import (
     check_can_evaluate,
     no_report,
 )
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 
 _POOR, _GOOD, _ON_BOUNDARY = 0.25, 0.75, 0.99
 
 
 class TrustRegionState(NamedTuple):
-    """What :class:`TrustRegionNewton` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+    """What :class:`TrustRegionNewtonRule` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
 
     step: int  # steps taken
     factor: Tensor  # of the radius: what the ratios of reduction have made of 1
     report: Report  # what the last step did
 
 
-@dataclass(frozen=True, eq=False)
-class TrustRegionNewton(SecondOrder):
-    """The rule that :func:`trust_region_newton` makes."""
+@functional_optimizer
+class TrustRegionNewtonRule(SecondOrder):
+    r"""The functional form of Newton steps within a trust region.
 
-    lr: Hyperparameter = 1.0
-    weight_decay: Hyperparameter = 0.0
-    radius: Hyperparameter = 1.0
-    max_radius: float = 1e3
-    accept: float = 1e-4
-    adapt: bool = True
-    rtol: float = 1e-10
-    progress: float | None = None
-    max_steps: int = 250
-    boundary_steps: int = 50
-    maximize: bool = False
+    .. math::
+        d_t \approx \operatorname*{argmin}_{|d| \le \Delta_t} \; m_t(d) = g_t^\top d + \tfrac{1}{2} d^\top H_t d,
+        \qquad \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{m_t(d_t)}
+
+    by conjugate gradients. Where they leave the region, or meet negative curvature and follow it to the boundary, the
+    model is minimised anew in the Krylov space of the gradient, on the boundary: the first crossing is often after
+    two or three steps, and little better than gradient descent where curvatures differ much. The step is taken where
+    :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where :math:`\rho > 3/4` and the step reaches
+    the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
+
+    With a step size :math:`\eta`, ratio and step are those of :math:`\eta d`.
+
+    Derivatives are those of the steps that conjugate gradients took, or of the minimum on the boundary, there right
+    up to the third; ratios and factors are constants.
+
+    Example:
+        The minimum at distance 5 is beyond the radius of 1, and the step ends on it:
+
+        >>> from metagrad.optim.objective import TapeObjective
+        >>> from metagrad.optim.newton.trust_region_newton import trust_region_newton
+        >>> rule, params = trust_region_newton(), {"w": torch.zeros(2, requires_grad=True)}
+        >>> objective = TapeObjective(lambda p: (p["w"] - torch.tensor([3.0, 4.0])).pow(2).sum(), params)
+        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
+        >>> new["w"], float(state.factor)
+        (tensor([0.6000, 0.8000], grad_fn=<AddBackward0>), 2.0)
+
+    References:
+        Steihaug, "The conjugate gradient method and trust regions in large scale optimization", SIAM J. Numer. Anal.
+        20(3), 1983; Gould, Lucidi, Roma, Toint, "Solving the trust-region subproblem using the Lanczos method", SIAM
+        J. Optim. 9(2), 1999; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
+    """
+
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc="A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next "
+        "two. Of a dict, the direction is that of all parameters together.",
+    )
+    _: KW_ONLY
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    radius: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r":math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    max_radius: float = option(
+        default=1e3,
+        doc="The largest radius.",
+    )
+    accept: float = option(
+        default=1e-4,
+        doc="The ratio above which a step is taken, below 1/4.",
+    )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step; else every step is taken and the radius stays.",
+    )
+    rtol: float = option(
+        default=1e-10,
+        doc="Conjugate gradients end at this residual, relative to the gradient.",
+    )
+    progress: float | None = option(
+        default=None,
+        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
+    )
+    max_steps: int = option(
+        default=250,
+        doc="The most steps of conjugate gradients.",
+    )
+    boundary_steps: int = option(
+        default=50,
+        doc="The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the "
+        "step ends where conjugate gradients leave the region (Steihaug).",
+    )
+    maximize: bool = option(
+        default=False,
+        doc="Climb.",
+    )
     batch_ndim: int = 0
 
-    call, hyper, above_zero = "trust_region_newton(...)", ("lr", "weight_decay", "radius"), ("radius",)
+    call, above_zero = "trust_region_newton(...)", ("radius",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,87 +194,35 @@ class TrustRegionNewton(SecondOrder):
         )
 
 
-def trust_region_newton(
-    lr: Hyperparameter = 1.0,
-    *,
-    weight_decay: Hyperparameter = 0.0,
-    radius: Hyperparameter = 1.0,
-    max_radius: float = 1e3,
-    accept: float = 1e-4,
-    adapt: bool = True,
-    rtol: float = 1e-10,
-    progress: float | None = None,
-    max_steps: int = 250,
-    boundary_steps: int = 50,
-    maximize: bool = False,
-) -> TrustRegionNewton:
-    r"""Make the rule of Newton steps within a trust region.
+trust_region_newton = TrustRegionNewtonRule
 
-    .. math::
-        d_t \approx \operatorname*{argmin}_{|d| \le \Delta_t} \; m_t(d) = g_t^\top d + \tfrac{1}{2} d^\top H_t d,
-        \qquad \rho_t = \frac{f(w_{t-1} + d_t) - f(w_{t-1})}{m_t(d_t)}
 
-    by conjugate gradients. Where they leave the region, or meet negative curvature and follow it to the boundary, the
-    model is minimised anew in the Krylov space of the gradient, on the boundary: the first crossing is often after
-    two or three steps, and little better than gradient descent where curvatures differ much. The step is taken where
-    :math:`\rho > \mathrm{accept}`; the radius :math:`\Delta` doubles where :math:`\rho > 3/4` and the step reaches
-    the boundary, and where :math:`\rho < 1/4` becomes a quarter of the step.
+class TrustRegionNewton(NewtonOptimizer, rule=TrustRegionNewtonRule):
+    r"""Optimize by Newton's method within a trust region, with conjugate gradients.
 
-    With a step size :math:`\eta`, ratio and step are those of :math:`\eta d`.
+    .. math:: w_t = w_{t-1} + \operatorname*{argmin}_{|d| \le \Delta_t} \; g_t^\top d + \tfrac{1}{2} d^\top H_t d
 
-    Derivatives are those of the steps that conjugate gradients took, or of the minimum on the boundary, there right
-    up to the third; ratios and factors are constants.
 
-    Args:
-        lr: A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next two. Of
-            a dict, the direction is that of all parameters together.
-        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix
-            and ratio; forms as for ``lr``.
-        radius: :math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.
-        max_radius: The largest radius.
-        accept: The ratio above which a step is taken, below 1/4.
-        adapt: Look at the loss at the end of a step; else every step is taken and the radius stays.
-        rtol: Conjugate gradients end at this residual, relative to the gradient.
-        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
-        max_steps: The most steps of conjugate gradients.
-        boundary_steps: The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the
-            step ends where conjugate gradients leave the region (Steihaug).
-        maximize: Climb.
-
-    Returns:
-        A frozen rule with ``init(params)`` and ``update(grads, state, params, curvature)``; ``state.report`` says
-        what the step did.
 
     Raises:
-        ValueError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
-        TypeError: As for :func:`~metagrad.optim.newton.newton_cg.newton_cg`.
+        ValueError: As for :class:`NewtonCG`.
+        TypeError: As for :class:`NewtonCG`.
 
     Example:
-        The minimum at distance 5 is beyond the radius of 1, and the step ends on it:
-
-        >>> from metagrad.optim.objective import TapeObjective
-        >>> from metagrad.optim.newton.trust_region_newton import trust_region_newton
-        >>> rule, params = trust_region_newton(), {"w": torch.zeros(2, requires_grad=True)}
-        >>> objective = TapeObjective(lambda p: (p["w"] - torch.tensor([3.0, 4.0])).pow(2).sum(), params)
-        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
-        >>> new["w"], float(state.factor)
-        (tensor([0.6000, 0.8000], grad_fn=<AddBackward0>), 2.0)
+        >>> from metagrad.optim import TrustRegionNewton
+        >>> w = torch.tensor([0.0, 0.0], requires_grad=True)
+        >>> opt = TrustRegionNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (w - torch.tensor([3.0, 4.0])).pow(2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> loss = opt.step(closure)
+        >>> w.detach(), opt.stats["direction"], opt.stats["radius"]
+        (tensor([0.6000, 0.8000]), 'boundary', 2.0)
 
     References:
-        Steihaug, "The conjugate gradient method and trust regions in large scale optimization", SIAM J. Numer. Anal.
-        20(3), 1983; Gould, Lucidi, Roma, Toint, "Solving the trust-region subproblem using the Lanczos method", SIAM
-        J. Optim. 9(2), 1999; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
+        Steihaug, SIAM J. Numer. Anal. 20(3), 1983; Gould, Lucidi, Roma, Toint, SIAM J. Optim. 9(2), 1999.
     """
-    return TrustRegionNewton(
-        lr=lr,
-        weight_decay=weight_decay,
-        radius=radius,
-        max_radius=max_radius,
-        accept=accept,
-        adapt=adapt,
-        rtol=rtol,
-        progress=progress,
-        max_steps=max_steps,
-        boundary_steps=boundary_steps,
-        maximize=maximize,
-    )
+
+    adapted = "radius"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,13 @@ from metagrad.curvature.likelihoods.recognition import Evaluated
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.optim.torch_optim.gradients import Recording, accumulate, leaves_behind, weights_of
-from metagrad.optim.torch_optim.optimizer import ParameterGroups, RuleOptimizer
+from metagrad.optim.torch_optim.optimizer import Option, ParameterGroups, RuleOptimizer
+
+SEED = Option(
+    None,
+    "Of the random numbers: those of a step follow from it and the number of the step. None takes "
+    "``torch.initial_seed()``.",
+)
 
 
 class CurvatureOptimizer(RuleOptimizer):
@@ -40,16 +46,9 @@ class CurvatureOptimizer(RuleOptimizer):
 
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.
-
-    Args:
-        params: Parameters, or groups of them.
-        hyperparameters: The defaults of a group.
-        foreach: Move parameters as one long vector; None does so for small ones.
-        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
-            ``torch.initial_seed()``.
     """
 
-    shell_options = RuleOptimizer.shell_options | {"seed"}
+    options: ClassVar[Mapping[str, Option]] = {**RuleOptimizer.options, "seed": SEED}
     notes_losses = False
     """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
     differentiates_twice = True
@@ -61,17 +60,10 @@ class CurvatureOptimizer(RuleOptimizer):
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
     found_inf: Tensor
 
-    def __init__(
-        self,
-        params: ParameterGroups,
-        hyperparameters: Mapping[str, Any],
-        *,
-        foreach: bool | None = None,
-        seed: int | None = None,
-    ) -> None:
+    def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
         self._forget()
-        seed = torch.initial_seed() if seed is None else seed
-        super().__init__(params, {**hyperparameters, "seed": seed}, foreach=foreach)
+        seed = defaults.get("seed")
+        super()._initialize(params, {**defaults, "seed": torch.initial_seed() if seed is None else seed})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from metagrad.optim.first_order.sgd import sgd
+from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.kronecker.factors import kl_length
 from metagrad.optim.kronecker.kfac import wide
 from metagrad.optim.kronecker.kfac_options import check_options
@@ -112,17 +112,7 @@ class KFAC(LayerOptimizer):
         ``kl_clip``.
     """
 
-    make_rule = staticmethod(sgd)
-    shell_options = LayerOptimizer.shell_options | {
-        "damping",
-        "decay",
-        "curvature_every",
-        "inverse_every",
-        "kl_clip",
-        "eigen",
-        "fisher",
-        "loss_reduction",
-    }
+    rule = SGDRule
 
     def __init__(
         self,

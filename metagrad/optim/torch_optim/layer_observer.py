@@ -56,7 +56,8 @@ class LayerOptimizer(CurvatureOptimizer):
             )
         self._layers = known_layers("KFAC(model)", model, stacklevel=4)
         self._handles: list[RemovableHandle] = []
-        super().__init__(model.named_parameters() if params is None else params, hyperparameters, seed=seed)
+        groups = model.named_parameters() if params is None else params
+        self._initialize(groups, {**hyperparameters, "seed": seed})
         self._set_hooks()
 
     def close(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-import metagrad.optim.rules as rules
+from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, scalar_of
@@ -19,10 +19,12 @@ from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, Options,
 from metagrad.optim.torch_optim.lbfgs_history import History
 from metagrad.optim.torch_optim.move import Change, working
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
-from metagrad.optim.torch_optim.optimizer import ParameterGroups, as_number
+from metagrad.optim.torch_optim.optimizer import Option, as_number
 
 
-class LBFGS(NewtonOptimizer):
+class LBFGS(
+    NewtonOptimizer, rule=LBFGSRule, history_size=100, line_search_fn="strong_wolfe", tolerance_change=1e-9
+):
     r"""Optimize by L-BFGS, up to ``max_iter`` iterations a step, as ``torch.optim.LBFGS`` does.
 
     .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
@@ -40,22 +42,6 @@ class LBFGS(NewtonOptimizer):
 
     Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
     Groups may differ in step size and weight decay.
-
-    Args:
-        params: Parameters, with names or without, or groups of them, which make one vector.
-        lr: The factor :math:`\eta` of every direction.
-        weight_decay: Of the loss with the penalty of half of it times the squared norm of the parameters.
-        max_iter: The most iterations of a step.
-        max_eval: The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is
-            enough for a line search.
-        tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
-        tolerance_change: A step ends where neither loss nor parameters change by more.
-        history_size: How many pairs are kept, in twice as many vectors of the size of the parameters. They are made
-            as iterations are.
-        line_search_fn: ``"strong_wolfe"`` looks for a length, and needs a closure; None takes ``lr``.
-        maximize: Climb.
-        nonfinite: Where the loss or the gradient is NaN or infinite where a step begins, parameters and state stay as
-            they were, and there is an error (``"raise"``) or no step (``"skip"``).
 
     Raises:
         ValueError: As for :class:`NewtonCG`.
@@ -81,44 +67,23 @@ class LBFGS(NewtonOptimizer):
         Liu, Nocedal, Mathematical Programming 45, 1989.
     """
 
-    make_rule = staticmethod(rules.lbfgs)
     differentiates_twice = False
     # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
     implied = ("place", "gradient", "moves", "changes", "products")
-    shell_options = NewtonOptimizer.shell_options | {"max_iter", "max_eval", "tolerance_grad"}
+    options: ClassVar[Mapping[str, Option]] = {
+        "max_iter": Option(20, "The most iterations of a step."),
+        "max_eval": Option(
+            None,
+            "The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is enough "
+            "for a line search.",
+        ),
+        "tolerance_grad": Option(
+            1e-7, "A step ends where no element of the gradient, weight decay included, is larger."
+        ),
+        **NewtonOptimizer.options,
+    }
     _known: object = None
     """What the closures have in common that return the loss that they differentiate, and no graph of the gradient."""
-
-    def __init__(
-        self,
-        params: ParameterGroups,
-        lr: float | Tensor = 1.0,
-        *,
-        weight_decay: float | Tensor = 0.0,
-        max_iter: int = 20,
-        max_eval: int | None = None,
-        tolerance_grad: float = 1e-7,
-        tolerance_change: float = 1e-9,
-        history_size: int = 100,
-        line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
-        maximize: bool = False,
-        nonfinite: Literal["raise", "skip"] = "raise",
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "max_iter": max_iter,
-                "max_eval": max_eval,
-                "tolerance_grad": tolerance_grad,
-                "tolerance_change": tolerance_change,
-                "history_size": history_size,
-                "line_search_fn": line_search_fn,
-                "maximize": maximize,
-                "nonfinite": nonfinite,
-            },
-        )
 
     def _forget(self) -> None:
         super()._forget()

@@ -27,15 +27,29 @@ from metagrad.optim.torch_optim.closure_objective import (
     scalar_of,
     without_gradients,
 )
-from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer
 from metagrad.optim.torch_optim.gradients import leaves_behind, unknown_loss
 from metagrad.optim.torch_optim.move import Change, working
-from metagrad.optim.torch_optim.optimizer import Group, as_number
+from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option, as_number
 from metagrad.optim.torch_optim.output_loss import WrittenLoss
 from metagrad.optim.torch_optim.parts_of_data import check_fraction, check_takes_fraction
 from metagrad.optim.torch_optim.randomness import generators_of
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+FRACTION = Option(
+    1.0,
+    "The part of the data whose curvature is taken, above 0: the closure is called as ``closure(fraction=...)`` for "
+    "it. 1 takes the curvature of all data.",
+)
+
+
+MINIBATCH_OPTIONS: Mapping[str, Option] = {
+    "curvature_fraction": FRACTION,
+    "nonfinite": NONFINITE,
+    "seed": SEED,
+}
+"""Those of an optimizer whose products may be of fewer data than its gradients."""
 
 
 class NewtonOptimizer(CurvatureOptimizer):
@@ -76,7 +90,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     """
 
     elementwise = False
-    shell_options = CurvatureOptimizer.shell_options | {"curvature_fraction"}
+    options: ClassVar[Mapping[str, Option]] = {"nonfinite": NONFINITE}
     adapted: ClassVar[str | None] = None
     """The hyper-parameter that the state of the rule has a factor of."""
     implied: ClassVar[tuple[str, ...]] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
@@ -17,7 +18,7 @@ from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.probes import as_rows
-from metagrad.optim.rule import Params
+from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import Change, Later, step_rows, step_whole
 from metagrad.optim.torch_optim.sizes import is_large, is_small, move_pieces, step_flat
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
@@ -34,6 +35,26 @@ Computed = TypeVar("Computed")
 _FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
+PARAMETERS = (
+    "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own."
+)
+
+
+class Option(NamedTuple):
+    """An argument of an optimizer that its rule does not know."""
+
+    default: Any
+    doc: str
+
+
+NONFINITE = Option(
+    "raise",
+    "Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised, parameters "
+    'and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in '
+    "``opt.stats``.",
+)
+
+
 class Work(NamedTuple):
     """The parameters of a group that have gradients, by name."""
 
@@ -45,9 +66,10 @@ class Work(NamedTuple):
 class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose steps are those of a rule.
 
-    A subclass names what makes its rule, and its constructor passes on every hyper-parameter: these live in
-    ``param_groups`` alone, where schedulers find them, and a rule is made of a group's at each step. The rule does
-    the arithmetic; here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
+    ``class Lion(RuleOptimizer, rule=LionRule)`` is all that a subclass has to say: its arguments are the fields of
+    the rule, with their defaults and documentation, and its ``options``. Hyper-parameters live in ``param_groups``
+    alone, where schedulers find them, and a rule is made of a group's at each step. The rule does the arithmetic;
+    here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
@@ -58,32 +80,73 @@ class RuleOptimizer(torch.optim.Optimizer):
     loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
     moved at every step, which equals the dense rule.
 
-    Args:
-        params: Parameters, or groups of them.
-        hyperparameters: The defaults of a group.
-        foreach: Move parameters as one long vector, which costs a copy and saves operations; False, each by itself;
-            None, small ones as one vector, and large ones on a CPU in pieces.
-
     Raises:
         ValueError: A hyper-parameter is out of its range, or not a number or a 0-d tensor.
-        TypeError: A parameter is complex.
+        TypeError: A parameter is complex, or an argument is unknown.
     """
 
-    make_rule: ClassVar[Callable[..., Any]]
-    """What makes the rule of hyper-parameters by keyword."""
+    rule: ClassVar[type]
+    """The functional optimizer."""
+    options: ClassVar[Mapping[str, Option]] = {
+        "foreach": Option(
+            None,
+            "Move parameters as one long vector, which costs a copy and saves operations; False, each by itself; "
+            "None, small ones as one vector, and large ones on a CPU in pieces.",
+        ),
+        "nonfinite": NONFINITE,
+    }
+    """What a group has besides the fields of the rule."""
     elementwise: ClassVar[bool] = True
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""
-    shell_options: ClassVar[frozenset[str]] = frozenset({"step", "foreach", "nonfinite", "differentiable"})
-    """The keys of ``defaults`` that the rule does not know: ``step`` counts the steps, torch adds the last."""
     _losses: Sequence[Tensor] = ()
     """What is known of the loss of this step."""
 
-    def __init__(
-        self, params: ParameterGroups, hyperparameters: Mapping[str, Any], *, foreach: bool | None = None
+    def __init_subclass__(
+        cls, rule: type | None = None, without: Sequence[str] = (), **defaults: Any
     ) -> None:
-        defaults = {"nonfinite": "raise", **hyperparameters, "foreach": foreach, "step": 0}
-        super().__init__(params, defaults)  # type: ignore[arg-type]
+        """Take arguments from a rule.
+
+        Args:
+            rule: A class made by :func:`~metagrad.optim.rule.functional_optimizer`; None for a base class.
+            without: Fields of it that keep their defaults.
+            defaults: Defaults that differ from those of the rule.
+        """
+        super().__init_subclass__()
+        if rule is None:
+            return
+        cls.rule = rule
+        arguments = [
+            (field.name, Option(defaults.get(field.name, field.default), field.metadata["doc"]))
+            for field in documented_fields(rule)
+            if field.name not in (*without, *cls.options)
+        ]
+        arguments += [
+            (name, each) for name, each in cls.options.items() if name != "foreach" or cls.elementwise
+        ]
+        cls.__signature__ = inspect.Signature(
+            [
+                inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                *(
+                    inspect.Parameter(name, _kind(name, cls.options), default=option.default)
+                    for name, option in arguments
+                ),
+            ]
+        )
+        described = [(name, option.doc) for name, option in arguments]
+        cls.__doc__ = with_arguments(cls.__doc__ or "", [("params", PARAMETERS), *described])
+
+    def __init__(self, params: ParameterGroups, *args: Any, **options: Any) -> None:
+        try:
+            given = type(self).__signature__.bind(params, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}(params, ...): {error}.") from None
+        given.apply_defaults()
+        self._initialize(params, {name: value for name, value in given.arguments.items() if name != "params"})
+
+    def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
+        """Set the optimizer up, by the defaults of a group."""
+        super().__init__(params, {"foreach": None, "nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
@@ -249,8 +312,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""
-        names = [name for name in self.defaults if name not in self.shell_options]
-        return _made(type(self).make_rule, tuple((name, as_number(group[name])) for name in names))
+        fields = {field.name for field in documented_fields(self.rule)} - self.options.keys()
+        names = [name for name in self.defaults if name in fields]
+        return _made(self.rule, tuple((name, as_number(group[name])) for name in names))
 
     def _named(self, index: int) -> Params:
         """Return the parameters of a group by name; those without are named by their place."""
@@ -286,6 +350,11 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
                 "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
             )
+
+
+def _kind(name: str, options: Mapping[str, Option]) -> Any:
+    kinds = inspect.Parameter
+    return kinds.KEYWORD_ONLY if name in options else kinds.POSITIONAL_OR_KEYWORD
 
 
 def _numbers(loss: object) -> list[Tensor]:
