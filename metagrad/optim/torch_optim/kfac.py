@@ -39,7 +39,7 @@ class KFAC(LayerOptimizer):
     With ``fisher="empirical"`` any loop works: ``loss.backward()`` and ``opt.step()``, or a closure. With
     ``"sampled"`` the labels are drawn from what the model predicts, which is the Fisher matrix proper and costs one
     backward pass more; the loss is then computed in the closure, or within ``with opt.recording():``, by one of
-    torch's losses, as for :class:`~metagrad.optim.torch_optim.sophia.SophiaG`.
+    torch's losses, as for :class:`~metagrad.optim.SophiaG`.
 
     With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
     the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors

@@ -158,7 +158,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         Example:
             A Poisson regression, :math:`\ell = e^z - y z`:
 
-            >>> from metagrad.optim.torch_optim.newton import GaussNewton
+            >>> from metagrad.optim import GaussNewton
             >>> x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
             >>> w = torch.zeros(2, requires_grad=True)
             >>> opt = GaussNewton([w])

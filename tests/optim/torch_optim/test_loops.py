@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.first_order import Lion, SparseAdam
-from metagrad.optim.torch_optim.sophia import SophiaH
+from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdam
 from tests.optim.torch_optim.cases import (
     assert_equal,
     assert_near,

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.first_order import Lion
+from metagrad.optim import AdaHessian, Lion
 from tests.optim.torch_optim.cases import (
     batch,
     classification,

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from metagrad.optim import AdaHessian, Lion, SparseAdam
 from metagrad.optim.curvature import KnownDiagonal
 from metagrad.optim.diagonal.adahessian import adahessian
 from metagrad.optim.diagonal.sophia import sophia_h
 from metagrad.optim.torch_optim import sizes
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.first_order import Lion, SparseAdam
 from tests.optim.torch_optim.cases import assert_near, having, optimizer, run, snapshot
 
 

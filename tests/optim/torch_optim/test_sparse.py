@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdagrad, SparseAdam
 from metagrad.optim.curvature import KnownDiagonal
 from metagrad.optim.diagonal.sophia import sophia_h
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.first_order import Lion, SparseAdagrad, SparseAdam
 from metagrad.optim.torch_optim.move import step_rows, step_whole
-from metagrad.optim.torch_optim.sophia import SophiaH
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.row_sparse import RowSparse
 from tests.optim.torch_optim.cases import (

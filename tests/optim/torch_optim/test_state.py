@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim.torch_optim.adahessian import AdaHessian
-from metagrad.optim.torch_optim.first_order import SparseAdam
+from metagrad.optim import AdaHessian, SophiaH, SparseAdam
 from metagrad.optim.torch_optim.randomness import mixed
-from metagrad.optim.torch_optim.sophia import SophiaH
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     assert_equal,
