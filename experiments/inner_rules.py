@@ -7,14 +7,15 @@ matrices alone, is such a one in `conf/algorithm/inner/muon.yaml`.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import field, make_dataclass
+import dataclasses
+from dataclasses import Field, field, make_dataclass
 from typing import Any, Optional
 
 from omegaconf import MISSING
 
 from experiments.schema import InnerRule, key
 from metagrad.optim import rules
+from metagrad.optim.rule import documented_fields
 
 DEFAULTS = {"sgd": {"lr": 0.01}}
 LEFT_OUT = ("maximize",)
@@ -38,7 +39,7 @@ def schema_of(name: str) -> type[InnerRule]:
             key("What is built: a rule of metagrad.optim.rules.", f"metagrad.optim.rules.{name}"),
         )
     ]
-    for argument in inspect.signature(getattr(rules, name)).parameters.values():
+    for argument in documented_fields(getattr(rules, name)):
         kind = _type(argument)
         if kind is not None and argument.name not in LEFT_OUT:
             default = DEFAULTS.get(name, {}).get(argument.name, argument.default)
@@ -46,8 +47,8 @@ def schema_of(name: str) -> type[InnerRule]:
     return make_dataclass(f"{name}_rule", keys, bases=(InnerRule,))
 
 
-def _type(argument: inspect.Parameter) -> Any:
-    words = str(argument.annotation).replace("[", " ").split()
+def _type(argument: Field[Any]) -> Any:
+    words = str(argument.type).replace("[", " ").split()
     kind = TYPES.get(words[0])
     return Optional[kind] if kind is not None and words[-1] == "None" else kind  # noqa: UP045  # made at run time
 
@@ -55,13 +56,13 @@ def _type(argument: inspect.Parameter) -> Any:
 def _field(default: Any) -> Any:
     if isinstance(default, tuple):
         return field(default_factory=lambda: list(default))
-    return field(default=MISSING if default is inspect.Parameter.empty else default)
+    return field(default=MISSING if default is dataclasses.MISSING else default)
 
 
 def is_rule(name: str) -> bool:
     """Say whether a public name is a rule by itself."""
     made = getattr(rules, name)
-    return inspect.isfunction(made) and "lr" in inspect.signature(made).parameters
+    return isinstance(made, type) and "lr" in getattr(made, "hyper", ())
 
 
 INNER_RULES = {name: schema_of(name) for name in rules.__all__ if is_rule(name) and name != "muon"}
