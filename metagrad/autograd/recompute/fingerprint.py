@@ -141,7 +141,9 @@ class _Group(NamedTuple):
 def _numbers(entries: Tensor, places: np.ndarray) -> tuple[Tensor | bytes, Tensor | complex]:
     """Return the entries at some places, and the sum of all in double precision."""
     if entries.is_cpu:
-        array = entries.numpy()
+        array = entries.numpy(
+            force=True
+        )  # gives memory to the zeros without any that torch's formulas return
         return array.take(places).tobytes(), np.add.reduce(array, dtype=np.result_type(array, np.float64))
     wide = torch.promote_types(entries.dtype, torch.float64)
     return entries[torch.from_numpy(places).to(entries.device)], entries.sum(dtype=wide)

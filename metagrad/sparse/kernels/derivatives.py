@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from metagrad.sparse.kernels import products as kernels
-from metagrad.sparse.kernels.tangents import nestable, primal
+from metagrad.sparse.kernels.tangents import Bilinear, bilinear_tangent, nestable
 from metagrad.sparse.pattern import Pattern, Segments
 
 
@@ -59,7 +59,7 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
     return _SegmentSum.apply(segments, values)
 
 
-class _SpMM(Function):
+class _SpMM(Bilinear):
     """values [nnz], dense [m, K] (or [n, K] when transposed)."""
 
     @staticmethod
@@ -69,15 +69,9 @@ class _SpMM(Function):
         return kernels.matmul(pattern, values, dense)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.pattern, ctx.transposed, values, dense = inputs
-        ctx.save_for_backward(values, dense)
-        ctx.save_for_forward(values, dense)
-
-    @staticmethod
     def backward(ctx, grad):
         values, dense = ctx.saved_tensors
-        pattern, transposed = ctx.pattern, ctx.transposed
+        pattern, transposed = ctx.structure
         d_values = d_dense = None
         if ctx.needs_input_grad[2]:
             d_values = sample(pattern, dense, grad) if transposed else sample(pattern, grad, dense)
@@ -88,11 +82,7 @@ class _SpMM(Function):
     @staticmethod
     @nestable
     def jvp(ctx, _pattern, _transposed, d_values, d_dense):
-        values, dense = map(primal, ctx.saved_tensors)
-        return _added(
-            None if d_values is None else matmul(ctx.pattern, d_values, dense, transposed=ctx.transposed),
-            None if d_dense is None else matmul(ctx.pattern, values, d_dense, transposed=ctx.transposed),
-        )
+        return bilinear_tangent(_SpMM, ctx, d_values, d_dense)
 
     @staticmethod
     def vmap(info, in_dims, pattern, transposed, values, dense):
@@ -100,7 +90,7 @@ class _SpMM(Function):
         return matmul(pattern, values, dense, transposed=transposed), 0
 
 
-class _SDDMM(Function):
+class _SDDMM(Bilinear):
     """a [n, K], b [m, K] to values [nnz]."""
 
     @staticmethod
@@ -108,42 +98,35 @@ class _SDDMM(Function):
         return kernels.sample(pattern, a, b)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.pattern, a, b = inputs
-        ctx.save_for_backward(a, b)
-        ctx.save_for_forward(a, b)
-
-    @staticmethod
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        d_a = matmul(ctx.pattern, grad, b) if ctx.needs_input_grad[1] else None
-        d_b = matmul(ctx.pattern, grad, a, transposed=True) if ctx.needs_input_grad[2] else None
+        (pattern,) = ctx.structure
+        d_a = matmul(pattern, grad, b) if ctx.needs_input_grad[1] else None
+        d_b = matmul(pattern, grad, a, transposed=True) if ctx.needs_input_grad[2] else None
         return None, d_a, d_b
 
     @staticmethod
     @nestable
     def jvp(ctx, _pattern, d_a, d_b):
-        a, b = map(primal, ctx.saved_tensors)
-        return _added(
-            None if d_a is None else sample(ctx.pattern, d_a, b),
-            None if d_b is None else sample(ctx.pattern, a, d_b),
-        )
+        return bilinear_tangent(_SDDMM, ctx, d_a, d_b)
 
     @staticmethod
     def vmap(info, in_dims, pattern, a, b):
         return sample(pattern, _batch_first(a, in_dims[1]), _batch_first(b, in_dims[2])), 0
 
 
-class _Gather(Function):
+class _OnSegments(Function):
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.segments = inputs[0]
+
+
+class _Gather(_OnSegments):
     """x [num_segments, ...] to [entries, ...]."""
 
     @staticmethod
     def forward(segments: Segments, x: Tensor) -> Tensor:
         return x.index_select(0, segments.ids)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.segments = inputs[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -159,16 +142,12 @@ class _Gather(Function):
         return gather(x.movedim(in_dims[1], 1), segments), 1
 
 
-class _SegmentSum(Function):
+class _SegmentSum(_OnSegments):
     """values [entries, ...] to [num_segments, ...]."""
 
     @staticmethod
     def forward(segments: Segments, values: Tensor) -> Tensor:
         return kernels.segment_sum(values, segments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.segments = inputs[0]
 
     @staticmethod
     def backward(ctx, grad):
@@ -187,10 +166,6 @@ class _SegmentSum(Function):
 def _stacked(x: Tensor, batch: torch.Size) -> Tensor:
     """Put the matrices of a batch on top of each other: [..., n, K] to [B * n, K]."""
     return x.expand(*batch, *x.shape[-2:]).flatten(0, -2)
-
-
-def _added(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return second if first is None else first if second is None else first + second
 
 
 def _batch_first(x: Tensor, dim: int | None) -> Tensor:

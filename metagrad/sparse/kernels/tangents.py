@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
 from metagrad.core import _torch
@@ -34,3 +35,24 @@ def nestable(jvp: Callable[..., Result]) -> Callable[..., Result]:
 def primal(x: Tensor) -> Tensor:
     """Take from a tensor its tangent on the level being differentiated; those of outer levels stay."""
     return unpack_dual(x).primal
+
+
+class Bilinear(Function):
+    """A rule ``apply(*structure, first, second)`` that is linear in each of its last two arguments."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Save the operands."""
+        *ctx.structure, first, second = inputs
+        ctx.save_for_backward(first, second)
+        ctx.save_for_forward(first, second)
+
+
+def bilinear_tangent(rule: type[Bilinear], ctx, d_first: Tensor | None, d_second: Tensor | None) -> Tensor:
+    """Differentiate a bilinear rule in forward mode."""
+    first, second = map(primal, ctx.saved_tensors)
+    if d_second is None:
+        return rule.apply(*ctx.structure, d_first, second)
+    if d_first is None:
+        return rule.apply(*ctx.structure, first, d_second)
+    return rule.apply(*ctx.structure, d_first, second) + rule.apply(*ctx.structure, first, d_second)

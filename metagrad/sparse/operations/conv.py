@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.kernels.tangents import nestable, primal
+from metagrad.sparse.kernels.tangents import Bilinear, bilinear_tangent, nestable
 
 _CALL = "conv(x, weight, rulebook, bias)"
 _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
@@ -225,7 +225,7 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
     return y if bias is None else y + bias
 
 
-class _Convolve(Function):
+class _Convolve(Bilinear):
     """x [sites, C_in], w [positions, C_in, C_out] to [sites, C_out]."""
 
     @staticmethod
@@ -237,29 +237,23 @@ class _Convolve(Function):
         return y.to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.rulebook, x, w = inputs
-        ctx.save_for_backward(x, w)
-        ctx.save_for_forward(x, w)
-
-    @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        d_x = _Convolve.apply(ctx.rulebook, grad, _adjoint(w)) if ctx.needs_input_grad[1] else None
-        d_w = _Correlate.apply(ctx.rulebook, x, grad) if ctx.needs_input_grad[2] else None
+        d_x = _Convolve.apply(*ctx.structure, grad, _adjoint(w)) if ctx.needs_input_grad[1] else None
+        d_w = _Correlate.apply(*ctx.structure, x, grad) if ctx.needs_input_grad[2] else None
         return None, d_x, d_w
 
     @staticmethod
     @nestable
     def jvp(ctx, _rulebook, d_x, d_w):
-        return _tangent(_Convolve, ctx, d_x, d_w)
+        return bilinear_tangent(_Convolve, ctx, d_x, d_w)
 
     @staticmethod
     def vmap(info, in_dims, rulebook, x, w):
         return _each(_Convolve, info.batch_size, in_dims, rulebook, x, w), 0
 
 
-class _Correlate(Function):
+class _Correlate(Bilinear):
     """x [sites, C_in], g [sites, C_out] to [positions, C_in, C_out]: the sum of x[p + o] g[p] over p."""
 
     @staticmethod
@@ -273,22 +267,16 @@ class _Correlate(Function):
         return w
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.rulebook, x, g = inputs
-        ctx.save_for_backward(x, g)
-        ctx.save_for_forward(x, g)
-
-    @staticmethod
     def backward(ctx, grad):
         x, g = ctx.saved_tensors
-        d_x = _Convolve.apply(ctx.rulebook, g, _adjoint(grad)) if ctx.needs_input_grad[1] else None
-        d_g = _Convolve.apply(ctx.rulebook, x, grad) if ctx.needs_input_grad[2] else None
+        d_x = _Convolve.apply(*ctx.structure, g, _adjoint(grad)) if ctx.needs_input_grad[1] else None
+        d_g = _Convolve.apply(*ctx.structure, x, grad) if ctx.needs_input_grad[2] else None
         return None, d_x, d_g
 
     @staticmethod
     @nestable
     def jvp(ctx, _rulebook, d_x, d_g):
-        return _tangent(_Correlate, ctx, d_x, d_g)
+        return bilinear_tangent(_Correlate, ctx, d_x, d_g)
 
     @staticmethod
     def vmap(info, in_dims, rulebook, x, g):
@@ -298,16 +286,6 @@ class _Correlate(Function):
 def _adjoint(w: Tensor) -> Tensor:
     """Return the kernel that moves cotangents back: a pair of sites is met at the mirrored position."""
     return w.flip(0).mT.contiguous()
-
-
-def _tangent(rule: type[Function], ctx, d_first: Tensor | None, d_second: Tensor | None) -> Tensor:
-    """Differentiate a bilinear rule in forward mode."""
-    first, second = map(primal, ctx.saved_tensors)
-    if d_second is None:
-        return rule.apply(ctx.rulebook, d_first, second)
-    if d_first is None:
-        return rule.apply(ctx.rulebook, first, d_second)
-    return rule.apply(ctx.rulebook, d_first, second) + rule.apply(ctx.rulebook, first, d_second)
 
 
 def _each(rule: type[Function], size: int, in_dims: tuple, rulebook: Rulebook, *operands: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def embedding_bag(
         how = {"mode": mode, "per_sample_weights": per_sample_weights, "padding_idx": padding_idx}
         return handle_torch_function(embedding_bag, tensors, ids, offsets, table, **how)
     call = "embedding_bag(ids, offsets, table)"
-    _check_bags(call, ids, offsets, mode, per_sample_weights)
+    check_bags(call, ids, offsets, mode, per_sample_weights)
     ids, padding_idx = _checked(call, ids, table, padding_idx)
     kept = None if padding_idx is None else ids != padding_idx
     found = gather_rows(table, ids if kept is None else torch.where(kept, ids, HOLE), holes=kept is not None)
@@ -136,9 +136,10 @@ def _checked(call: str, ids: Tensor, table: Tensor, padding_idx: int | None) -> 
     return ids.long(), padding_idx % len(table)
 
 
-def _check_bags(
+def check_bags(
     call: str, ids: Tensor, offsets: Tensor | None, mode: str, per_sample_weights: Tensor | None
 ) -> None:
+    """Refuse what ``F.embedding_bag`` refuses."""
     if mode not in get_args(Mode):
         raise ValueError(f'{call}: mode must be "mean", "sum" or "max", got {mode!r}.')
     if ids.ndim != (2 if offsets is None else 1):
@@ -206,26 +207,6 @@ def reduce_bags(
         return total.to(vectors.dtype)
     ones = torch.ones_like(bag) if kept is None else kept.flatten().long()
     return (total / over(_summed(ones, bag, num_bags).clamp(min=1), total)).to(vectors.dtype)
-
-
-def check_bags(vectors: Tensor, offsets: Tensor | None, mode: str, weights: Tensor | None) -> None:
-    """Refuse what ``F.embedding_bag`` refuses."""
-    if mode not in ("sum", "mean", "max"):
-        raise ValueError(f'F.embedding_bag(..., mode): expected "sum", "mean" or "max", got {mode!r}.')
-    if vectors.ndim != (3 if offsets is None else 2):
-        raise ValueError(
-            "F.embedding_bag(ids, ...): ids must be [bags, n], or 1-d with offsets, got shape "
-            f"{tuple(vectors.shape[:-1])} {'without' if offsets is None else 'with'} offsets."
-        )
-    if weights is None:
-        return
-    if mode != "sum":
-        raise ValueError(f'F.embedding_bag(..., mode={mode!r}): per_sample_weights need mode="sum".')
-    if weights.shape != vectors.shape[:-1]:
-        raise ValueError(
-            f"F.embedding_bag(ids, ..., per_sample_weights): expected the shape of ids, "
-            f"{tuple(vectors.shape[:-1])}, got {tuple(weights.shape)}."
-        )
 
 
 def over(mask: Tensor, values: Tensor) -> Tensor:

@@ -162,21 +162,6 @@ def in_place(function: Handler) -> Handler:
     return lambda x, *args, **kwargs: write(x, function(x, *args, **kwargs))
 
 
-def subtract(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
-    """Subtract."""
-    return add(x, y, alpha=-alpha)
-
-
-def subtract_from(x: Any, y: Any, *, alpha: float = 1) -> Tensor:
-    """Subtract the first from the second."""
-    return add(y, x, alpha=-alpha)
-
-
-def subtract_into(target: Tensor, y: Any, *, alpha: float = 1) -> Tensor:
-    """Subtract in place."""
-    return add_into(target, y, alpha=-alpha)
-
-
 def total(
     x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -367,9 +352,9 @@ def _named(handler: Handler, *names: str) -> dict[Any, Handler]:
 OPERATIONS |= {
     aten.add: add,
     aten.add_: add_into,
-    aten.sub: subtract,
-    aten.sub_: subtract_into,
-    aten.rsub: subtract_from,
+    aten.sub: lambda x, y, alpha=1: add(x, y, alpha=-alpha),
+    aten.sub_: lambda x, y, alpha=1: add_into(x, y, alpha=-alpha),
+    aten.rsub: lambda x, y, alpha=1: add(y, x, alpha=-alpha),
     aten.mul: multiply,
     aten.mul_: in_place(multiply),
     aten.div: divide,

@@ -175,9 +175,8 @@ def _embedding_bag(
     kept = None if padding_idx is None else ids != padding_idx % table.shape[0]
     if include_last_offset and offsets is not None:
         offsets = offsets[:-1]
-    vectors = table._lookup(ids)
-    check_bags(vectors, offsets, mode, per_sample_weights)
-    return reduce_bags(vectors, offsets, mode=mode, weights=per_sample_weights, kept=kept)
+    check_bags("F.embedding_bag(ids, table, offsets)", ids, offsets, mode, per_sample_weights)
+    return reduce_bags(table._lookup(ids), offsets, mode=mode, weights=per_sample_weights, kept=kept)
 
 
 def _refuse(function: str, table: StandIn, max_norm: float | None, scale_grad_by_freq: bool) -> None:

@@ -65,16 +65,17 @@ def test_a_largest_that_is_nan_is_nan():
 
 
 def test_shapes_and_modes_are_checked():
-    with pytest.raises(ValueError, match='expected "sum", "mean" or "max", got \'median\''):
-        check_bags(torch.ones(1, 2, 1), None, "median", None)
-    with pytest.raises(ValueError, match=r"ids must be \[bags, n\], .* got shape \(2,\) without offsets"):
-        check_bags(torch.ones(2, 1), None, "sum", None)
-    with pytest.raises(ValueError, match=r"got shape \(1, 2\) with offsets"):
-        check_bags(torch.ones(1, 2, 1), torch.tensor([0]), "sum", None)
-    with pytest.raises(ValueError, match=r"expected the shape of ids, \(1, 2\), got \(2,\)"):
-        check_bags(torch.ones(1, 2, 1), None, "sum", torch.ones(2))
+    call, ids = "F.embedding_bag(ids)", torch.ones(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match='mode must be "mean", "sum" or "max", got \'median\''):
+        check_bags(call, ids, None, "median", None)
+    with pytest.raises(ValueError, match=r"ids must be \[bags, n\] without offsets, got shape \(2,\)"):
+        check_bags(call, ids[0], None, "sum", None)
+    with pytest.raises(ValueError, match=r"ids must be 1-d with offsets, got shape \(1, 2\)"):
+        check_bags(call, ids, torch.tensor([0]), "sum", None)
+    with pytest.raises(ValueError, match=r"must have the shape of ids, \(1, 2\), got \(2,\)"):
+        check_bags(call, ids, None, "sum", torch.ones(2))
 
 
 def test_weights_are_for_the_sum():
-    with pytest.raises(ValueError, match='per_sample_weights need mode="sum"'):
-        check_bags(torch.ones(1, 2, 1), None, "mean", torch.ones(1, 2))
+    with pytest.raises(ValueError, match="per_sample_weights are for mode=\"sum\", got mode='mean'"):
+        check_bags("F.embedding_bag(ids)", torch.ones(1, 2), None, "mean", torch.ones(1, 2))
