@@ -169,7 +169,6 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
         "_base": "what a view is of",
         "_is_view": "whether it is one",
         "_is_zerotensor": "whether forward mode made it instead of zeros",
-        "_nnz": "entries of a sparse tensor",
         "_indices": "of a COO tensor that was not coalesced",
         "_values": "likewise",
         "_make_wrapper_subclass": "makes a tensor without memory of its own, for RowSparse",
@@ -193,9 +192,6 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
         "_global_backward_pre_hooks": "likewise",
     },
     torch.ops.aten: {
-        "_cdist_forward": "points without a derivative are looked for here",
-        "_pdist_forward": "likewise",
-        "_prelu_kernel": "likewise",
         "_has_same_storage_numel": "torch.compile's question to a wrapper subclass",
         "_to_copy": "`.to()` of rows",
         "_values": "`.values()` of rows",

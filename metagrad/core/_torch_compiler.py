@@ -1,23 +1,39 @@
-"""The private names of torch's compiler that the library depends on, as ``_torch.py`` has those of the rest."""
+"""The private names of torch's compiler that the library depends on, as ``_torch.py`` has those of the rest.
+
+They are imported where they are used, so that ``import metagrad`` does not load the compiler.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.symbolic_convert
-import torch._dynamo.variables.base
-import torch._inductor.custom_graph_pass
+from torch import fx
 
-_torch: Any = torch
 
-CustomGraphPass = torch._inductor.custom_graph_pass.CustomGraphPass
-hash_of_files = torch._inductor.custom_graph_pass.get_hash_for_files
-"""A pass of ours over the graphs that inductor makes, and what its cache knows the pass by."""
+def inductor_backend(*settings: Any, **more: Any) -> Any:
+    """Return what torch.compile makes of the mode, the options and ``dynamic`` of inductor."""
+    return torch._TorchCompileInductorWrapper(*settings, **more)  # type: ignore[attr-defined]
 
-InductorBackend = _torch._TorchCompileInductorWrapper
-OtherBackend = _torch._TorchCompileWrapper
-"""What torch.compile makes of the name and the options of a backend."""
+
+def other_backend(*settings: Any) -> Any:
+    """Return what torch.compile makes of another backend with its mode, its options and ``dynamic``."""
+    return torch._TorchCompileWrapper(*settings)  # type: ignore[attr-defined]
+
+
+def graph_pass(change: Callable[[fx.Graph], None], *files: str) -> object:
+    """Return a pass of ours over the graphs that inductor makes; its cache knows the pass by the files."""
+    import torch._inductor.custom_graph_pass as passes
+
+    class GraphPass(passes.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> object:
+            return passes.get_hash_for_files(files)
+
+    return GraphPass()
 
 
 def changes_objects() -> bool:
@@ -25,6 +41,9 @@ def changes_objects() -> bool:
 
     Only Dynamo's record of side effects says so; where it is kept in another way than in torch 2.13, it may.
     """
+    import torch._dynamo.symbolic_convert
+    import torch._dynamo.variables.base
+
     try:
         effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
         kinds = [variable.mutation_type for variable in effects._get_modified_vars()]

@@ -12,10 +12,11 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 
@@ -32,7 +33,7 @@ class _Generator(NamedTuple):
 
     library: str
     get: Callable[[], Any]
-    set: Callable[[Any], None]
+    set: Callable[[Any], object]
     equal: Callable[[Any, Any], bool]
 
 
@@ -112,10 +113,25 @@ def _generators() -> Iterator[_Generator]:
 
 
 class RandomState:
-    """The state of the global random generators of torch, NumPy and Python, kept only if a call draws from them."""
+    """The state of the random generators of torch, NumPy and Python, kept only if a call draws from them.
+
+    Of the global ones, and of those that were noted.
+    """
 
     def __init__(self) -> None:
         self.states = [(generator, generator.get()) for generator in _generators()]
+        self._noted: set[int] = set()
+
+    def note(self, generator: torch.Generator) -> None:
+        """Include a generator that is about to be handed to a torch function."""
+        if id(generator) not in self._noted:
+            self._noted.add(id(generator))  # which is kept alive by its methods
+            handed = _Generator("torch", generator.get_state, generator.set_state, torch.equal)
+            self.states.append((handed, handed.get()))
+
+    def watched(self) -> contextlib.AbstractContextManager[object]:
+        """Include generators that are handed to torch functions meanwhile."""
+        return _NotingGenerators(self)
 
     def close(self) -> None:
         """Forget the states that the call left as they were."""
@@ -143,6 +159,20 @@ class RandomState:
         """Set the generators back."""
         for generator, state in self.states:
             generator.set(state)
+
+
+class _NotingGenerators(TorchFunctionMode):
+    """Notes which generators are handed to torch functions."""
+
+    def __init__(self, random: RandomState) -> None:
+        super().__init__()
+        self.random = random
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self.random.note(kwargs["generator"])
+        return func(*args, **kwargs)
 
 
 class _Flag(NamedTuple):
@@ -228,6 +258,23 @@ class AutocastState:
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
                     )
             yield
+
+
+class Restorable(Protocol):
+    """A captured state."""
+
+    def restored(self) -> contextlib.AbstractContextManager[None]:
+        """Set it up again, for a while."""
+        ...
+
+
+@contextlib.contextmanager
+def restored(*states: Restorable) -> Iterator[None]:
+    """Set up several captured states, one within the other."""
+    with contextlib.ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.restored())
+        yield
 
 
 @contextlib.contextmanager

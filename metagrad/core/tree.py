@@ -16,6 +16,12 @@ from metagrad.core._torch import pytree
 Tree: TypeAlias = Any
 """A tensor, or a dict, list, tuple or named tuple of trees."""
 
+ATOMS = frozenset(
+    {int, float, bool, complex, str, bytes, type(None), type(...)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""The types of plain values, which compare by what they are."""
+
 TreeSpec = pytree.TreeSpec
 
 tree_flatten = pytree.tree_flatten
@@ -48,6 +54,11 @@ def _collect(value: object, found: list[Tensor]) -> None:
             found.append(item)
         elif isinstance(item, (list, tuple, dict)):
             _collect(item, found)
+
+
+def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a namespace that are numbers, strings and the like."""
+    return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
 class _Hole:

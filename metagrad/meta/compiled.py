@@ -8,10 +8,15 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.compile.check import FreeTensorError, UncompilableError, check_compilable
-from metagrad.autograd.compile.compiled import CompileOptions, operand
+from metagrad.autograd.compile.compiled import (
+    CompileOptions,
+    FreeTensorError,
+    UncompilableError,
+    check_compilable,
+    operand,
+)
 from metagrad.autograd.compile.value_and_grad import ValueAndGrad
-from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
@@ -83,7 +88,7 @@ def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
     return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
 
 
-class CompiledMAML(Kernels):
+class CompiledMAML(CompiledStep):
     """What is compiled of a MAML: an inner step with its vector-Jacobian product, the query loss, or a meta-batch.
 
     Args:

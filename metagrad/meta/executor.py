@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from metagrad.autograd.compile.check import UncompilableError
+from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.meta.compiled import refuse_model
 from metagrad.meta.inner import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite

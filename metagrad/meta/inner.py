@@ -15,7 +15,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.blocks.block_gradient import block_gradient
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.lint import refuse_defects
-from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
+from metagrad.autograd.unrolling.compiled import unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core._torch import without_torch_function

@@ -20,7 +20,7 @@ from metagrad.autograd.blocks.forward_over_reverse import (
 )
 from metagrad.autograd.blocks.record import record_chain
 from metagrad.autograd.blocks.types import Chain, Params
-from metagrad.autograd.recompute.checkpoint import Vjp, apply_visibly, recomputed
+from metagrad.autograd.recompute.checkpoint import Vjp, attached
 from metagrad.core.tree import Tree
 
 
@@ -83,7 +83,8 @@ def block_gradient(chain: Chain, params: Params, x: Tree, y: Tree) -> LossAndGra
     gradient = BlockwiseGradient(recorded.stages, len(params), torch.ones_like(recorded.loss))
     with sdpa_kernel(SDPBackend.MATH):
         grads = gradient.of(recorded.operands, recorded.kept)
-    results = apply_visibly(_BlockGradient, (gradient, [recorded.loss, *grads]), recorded.operands)
+    outputs = [result.detach().requires_grad_() for result in (recorded.loss, *grads)]
+    results = attached(gradient, recorded.operands, outputs)
     return LossAndGradient(results[0], dict(zip(params, results[1:], strict=True)))
 
 
@@ -100,6 +101,10 @@ class BlockwiseGradient:
         self.stages = stages
         self.num_params = num_params
         self.seed = seed
+
+    def product(self, num_tensors: int, wanted: Sequence[int], present: Sequence[int]) -> Vjp:
+        """Return the vector-Jacobian product of the loss and the gradient."""
+        return _BlockwiseVjp(self, num_tensors, wanted, present)
 
     def of(self, operands: Sequence[Tensor], kept: list[list[Tensor]]) -> list[Tensor]:
         """Walk back from the loss; return the gradients of the parameters."""
@@ -151,30 +156,6 @@ class _BlockwiseVjp(Vjp):
         needed = [index in self.wanted for index in range(len(tensors))]
         rates = self.call.rates(tensors, needed, directions, given.get(0)).rates
         return [rates[index] for index in self.wanted]
-
-
-class _BlockGradient(torch.autograd.Function):
-    """A loss and its gradient whose derivative walks over the blocks."""
-
-    @staticmethod
-    def forward(ctx, gradient, results, *operands):
-        ctx.set_materialize_grads(False)
-        ctx.gradient = gradient
-        ctx.save_for_backward(*operands)
-        return tuple(result.detach() for result in results)
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        operands = ctx.saved_tensors
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
-        product = _BlockwiseVjp(ctx.gradient, len(operands), wanted, present)
-        given = [*operands, *(cotangents[i] for i in present)]
-        found = recomputed(product, given) if torch.is_grad_enabled() else product(given)
-        result: Maybe = [None] * len(operands)
-        for index, gradient in zip(wanted, found, strict=True):
-            result[index] = gradient
-        return (None, None, *result)
 
 
 def filled(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:

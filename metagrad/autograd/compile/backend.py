@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from metagrad.autograd.compile.products import transpose_products
+from metagrad.core import _torch_compiler
+
 Graph = Callable[..., Sequence[Tensor]]
 
 
@@ -62,25 +65,21 @@ class Backend:
         options: Mapping[str, Any] | None = None,
         dynamic: bool | None = None,
     ) -> None:
-        # Not at the top, which would import the compiler along with metagrad.
-        from metagrad.core import _torch_compiler
-
-        self.changes_objects = _torch_compiler.changes_objects
         self.compile: Callable[..., Any]
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
-            make = functools.partial(_torch_compiler.InductorBackend, mode, dynamic=dynamic)
+            make = functools.partial(_torch_compiler.inductor_backend, mode, dynamic=dynamic)
             self.compile = make(options)
             self.compile_for_cpu = make({**_options_for_cpu(), **(options or {})})
         else:
-            self.compile = _torch_compiler.OtherBackend(backend, mode, dict(options or {}), dynamic)
+            self.compile = _torch_compiler.other_backend(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile
 
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph."""
         devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
         graph = (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
-        if self.changes_objects():
+        if _torch_compiler.changes_objects():
             return graph
 
         def noting(*inputs: object) -> Sequence[Tensor]:
@@ -98,9 +97,7 @@ def _options_for_cpu() -> dict[str, Any]:
     Left to itself it would run all convolutions of a graph without a tape of its own with the channels last, which
     takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one channel, the first is slow.
     """
-    from metagrad.autograd.compile.products import TransposeProducts
-
-    return {"post_grad_custom_post_pass": TransposeProducts(), "layout_optimization": False}
+    return {"post_grad_custom_post_pass": transpose_products(), "layout_optimization": False}
 
 
 class Repeated:
@@ -109,16 +106,15 @@ class Repeated:
     def __init__(self) -> None:
         self.graph: PlacedGraph | None = None
 
-    def __call__(
-        self, function: Callable[[list[Tensor]], list[Tensor]], tensors: list[Tensor]
-    ) -> list[Tensor]:
-        """Call the function or, once it is known which graph it comes to, the graph alone."""
+    def __call__(self, function: Callable[..., list[Tensor]], *groups: list[Tensor]) -> list[Tensor]:
+        """Call the function of lists or, once it is known which graph it comes to, the graph alone."""
+        tensors = [tensor for group in groups for tensor in group]
         if len(set(map(id, tensors))) < len(tensors):
-            return function(tensors)
+            return function(*groups)
         if self.graph is not None:
             return self.graph(tensors)
         with _noting() as calls:
-            results = function(tensors)
+            results = function(*groups)
         self.graph = _placed(calls[0], tensors, results) if len(calls) == 1 else None
         return results
 

@@ -1,9 +1,9 @@
-"""Compiling a function: what is asked of ``torch.compile``, and when it may compile.
+"""Compiling a function: what is asked of ``torch.compile``, when it may compile, and what happens where it cannot.
 
 ``torch.compile`` guards everything that a function reads and compiles again where a guard fails. A function passes
 a *gate* while it is traced, which is open only after the function has been tried without compiling
-(:mod:`metagrad.autograd.compile.check`). So whatever is compiled has been looked at before, and as long as no guard
-fails, nothing needs to be looked at again.
+(:func:`check_compilable`). So whatever is compiled has been looked at before, and as long as no guard fails, nothing
+needs to be looked at again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.compile.backend import Backend
-from metagrad.autograd.compile.check import UncompilableError
+from metagrad.autograd.recompute.replay import record
+from metagrad.core import _torch
+from metagrad.core.budget import BudgetError
+from metagrad.core.capture import RandomState
 from metagrad.core.tree import is_differentiable
 
 T = TypeVar("T")
@@ -31,7 +34,7 @@ Compile: TypeAlias = "bool | Literal['whole'] | Mapping[str, object]"
 _OPTIONS = ("backend", "mode", "options", "dynamic")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class CompileOptions:
     """What :func:`checked_compile` makes of ``compile=``.
 
@@ -41,16 +44,7 @@ class CompileOptions:
     """
 
     whole: bool
-    options: dict[str, Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CompileOptions) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple:
-        return (self.whole, *sorted((name, repr(value)) for name, value in self.options.items()))
+    options: dict[str, Any] = field(hash=False)
 
 
 def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
@@ -72,6 +66,60 @@ def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
     raise ValueError(
         f'{call}: compile must be False, True, "whole" or a dict of options of torch.compile, got {compile!r}.'
     )
+
+
+class UncompilableError(Exception):
+    """A function can be run, but not be compiled; says why, to follow "because"."""
+
+
+class FreeTensorError(ValueError):
+    """A step reads a tensor that requires grad without being handed it."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        super().__init__(
+            f"{name}: with compile, a tensor of shape {shape} that requires grad is read without being handed over, "
+            "so its gradient would be lost. Pass it as an argument."
+        )
+        self.shape = shape
+
+
+def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Tensor]:
+    """Run a function once without compiling it, leaving no trace, and refuse what compiling would lose.
+
+    Returns:
+        The tensors that it reads without being handed them.
+
+    Raises:
+        FreeTensorError: It reads one that requires grad.
+        UncompilableError: It draws random numbers, or writes into a tensor that it did not make.
+    """
+    random = RandomState()
+    try:
+        recording = record(fn, args, {}, name=name)
+    finally:
+        random.restore()
+    reads, modules = recording.call.reads, recording.call.modules
+    reads.undo_writes()
+    rebound = modules.rebound_buffer()
+    modules.put_back()
+    if rebound is not None:
+        raise UncompilableError(
+            f"the buffer {rebound!r} is another tensor after a call, where only values may flow from step to step"
+        )
+    if reads.random.states:
+        raise UncompilableError(
+            "random numbers are drawn, as dropout does, and a recomputation would draw others"
+        )
+    if any(function is Tensor.register_hook for _, function, *_ in reads.journal.entries):
+        raise UncompilableError("a hook is registered on a tensor, which compiled code would pass by")
+    if reads.writes.before:
+        raise UncompilableError(
+            "running statistics are written, as BatchNorm does, where only values may flow "
+            "(with track_running_stats=False it has none)"
+        )
+    for tensor in reads.differentiable:
+        raise FreeTensorError(name, tuple(tensor.shape))
+    return [constant.tensor for constant in reads.constants]
 
 
 class _Gate(threading.local):
@@ -136,6 +184,71 @@ def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
     return types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
 
 
+class Fallback:
+    """Tries what is compiled, and once that fails takes the other way for good, with one warning.
+
+    Args:
+        call: How warnings and errors name the call.
+    """
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.gave_up = False
+
+    def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
+        """Return what ``compiled()`` returns, or ``eager()`` if that cannot be."""
+        if self.gave_up:
+            return eager()
+        hooks_were_allowed = _torch.saved_tensors_hooks_enabled()
+        try:
+            _refuse_unavailable()
+            return compiled()
+        except (torch.OutOfMemoryError, BudgetError, FreeTensorError):
+            raise
+        except Exception as error:
+            if hooks_were_allowed:
+                # Tracing that fails inside torch.func.grad leaves them disabled (torch 2.13).
+                _torch.enable_saved_tensors_hooks()
+            # An error of the function's own comes out of it again, and leaves from there.
+            result = eager()
+            self.gave_up = not isinstance(error, _UnavailableError)
+            warnings.warn(
+                f"{self.call}: runs without being compiled, because {_reason(error)}. Pass compile=False to choose "
+                "this without a warning.",
+                stacklevel=2,
+            )
+            return result
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UncompilableError):
+        return str(error)
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return (
+            "it was compiled again and again, for other constants, shapes or functions, as often as torch.compile "
+            "allows (what changes from call to call should be a tensor among its arguments)"
+        )
+    cause = getattr(error, "inner_exception", error)
+    lines = str(cause).strip().splitlines() or [type(cause).__name__]
+    return f"torch.compile cannot take it: {lines[0].rstrip('.')}"
+
+
+class _UnavailableError(UncompilableError):
+    """Compiled code cannot be run where it is called, but may be elsewhere."""
+
+
+def _refuse_unavailable() -> None:
+    """Raise if what is around the call keeps compiled code from being run."""
+    if _torch.functorch_is_active():
+        raise _UnavailableError("it is called inside a torch.func transform")
+    if _torch.num_function_modes():
+        raise _UnavailableError("it is called inside a TorchFunctionMode, such as an enclosing checkpoint's")
+    if _torch.num_dispatch_modes():
+        raise _UnavailableError(
+            "it is called inside a TorchDispatchMode, such as a MemoryTracker's on the CPU"
+        )
+
+
 def operand(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     """Return a leaf of one layout, so that the same compiled code takes it every time."""
     leaf = tensor.detach()
@@ -159,3 +272,15 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 def laid_out(tensor: Tensor) -> Tensor:
     """Return a tensor in the layout of :func:`operand`, from within compiled code."""
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def exchanged(tensors: Sequence[Tensor], places: Sequence[int], chosen: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors, of which some are exchanged for others."""
+    result = list(tensors)
+    for index, tensor in zip(places, chosen, strict=True):
+        result[index] = tensor
+    return result
+
+
+def checked_before() -> None:
+    """The derivative of a function is compiled after the function, which has been checked."""

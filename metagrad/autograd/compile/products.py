@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from metagrad.core._torch_compiler import CustomGraphPass, hash_of_files
+from metagrad.core._torch_compiler import graph_pass
 
 _aten = torch.ops.aten
 _bmm = _aten.bmm.default
@@ -29,26 +29,24 @@ _VECTOR = 16
 """How many float32 fit into the widest vector register of a CPU."""
 
 
-class TransposeProducts(CustomGraphPass):
-    """A pass over the graphs that inductor makes for CPUs: it chooses between products and their transposes."""
+def transpose_products() -> object:
+    """Return a pass over the graphs that inductor makes for CPUs, which is known by what is in this file."""
+    return graph_pass(transpose_in, __file__)
 
-    def __call__(self, graph: fx.Graph) -> None:
-        """Move transpositions out of sums into the products that they are of, then exchange narrow products."""
-        for node in list(graph.find_nodes(op="call_function", target=_permute)):
-            if _is_swap(node) and _can_move(node.args[0], node):
-                with graph.inserting_before(node):
-                    node.replace_all_uses_with(_transposed(graph, node.args[0]))
-        graph.eliminate_dead_code()
-        for product in graph.find_nodes(op="call_function", target=_bmm):
-            if _is_narrow(product):
-                with graph.inserting_before(product):
-                    result = _call(graph, _permute, _transposed(graph, product), _SWAP)
-                product.replace_all_uses_with(result)
-                graph.erase_node(product)
 
-    def uuid(self) -> object:
-        """Tell inductor's cache what the pass does."""
-        return hash_of_files((__file__,))
+def transpose_in(graph: fx.Graph) -> None:
+    """Move transpositions out of sums into the products that they are of, then exchange narrow products."""
+    for node in list(graph.find_nodes(op="call_function", target=_permute)):
+        if _is_swap(node) and _can_move(node.args[0], node):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_transposed(graph, node.args[0]))
+    graph.eliminate_dead_code()
+    for product in graph.find_nodes(op="call_function", target=_bmm):
+        if _is_narrow(product):
+            with graph.inserting_before(product):
+                result = _call(graph, _permute, _transposed(graph, product), _SWAP)
+            product.replace_all_uses_with(result)
+            graph.erase_node(product)
 
 
 def _can_move(node: Any, reader: fx.Node) -> bool:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.compile.compiled import operand
-from metagrad.autograd.recompute.checkpoint import TensorFunction, vjp
+from metagrad.autograd.recompute.checkpoint import TensorFunction, attached
 from metagrad.core import _torch
 from metagrad.core.tree import is_differentiable
 
 
 def held(
     run: Callable[[list[Tensor]], Sequence[Tensor]], eager: TensorFunction, tensors: Sequence[Tensor]
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Call a function of compiled pieces, keeping their graphs, so that its derivatives of every order are right.
 
     Args:
@@ -28,35 +28,21 @@ def held(
         eager: The same, not compiled.
         tensors: What to differentiate with respect to.
     """
-    return list(_Held.apply(run, eager, *tensors))
+    inputs = [operand(tensor, tensor.requires_grad) for tensor in tensors]
+    with _held_graphs():
+        outputs = run(inputs)
 
-
-class _Held(torch.autograd.Function):
-    """A function of compiled pieces."""
-
-    @staticmethod
-    def forward(ctx, run, eager, *tensors):
-        ctx.set_materialize_grads(False)
-        inputs = [operand(t, need) for t, need in zip(tensors, ctx.needs_input_grad[2:], strict=True)]
-        with _held_graphs():
-            outputs = run(inputs)
-        ctx.graph, ctx.eager = (inputs, outputs), eager
-        ctx.save_for_backward(*tensors)
-        results = tuple(output.detach() for output in outputs)
-        ctx.mark_non_differentiable(
-            *(r for r, output in zip(results, outputs, strict=True) if not output.requires_grad)
-        )
-        return results
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled():
-            return (None, None, *vjp(ctx.eager, tensors, needed, cotangents))
-        inputs, outputs = ctx.graph
+    def pull(
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         grads = iter(_pulled(outputs, wanted, cotangents))
-        return (None, None, *(next(grads) if need else None for need in needed))
+        return [next(grads) if need else None for need in needed]
+
+    return attached(eager, tensors, outputs, pull=pull)
 
 
 @contextlib.contextmanager

@@ -7,16 +7,22 @@ back through a graph of their own, which computes everything again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.compile.compiled import Compiled, operand, pass_gate
-from metagrad.autograd.compile.fallback import Fallback
-from metagrad.autograd.recompute.checkpoint import vjp
-from metagrad.autograd.unrolling.compiled_steps import checked_before, exchanged
+from metagrad.autograd.compile.compiled import (
+    Compiled,
+    Fallback,
+    checked_before,
+    exchanged,
+    operand,
+    pass_gate,
+)
+from metagrad.autograd.recompute.checkpoint import attached, vjp
 from metagrad.core.capture import AutocastState
 from metagrad.core.tree import is_differentiable
 
@@ -92,50 +98,38 @@ class ValueAndGrad:
         self, check: Callable[[], None], losses: Losses, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Call a function; ``check`` is called before it is compiled. The results are on the tape."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return _ValueAndGrad.apply(self, check, losses, *tensors)  # type: ignore[return-value]
-        return tuple(self.values(check, losses, [operand(tensor) for tensor in tensors]))
-
-
-class _ValueAndGrad(torch.autograd.Function):
-    """Losses that keep their gradient."""
-
-    @staticmethod
-    def forward(ctx, compiled, check, losses, *tensors):
-        ctx.set_materialize_grads(False)
-        ctx.compiled, ctx.losses, ctx.autocast = compiled, losses, AutocastState()
-        ctx.wanted = tuple(i for i, need in enumerate(ctx.needs_input_grad[3:]) if need)
         operands = [operand(tensor) for tensor in tensors]
-        grads, results = compiled.gradient(check, losses, compiled.place, ctx.wanted, operands)
-        ctx.save_for_backward(*tensors, *grads)
-        ctx.mark_non_differentiable(*(r for r in results if not is_differentiable(r)))
-        return tuple(results)
+        wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+        if not wanted or not torch.is_grad_enabled():
+            return tuple(self.values(check, losses, operands))
+        with torch.no_grad():
+            grads, results = self.gradient(check, losses, self.place, wanted, operands)
+        pull = functools.partial(self._pulled_back, losses, wanted, AutocastState())
+        outputs = [result.detach().requires_grad_(is_differentiable(result)) for result in results]
+        return tuple(attached(losses, tensors, outputs, kept=grads, pull=pull))
 
-    @staticmethod
-    def backward(ctx, *cotangents):
-        needed = ctx.needs_input_grad[3:]
-        tensors, grads = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
-        if torch.is_grad_enabled():
-            return (None, None, None, *vjp(ctx.losses, tensors, needed, cotangents))
-        place = ctx.compiled.place
-        present = tuple(i for i, cotangent in enumerate(cotangents) if cotangent is not None)
-        products = ctx.compiled.weighted(grads, cotangents[place]) if present == (place,) else None
-        if products is None:
-            with ctx.autocast.restored():
-                products = _pulled(ctx, tensors, needed, cotangents, present)
-        found = dict(zip(ctx.wanted, products, strict=True))
-        return (None, None, None, *(found.get(i) for i in range(len(needed))))
+    def _pulled_back(
+        self,
+        losses: Losses,
+        wanted: tuple[int, ...],
+        autocast: AutocastState,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        """Return the cotangents of the tensors: weighted gradients, or else products of a graph of their own."""
+        given = {i: cotangent for i, cotangent in enumerate(cotangents) if cotangent is not None}
+        products = self.weighted(grads, given[self.place]) if list(given) == [self.place] else None
+        if products is not None:
+            found = dict(zip(wanted, products, strict=True))
+            return [found.get(i) for i in range(len(tensors))]
 
+        def compiled() -> Sequence[Tensor | None]:
+            handed = [operand(tensor) for tensor in tensors], [operand(c) for c in given.values()]
+            products = self.pull(checked_before, losses, wanted, tuple(given), *handed)
+            found = dict(zip(wanted, products, strict=True))
+            return [found.get(i) for i in range(len(tensors))]
 
-def _pulled(ctx, tensors, needed, cotangents, present) -> Sequence[Tensor | None]:
-    """Pull back cotangents that do not weigh the losses alone."""
-
-    def compiled() -> Sequence[Tensor | None]:
-        handed = [operand(tensor) for tensor in tensors], [operand(cotangents[i]) for i in present]
-        return ctx.compiled.pull(checked_before, ctx.losses, ctx.wanted, present, *handed)
-
-    def eager() -> Sequence[Tensor | None]:
-        found = vjp(ctx.losses, tensors, needed, cotangents)
-        return [found[i] for i in ctx.wanted]
-
-    return ctx.compiled.fallback.attempt(compiled, eager)
+        with autocast.restored():
+            return self.fallback.attempt(compiled, lambda: vjp(losses, tensors, needed, cotangents))

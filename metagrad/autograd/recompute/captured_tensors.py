@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.recompute.journal import ATOMS, Entry, Journal, take_apart
+from metagrad.autograd.recompute.journal import Entry, Journal, take_apart
 from metagrad.autograd.recompute.writes import Writes
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
+from metagrad.core.capture import RandomState
 from metagrad.core.graph import graph_nodes
-from metagrad.core.tree import tensors_in
+from metagrad.core.tree import ATOMS, tensors_in
 from metagrad.core.writes import may_write, written_by
 
 # What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
@@ -59,6 +60,11 @@ class Constant(NamedTuple):
     tensor: Tensor
     version: int | None
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Constant:
+        """Note the version of a tensor."""
+        return cls(tensor, version_of(tensor))
+
     def is_as_read(self) -> bool:
         """Say whether nobody has written into the tensor since, as far as torch counts it."""
         return self.version is None or self.tensor._version == self.version
@@ -67,6 +73,16 @@ class Constant(NamedTuple):
 def version_of(tensor: Tensor) -> int | None:
     """Return how often a tensor was written into; inference tensors do not count it."""
     return None if tensor.is_inference() else tensor._version
+
+
+def refuse_modified(name: str, reader: str, constants: Iterable[Constant]) -> None:
+    """Raise if a tensor that was read was written into since."""
+    for constant in constants:
+        if not constant.is_as_read():
+            raise RuntimeError(
+                f"{name}: a tensor of shape {tuple(constant.tensor.shape)} that the {reader} reads was modified in "
+                "place between the forward pass and its recomputation. Modify a copy, or pass it as an argument."
+            )
 
 
 class Reads:
@@ -79,16 +95,16 @@ class Reads:
         differentiable: The free tensors that require grad.
         constants: The others.
         writes: What the call writes into that it did not make.
-        generators: The random generators that it was seen to draw from.
+        random: The random generators that it draws from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, random: RandomState) -> None:
+        self.random = random
         self.journal = Journal()
         self.slots: dict[int, dict[int, tuple[bool, int]]] = {}
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
         self.writes = Writes()
-        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._known: dict[tuple[int, bool], tuple[bool, int]] = {}
         self._read: list[Tensor] = []
 
@@ -113,7 +129,7 @@ class Reads:
             self.differentiable.append(tensor)
             return True, len(self.differentiable) - 1
         with unobserved():
-            self.constants.append(Constant(tensor, version_of(tensor)))
+            self.constants.append(Constant.of(tensor))
             self.writes.know(tensor)
         return False, len(self.constants) - 1
 
@@ -156,7 +172,7 @@ class Reads:
         """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
         with unobserved():
             constants = self._constants_again(name)
-        with self._generators_restored(), _Substitution(name, self, list(free), constants) as substitution:
+        with _Substitution(name, self, list(free), constants) as substitution:
             yield
         substitution.close()
 
@@ -166,26 +182,10 @@ class Reads:
         constants = []
         for constant in self.constants:
             copy = copies.of(constant.tensor)
-            if copy is None and not constant.is_as_read():
-                raise RuntimeError(
-                    f"{name}: a tensor of shape {tuple(constant.tensor.shape)} that the function reads was modified "
-                    "in place between the forward pass and its recomputation. Modify a copy, or pass it as an "
-                    "argument."
-                )
+            if copy is None:
+                refuse_modified(name, "function", [constant])
             constants.append(constant.tensor if copy is None else copy)
         return constants
-
-    @contextlib.contextmanager
-    def _generators_restored(self) -> Iterator[None]:
-        """Set the generators that the call was seen to draw from back for the duration of a replay."""
-        now = [(generator, generator.get_state()) for generator, _ in self.generators.values()]
-        for generator, state in self.generators.values():
-            generator.set_state(state)
-        try:
-            yield
-        finally:
-            for generator, state in now:
-                generator.set_state(state)
 
 
 def unobserved() -> contextlib.AbstractContextManager:
@@ -334,7 +334,8 @@ class Recorder(Observer):
         self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         if kwargs and kwargs.get("generator") is not None:
-            self._note_generator(kwargs["generator"])
+            for recorder in (self, *self._enclosing_recorders()):
+                recorder.reads.random.note(kwargs["generator"])
         # Before the call, which may raise or leave the operator to the other operand.
         number = self.reads.journal.append(entry)
         free = self._free(tensors)
@@ -353,10 +354,6 @@ class Recorder(Observer):
                 break
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
-
-    def _note_generator(self, generator: torch.Generator) -> None:
-        for recorder in (self, *self._enclosing_recorders()):
-            recorder.reads.generators.setdefault(id(generator), (generator, generator.get_state()))
 
     def _enclosing_recorders(self) -> list[Recorder]:
         found = [observer for observer in self.enclosing if isinstance(observer, Recorder)]

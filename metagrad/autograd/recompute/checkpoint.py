@@ -8,6 +8,7 @@ derivative would store everything after all.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -30,6 +31,13 @@ class TensorFunction(Protocol):
     def __call__(self, tensors: Sequence[Tensor], /) -> Sequence[Tensor | None]:
         """Compute."""
         ...
+
+
+Pull = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], Sequence[Tensor | None]
+]
+"""The operands of a call, tensors that were kept, which cotangents are needed, and the cotangents of the results, to
+one for each operand."""
 
 
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
@@ -123,25 +131,39 @@ def attach(
     call: TensorFunction, tensors: Sequence[Tensor], outputs: Sequence[Tensor], structure: Structure
 ) -> Tree:
     """Put the known outputs of a call on the tape, as a recomputed function of its tensors."""
-    return structure.fill(apply_visibly(_Recomputed, (call, outputs), tensors))
+    return structure.fill(attached(call, tensors, outputs))
 
 
-def apply_visibly(
-    function: type[torch.autograd.Function], constants: tuple, tensors: Sequence[Tensor]
+def attached(
+    call: TensorFunction,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    *,
+    kept: Sequence[Tensor] = (),
+    pull: Pull | None = None,
 ) -> Sequence[Tensor]:
-    """Apply a custom function so that enclosing recordings see what goes in and what comes out.
+    """Put the known outputs of a call on the tape; those that do not require grad are constants.
 
-    Modes are not told of ``Function.apply``; they are of ``view_as``, and can replace what it is given.
+    Enclosing recordings see what goes in and what comes out: modes are not told of ``Function.apply``; they are of
+    ``view_as``, and can replace what it is given.
+
+    Args:
+        call: The function, which is recomputed for its derivatives.
+        tensors: What it can be differentiated with respect to.
+        outputs: What it returned for them.
+        kept: Tensors to keep for ``pull``.
+        pull: Takes the first derivative where it is not to be differentiated again.
     """
     with unrecorded() as enclosing:
-        results = function.apply(*constants, *(shown(tensor, enclosing) for tensor in tensors))
+        shown_tensors = [shown(tensor, enclosing) for tensor in tensors]
+        results = _Recomputed.apply(call, outputs, kept, pull, *shown_tensors)
     tell_recorders(results)
     return results
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Run a call so that only its operands are kept for its derivatives."""
-    return _Recomputed.apply(_Repeatable(call), None, *operands)
+    return _Recomputed.apply(_Repeatable(call), None, (), None, *operands)
 
 
 class Vjp:
@@ -217,6 +239,8 @@ def vjp(
 ) -> list[Tensor | None]:
     """Pull cotangents back through a call, recomputing it; differentiable where grad mode is on.
 
+    A call may have a vector-Jacobian product of its own, as a method ``product``.
+
     Returns:
         One cotangent for each of ``tensors``, None where it is not needed or not influenced.
     """
@@ -224,7 +248,8 @@ def vjp(
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
     result: list[Tensor | None] = [None] * len(tensors)
     if wanted and present:
-        product = Vjp(call, len(tensors), wanted, present)
+        make = getattr(call, "product", functools.partial(Vjp, call))
+        product = make(len(tensors), wanted, present)
         operands = [*tensors, *(c for c in cotangents if c is not None)]
         grads = recomputed(product, operands) if torch.is_grad_enabled() else product(operands)
         for index, gradient in zip(wanted, grads, strict=True):
@@ -240,13 +265,13 @@ def _private(tensor: Tensor, create_graph: bool) -> Tensor:
 
 
 class _Recomputed(torch.autograd.Function):
-    """A call whose derivative is recomputed from its operands."""
+    """A call whose derivatives are recomputed from its operands."""
 
     @staticmethod
-    def forward(ctx, call, outputs, *tensors):
+    def forward(ctx, call, outputs, kept, pull, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.call = call
-        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.pull = call, pull
+        ctx.save_for_backward(*tensors, *kept)
         if outputs is None:
             return tuple(call(tensors))
         results = tuple(output.detach() for output in outputs)
@@ -257,4 +282,8 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *cotangents):
-        return (None, None, *vjp(ctx.call, ctx.saved_tensors, ctx.needs_input_grad[2:], cotangents))
+        needed = ctx.needs_input_grad[4:]
+        tensors, kept = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
+        if ctx.pull is None or torch.is_grad_enabled():
+            return (*[None] * 4, *vjp(ctx.call, tensors, needed, cotangents))
+        return (*[None] * 4, *ctx.pull(tensors, kept, needed, cotangents))

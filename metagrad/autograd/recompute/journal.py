@@ -15,18 +15,14 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_deterministic
+from metagrad.core.tree import ATOMS
 
 Entry: TypeAlias = tuple
 """(grad mode, torch function, constants of its arguments ...)."""
 
-ATOMS = frozenset(
-    {int, float, bool, complex, str, bytes, type(None), type(...)}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
 _LONG = 256  # entries of a list of numbers beyond which their hash is kept
 
 
@@ -78,11 +74,6 @@ def _captured_by(function: Any) -> Iterator[Any]:
             if type(cell.cell_contents) in ATOMS:
                 yield cell.cell_contents
     yield from (default for default in function.__defaults__ or () if type(default) in ATOMS)
-
-
-def plain_values(namespace: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a namespace that are numbers, strings and the like."""
-    return {key: value for key, value in namespace.items() if type(value) in ATOMS}
 
 
 class Journal:

@@ -3,14 +3,13 @@
 Recomputation is right only if the second run does what the first one did. A :class:`Call` therefore captures, at
 call time, everything that can differ later: the arguments, the tensors that the function read without being handed
 them (:mod:`~.captured_tensors`), random numbers, autocast and flags (:mod:`metagrad.core.capture`), and the
-modules (:mod:`~.modules`). And it holds the second run to the first, by the torch functions that
+modules (:mod:`metagrad.core.modules`). And it holds the second run to the first, by the torch functions that
 were called (:mod:`~.journal`) and by their results (:mod:`~.fingerprint`).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +30,10 @@ from metagrad.autograd.recompute.captured_tensors import (
     version_of,
 )
 from metagrad.autograd.recompute.fingerprint import Fingerprint, is_deterministic
-from metagrad.autograd.recompute.journal import plain_values
-from metagrad.autograd.recompute.modules import ModuleState, modules_of
-from metagrad.core.capture import AutocastState, Flags, RandomState
+from metagrad.core.capture import AutocastState, Flags, RandomState, restored
 from metagrad.core.graph import graph_nodes
-from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf
+from metagrad.core.modules import ModuleState, modules_of
+from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
 
 class Recording(NamedTuple):
@@ -70,35 +68,24 @@ class Call:
         self.name = name
         self.arguments = arguments
         self.num_arguments = num_arguments
-        self.reads = Reads()
         self.results: Fingerprint | None = None
         self.constants: list[tuple] = []
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         with unobserved():
             self.modules = ModuleState(modules)
-            self.random = RandomState()
-            self.autocast = AutocastState()
-            self.flags = Flags()
-        self.modes = FunctionModes()
+            self.reads = Reads(RandomState())
+            self.surroundings = Flags(), AutocastState(), self.reads.random, self.modules, FunctionModes()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on the recorded tensors or copies of them."""
         handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
         args, kwargs = self.arguments.fill(handed)
-        with self._surroundings(), self.reads.substituted(self.name, free):
+        with restored(*self.surroundings), self.reads.substituted(self.name, free):
             outputs, _ = dissect(self.fn(*args, **kwargs))
             outputs = [t.view_as(t) if read else t for t, read in zip(outputs, self.returned, strict=False)]
         with unobserved():
             self._verify(tensors, outputs)
         return outputs
-
-    @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[None]:
-        """Set up what was there when the call was made."""
-        with contextlib.ExitStack() as stack:
-            for state in (self.flags, self.autocast, self.random, self.modules, self.modes):
-                stack.enter_context(state.restored())
-            yield
 
     def _verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         assert self.results is not None
@@ -165,7 +152,7 @@ def _record(
             # They pass a torch function, and so are read.
             outputs = [t.view_as(t) if read else t for t, read in zip(outputs, call.returned, strict=True)]
     with unobserved():
-        call.random.close()
+        call.reads.random.close()
         call.reads.close(name, handed, versions)
         nodes = list(graph_nodes(outputs, recorder.inputs()))
         recorder.refuse_unseen(name, nodes)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.recompute.checkpoint import recording_call
-from metagrad.autograd.recompute.modules import modules_of
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.autograd.unrolling.trial import Trial
-from metagrad.core.budget import Mode, device_of, free_bytes
+from metagrad.core.budget import device_of, free_bytes
+from metagrad.core.modules import modules_of
 from metagrad.core.tree import Tree, tree_map
 
 Step = Callable[..., tuple[Tree, Tree]]
@@ -26,7 +26,7 @@ Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
 """A step, a state, arguments and step numbers to the last state and the stacked aux."""
 
 
-def loop_keeping(memory: Mode | int, tensors: Tree, loops: Mapping[str, Loop] | None = None) -> Loop:
+def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | None = None) -> Loop:
     """Return the loop that keeps what ``memory`` says; ``"auto"`` asks the device of ``tensors``."""
     loops = loops or LOOPS
     if memory == "auto":

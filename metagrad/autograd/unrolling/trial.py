@@ -12,10 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from metagrad.autograd.recompute.checkpoint import attach
-from metagrad.autograd.recompute.modules import modules_of
 from metagrad.autograd.recompute.replay import Recording, record
 from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.core.budget import BudgetError, device_of
+from metagrad.core.modules import modules_of
 from metagrad.core.tree import Tree, dissect
 from metagrad.memory.storages import Ledger, StorageMode
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
-from metagrad.autograd.unrolling.compiled_schedule import unroll_compiled
-from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.autograd.unrolling.compiled import CompiledStep, unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
@@ -137,9 +136,9 @@ def _code(step: Callable) -> object:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernels(code: object, options: CompileOptions) -> Kernels:
+def _compiled_step(code: object, options: CompileOptions) -> CompiledStep:
     """Keep what was compiled of steps used lately; what they close over is guarded by torch.compile, not kept."""
-    return Kernels("unroll(step, ..., compile)", options)
+    return CompiledStep("unroll(step, ..., compile)", options)
 
 
 def _compiled(
@@ -153,13 +152,13 @@ def _compiled(
     create_graph: bool,
 ) -> tuple[Tree, Tree]:
     """Run a loop by compiled code, or else as without ``compile``."""
-    kernels = _kernels(_code(step), options)
+    compiled_step = _compiled_step(_code(step), options)
     memory = "whole" if options.whole else mode
     first = steps if not create_graph else 0 if truncate is None else steps - truncate
 
     def piece(differentiable: bool, step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
         with torch.set_grad_enabled(differentiable):
-            return unroll_compiled(kernels, step, state, args, times, memory, owner=step)
+            return unroll_compiled(compiled_step, step, state, args, times, memory, owner=step)
 
     def compiled() -> tuple[Tree, Tree]:
         pieces = [
@@ -169,7 +168,7 @@ def _compiled(
         last, aux = in_turn(pieces, step, state, args)
         return tree_map(lambda old, new: int(new) if isinstance(old, int) else new, state, last), aux
 
-    return kernels.attempt(
+    return compiled_step.attempt(
         compiled,
         lambda: unroll(
             step, state, *args, steps=steps, memory=mode, truncate=truncate, create_graph=create_graph

@@ -11,7 +11,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.autograd.compile.compiled import Compiled
-from metagrad.autograd.unrolling.compiled_steps import Kernels
+from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch_compiler
 
 OPTIONS = {"backend": "aot_eager"}
@@ -27,7 +27,7 @@ def calls(monkeypatch):
         names.append(self.name)
         return run(self, check, *args)
 
-    make = Kernels.__init__
+    make = CompiledStep.__init__
 
     def named(self, *args):
         make(self, *args)
@@ -35,7 +35,7 @@ def calls(monkeypatch):
             getattr(self, name).name = name
 
     monkeypatch.setattr(Compiled, "__call__", counted)
-    monkeypatch.setattr(Kernels, "__init__", named)
+    monkeypatch.setattr(CompiledStep, "__init__", named)
     return names
 
 

@@ -173,13 +173,13 @@ def test_what_a_step_closes_over_is_not_kept_alive(memory):
 
 
 def test_what_was_compiled_is_kept_for_a_bounded_number_of_steps():
-    from metagrad.autograd.unrolling.unroll import _kernels
+    from metagrad.autograd.unrolling.unroll import _compiled_step
 
-    most = _kernels.cache_info().maxsize
+    most = _compiled_step.cache_info().maxsize
     assert most is not None
     for number in range(most + 2):
-        _kernels(number, CompileOptions(False, {}))
-    assert _kernels.cache_info().currsize == most
+        _compiled_step(number, CompileOptions(False, {}))
+    assert _compiled_step.cache_info().currsize == most
 
 
 def test_constants_that_torch_cannot_make_variable_end_in_one_warning():

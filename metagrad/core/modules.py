@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from metagrad.autograd.recompute.journal import plain_values
+from metagrad.core.tree import plain_values
 
 _MOST = 1000  # objects to look at
 

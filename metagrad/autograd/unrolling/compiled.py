@@ -1,0 +1,430 @@
+"""Loops of a compiled step: what is compiled of them, and the counterparts of the eager loops.
+
+What changes from step to step or from call to call is a tensor: the state, the number of the step, the arguments. So
+what was compiled once, a step and its vector-Jacobian product or all steps, serves any number of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.autograd.compile.backend import Repeated
+from metagrad.autograd.compile.compiled import (
+    Compiled,
+    CompileOptions,
+    Fallback,
+    check_compilable,
+    checked_before,
+    exchanged,
+    laid_out,
+    operand,
+    pass_gate,
+)
+from metagrad.autograd.compile.retained_graph import held, rooted
+from metagrad.autograd.recompute.captured_tensors import Constant, refuse_modified
+from metagrad.autograd.recompute.checkpoint import attached, vjp
+from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
+from metagrad.autograd.unrolling.steps import checked_pair
+from metagrad.core.budget import Mode
+from metagrad.core.capture import AutocastState, Flags, restored
+from metagrad.core.modules import ModuleState, modules_of
+from metagrad.core.tree import (
+    HOLE,
+    Structure,
+    Tree,
+    TreeSpec,
+    dissect,
+    is_differentiable,
+    tree_flatten,
+    tree_leaves,
+)
+
+Around = Callable[[int], contextlib.AbstractContextManager]
+"""What to enter around the step of a number."""
+
+_ONE = dissect(torch.empty(0))[1]
+
+
+class Layout(NamedTuple):
+    """Where the tensors of a state and of the arguments stand in their trees."""
+
+    state: Structure
+    args: Structure
+
+
+class Wanted(NamedTuple):
+    """Which of the tensors of a step to differentiate with respect to, and which of its results flow back."""
+
+    state: tuple[int, ...]
+    shared: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def _flat_step(
+    step: Step, layout: Layout, state: Sequence[Tensor], t: Tensor | int, shared: Sequence[Tensor]
+) -> tuple[list[Tensor], Tree]:
+    """Take one step, from the tensors of a state to those of the next."""
+    result, aux = checked_pair(step(layout.state.fill(state), t, *layout.args.fill(shared)), -1)
+    leaves, spec = tree_flatten(result)
+    if spec != layout.state.spec:
+        raise ValueError("the state that the step returns has another structure than the one it takes")
+    new = [leaf for leaf, old in zip(leaves, layout.state.leaves, strict=True) if old is HOLE]
+    for before, after in zip(state, new, strict=True):
+        if not isinstance(after, Tensor) or (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                "the state that the step returns has other shapes or dtypes than the one it takes"
+            )
+    return [laid_out(tensor) for tensor in new], aux
+
+
+def _advance(
+    step: Step, layout: Layout, state: list[Tensor], t: Tensor, shared: list[Tensor]
+) -> tuple[list[Tensor], Tree]:
+    """Take one step."""
+    pass_gate()
+    return _flat_step(step, layout, state, t, shared)
+
+
+def _pull(
+    step: Step,
+    layout: Layout,
+    wanted: Wanted,
+    state: list[Tensor],
+    t: Tensor,
+    shared: list[Tensor],
+    cotangents: list[Tensor],
+    totals: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Pull cotangents back through one step; return those of the state, and the totals of those of the arguments."""
+    pass_gate()
+
+    def results(states: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
+        new, aux = _flat_step(
+            step, layout, exchanged(state, wanted.state, states), t, exchanged(shared, wanted.shared, args)
+        )
+        found = [*new, *(leaf for leaf in tree_leaves(aux) if isinstance(leaf, Tensor))]
+        return tuple(found[index] for index in wanted.results)
+
+    pull = torch.func.vjp(results, [state[i] for i in wanted.state], [shared[i] for i in wanted.shared])[1]
+    of_state, of_args = pull(tuple(cotangents))
+    return [laid_out(g) for g in of_state], [laid_out(a + b) for a, b in zip(totals, of_args, strict=True)]
+
+
+def _whole(
+    step: Step, layout: Layout, times: range, state: list[Tensor], shared: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor], Tree]:
+    """Take all steps, whose numbers are constants."""
+    pass_gate()
+    collected, aux = [], None
+    for t in times:
+        state, aux = _flat_step(step, layout, state, t, shared)
+        collected.append([leaf for leaf in tree_leaves(aux) if isinstance(leaf, Tensor)])
+    return state, [torch.stack(column) for column in zip(*collected, strict=True)], aux
+
+
+class _Known(NamedTuple):
+    """What a step reads without being handed it, once that has been looked at, and the modules that it can reach."""
+
+    read: list[Tensor] | None
+    modules: list[weakref.ref[nn.Module]]
+
+
+class CompiledStep(Fallback):
+    """A step, its vector-Jacobian product and a loop of it as compiled code; kept, it serves all loops of the step.
+
+    Args:
+        call: How warnings and errors name the loop.
+        options: What is compiled, and how.
+    """
+
+    def __init__(self, call: str, options: CompileOptions) -> None:
+        super().__init__(call)
+        self.options = options
+        self.advance = Compiled(_advance, options.options)
+        self.pull = Compiled(_pull, options.options)
+        self.whole = Compiled(_whole, options.options)
+        self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
+
+    def know(self, owner: object, step: Step, read: list[Tensor] | None = None) -> None:
+        """Remember, as long as a step's owner lives, what the step reads and which modules it can reach."""
+        self._known[owner] = _Known(read, [weakref.ref(module) for module in modules_of(step)])
+
+    def modules(self, owner: object, step: Step) -> list[nn.Module]:
+        """Return the modules that a step can reach."""
+        if owner not in self._known:
+            self.know(owner, step)
+        return [module for reference in self._known[owner].modules if (module := reference()) is not None]
+
+    def read(self, owner: object, check: Callable[[], None]) -> list[Constant]:
+        """Return what a step reads without being handed it; ``check`` finds out if that is not known."""
+        if owner not in self._known or self._known[owner].read is None:
+            check()
+        return [Constant.of(tensor) for tensor in self._known[owner].read or ()]
+
+
+class _Loop:
+    """A loop with its step, its compiled code and what does not change from step to step but the tensors.
+
+    Args:
+        compiled: What has been compiled so far.
+        step: As :func:`unroll_compiled` takes it, and likewise the rest.
+        owner: What the step belongs to.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledStep,
+        step: Step,
+        state: Tree,
+        args: tuple,
+        times: range,
+        *,
+        owner: object,
+        around: Around,
+    ) -> None:
+        self.compiled, self.step, self.owner, self.around = compiled, step, owner, around
+        self.times = times
+        (states, state_spec), (operands, args_spec) = tree_flatten(state), tree_flatten(args)
+        tensors = [leaf for leaf in (*states, *operands) if isinstance(leaf, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+        # What changes is a tensor: ints in a state, which count, and floats among the arguments.
+        counted = _with_tensors(states, int, torch.int64, device)
+        scaled = _with_tensors(operands, float, torch.float64 if is_double else torch.float32, device)
+        self.layout = Layout(_structure(counted, state_spec), _structure(scaled, args_spec))
+        self.tensors = [leaf for leaf in (*counted, *scaled) if isinstance(leaf, Tensor)]
+        self.width = sum(isinstance(leaf, Tensor) for leaf in counted)
+        self.numbers = [torch.full((), t, dtype=torch.int64, device=device) for t in times]
+        self.autocast, self.flags = AutocastState(), Flags()
+        self._note_modules()
+        self.constants: list[Constant] = []
+        self.aux: Structure | None = None
+        self._repeated = Repeated()
+
+    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of the state, and those of the arguments."""
+        return list(tensors[: self.width]), list(tensors[self.width :])
+
+    def fill(self, outputs: Sequence[Tensor]) -> tuple[Tree, Tree]:
+        """Return the last state and aux as trees."""
+        assert self.aux is not None
+        state, aux = self.split(outputs)
+        return self.layout.state.fill(state), self.aux.fill(aux)
+
+    def _advance(
+        self, state: list[Tensor], index: int, shared: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Take the step of an index; return the tensors of the state and of aux."""
+        with self.around(self.times[index]):
+            return self.split(self._repeated(self._stepped, state, [self.numbers[index]], shared))
+
+    def _stepped(self, state: list[Tensor], number: list[Tensor], shared: list[Tensor]) -> list[Tensor]:
+        check = functools.partial(self._check, [*state, *shared])
+        new, aux = self.compiled.advance(check, self.step, self.layout, state, *number, shared)
+        found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
+        return [*new, *found]
+
+    def run(
+        self,
+        tensors: Sequence[Tensor],
+        stride: int,
+        before: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Take all steps; return the last state with the stacked aux, and every ``stride``-th state.
+
+        Args:
+            tensors: Of the first state and of the arguments.
+            stride: How many steps lie between two states that are kept.
+            before: What to make of the tensors of a state before its step.
+        """
+        state, shared = self.split(tensors)
+        kept, collected = [], []
+        for index in range(len(self.times)):
+            state = [before(tensor) for tensor in state]
+            if index % stride == 0:
+                kept.extend(state)
+            state, aux = self._advance(state, index, shared)
+            collected.append(aux)
+        return [*state, *map(torch.stack, zip(*collected, strict=True))], kept
+
+    def pull(
+        self,
+        stride: int,
+        tensors: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        needed: Sequence[bool],
+        cotangents: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Walk back over the steps by compiled vector-Jacobian products; return the cotangents of the tensors."""
+        first, shared = self.split([operand(tensor) for tensor in tensors])
+        flowing = tuple(i for i, tensor in enumerate(first) if is_differentiable(tensor))
+        asked = tuple(i for i in range(len(shared)) if needed[self.width + i])
+        reports = {i: c for i, c in enumerate(cotangents) if i >= self.width and c is not None}
+        wanted = Wanted(flowing, asked, (*flowing, *reports))
+        current = [_materialized(cotangents[i], first[i]) for i in flowing]
+        totals = [torch.zeros_like(shared[i]) for i in asked]
+        states: list[list[Tensor]] = []
+        repeated = Repeated()
+
+        def vjp(state: list[Tensor], number: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
+            of_state, totals = self.compiled.pull(
+                checked_before, self.step, self.layout, wanted, state, *number, *others
+            )
+            return [*of_state, *totals]
+
+        for index in reversed(range(len(self.times))):
+            states = states or self._states(kept, stride, index, shared)
+            incoming = [*current, *(operand(c[index]) for c in reports.values())]
+            results = repeated(vjp, states.pop(), [self.numbers[index]], shared, incoming, totals)
+            current, totals = results[: len(flowing)], results[len(flowing) :]
+        found = dict(zip((*flowing, *(self.width + i for i in asked)), (*current, *totals), strict=True))
+        return [found[i] if need else None for i, need in enumerate(needed)]
+
+    def _states(
+        self, kept: Sequence[Tensor], stride: int, last: int, shared: list[Tensor]
+    ) -> list[list[Tensor]]:
+        """Return the states from the one kept before step ``last`` to that of step ``last``."""
+        first = last - last % stride
+        place = first // stride * self.width
+        states = [list(kept[place : place + self.width])]
+        for index in range(first, last):
+            states.append(self._advance(states[-1], index, shared)[0])
+        return states
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
+        """Run the step as it is; refuse what compiling would lose."""
+        state, shared = self.split([operand(tensor, True) for tensor in tensors])
+        args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
+        self.compiled.know(self.owner, self.step, check_compilable(self.step, args, self.compiled.call))
+        self._note_modules()
+
+    def _note_modules(self) -> None:
+        self.modules = ModuleState(self.compiled.modules(self.owner, self.step))
+        self.buffers = [Constant.of(buffer) for buffer in self.modules.buffers()]
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Set up autocast, flags and modules as they were when the loop was made, for what is computed again."""
+        changed = (
+            [] if self.modules.is_as_now() else [self.modules]
+        )  # for guards of compiled code look at them
+        with restored(self.autocast, self.flags, *changed):
+            yield
+
+    def eager(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the loop again without compiling it: the last state, and the stacked aux."""
+        refuse_modified(self.compiled.call, "step", [*self.constants, *self.buffers])
+        numbers = dict(zip(self.times, self.numbers, strict=True))
+        state, shared = self.split(tensors)
+        with self.surroundings():
+            result = plain(
+                lambda state, t, *args: self.step(state, numbers[t], *args),
+                self.layout.state.fill(state),
+                self.layout.args.fill(shared),
+                self.times,
+            )
+        return dissect(result)[0]
+
+    def keeping_graphs(self) -> tuple[Tree, Tree]:
+        """Run the loop with the graphs that torch.compile makes for the derivatives of steps."""
+        return self.fill(
+            held(lambda tensors: self.run(tensors, len(self.times), rooted)[0], self.eager, self.tensors)
+        )
+
+    def as_one_graph(self) -> tuple[Tree, Tree]:
+        """Run the loop as one piece of compiled code."""
+
+        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+            check = functools.partial(self._check, tensors)
+            state, stacked, aux = self.compiled.whole(
+                check, self.step, self.layout, self.times, *self.split(tensors)
+            )
+            self.aux = dissect(aux)[1]
+            return [*state, *stacked]
+
+        return self.fill(held(run, self.eager, self.tensors))
+
+    def keeping_states(self, stride: int) -> tuple[Tree, Tree]:
+        """Run the loop with every ``stride``-th state, and walk back over its steps."""
+        with torch.no_grad():
+            outputs, kept = self.run([operand(tensor) for tensor in self.tensors], stride)
+        self.constants = self.compiled.read(self.owner, functools.partial(self._check, self.tensors))
+
+        def pull(
+            tensors: Sequence[Tensor],
+            kept: Sequence[Tensor],
+            needed: Sequence[bool],
+            cotangents: Sequence[Tensor | None],
+        ) -> Sequence[Tensor | None]:
+            refuse_modified(self.compiled.call, "step", self.constants)
+            with self.surroundings():
+                return self.compiled.attempt(
+                    lambda: self.pull(stride, tensors, kept, needed, cotangents),
+                    lambda: vjp(self.eager, tensors, needed, cotangents),
+                )
+
+        differentiable = [output.requires_grad_(is_differentiable(output)) for output in outputs]
+        return self.fill(attached(self.eager, self.tensors, differentiable, kept=kept, pull=pull))
+
+    def without_graphs(self) -> tuple[Tree, Tree]:
+        """Run the loop for its values alone."""
+        return self.fill(self.run([operand(tensor) for tensor in self.tensors], len(self.times))[0])
+
+
+def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.device) -> list:
+    """Make tensors of the numbers of a kind."""
+    return [
+        torch.full((), leaf, dtype=dtype, device=device) if type(leaf) is kind else leaf for leaf in leaves
+    ]
+
+
+def _structure(leaves: list, spec: TreeSpec) -> Structure:
+    return Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _materialized(cotangent: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like).contiguous() if cotangent is None else operand(cotangent)
+
+
+def unroll_compiled(
+    compiled: CompiledStep,
+    step: Step,
+    state: Tree,
+    args: tuple,
+    times: range,
+    memory: Mode | Literal["whole"] | int,
+    *,
+    owner: object,
+    around: Around = lambda t: contextlib.nullcontext(),
+) -> tuple[Tree, Tree]:
+    """Run a loop of a compiled step; its result is on the tape where grad mode is on.
+
+    Args:
+        compiled: What has been compiled so far.
+        step: As :func:`metagrad.unroll` takes it; ``t``, the ints of the state and the floats of the arguments
+            reach it as 0-d tensors.
+        state: A tree of tensors and constants.
+        args: Trees of tensors and constants.
+        times: The numbers of the steps.
+        memory: What is kept, see :func:`metagrad.unroll`; "whole" is one graph for all steps.
+        owner: What holds the tensors that the step reads without being handed them.
+        around: What to enter around each step.
+    """
+    make = functools.partial(_Loop, compiled, owner=owner, around=around)
+    loops = {
+        "whole": lambda *loop: make(*loop).as_one_graph(),
+        "full": lambda *loop: make(*loop).keeping_graphs(),
+        "step": lambda *loop: make(*loop).keeping_states(1),
+        "sqrt": lambda *loop: make(*loop).keeping_states(max(math.isqrt(len(loop[-1])), 1)),
+    }
+    if not torch.is_grad_enabled():
+        return make(step, state, args, times).without_graphs()
+    return loop_keeping(memory, (state, args), loops)(step, state, args, times)
