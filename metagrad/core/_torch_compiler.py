@@ -22,7 +22,7 @@ def other_backend(*settings: Any) -> Any:
     return torch._TorchCompileWrapper(*settings)  # type: ignore[attr-defined]
 
 
-def graph_pass(change: Callable[[fx.Graph], None], *files: str) -> object:
+def graph_pass(change: Callable[[fx.Graph], None], *files: str) -> Any:
     """Return a pass of ours over the graphs that inductor makes; its cache knows the pass by the files."""
     import torch._inductor.custom_graph_pass as passes
 

@@ -29,7 +29,7 @@ _VECTOR = 16
 """How many float32 fit into the widest vector register of a CPU."""
 
 
-def transpose_products() -> object:
+def transpose_products() -> Callable[[fx.Graph], None]:
     """Return a pass over the graphs that inductor makes for CPUs, which is known by what is in this file."""
     return graph_pass(transpose_in, __file__)
 
