@@ -50,7 +50,7 @@ def values_for(model: nn.Module, params: Params, rows: Params) -> Values:
 
 def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextManager[None]:
     """Put values into the places of parameters, and a table that can be looked up in those of rows."""
-    return replaced(model, {k: v.stand_in() if isinstance(v, LocalRows) else v for k, v in values.items()})
+    return replaced(model, {k: v.proxy() if isinstance(v, LocalRows) else v for k, v in values.items()})
 
 
 def call_with(model: nn.Module, values: Values, x: Nested) -> Any:

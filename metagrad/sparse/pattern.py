@@ -207,8 +207,13 @@ class Pattern:
         """
         size = check_shape("Pattern.coalesce(row, col, shape)", shape)
         row, col = check_indices("Pattern.coalesce(row, col, shape)", row, col, size)
-        keys, index = torch.unique(_keys(row, col, size), return_inverse=True)
-        return cls._of_keys(keys, size), index
+        return cls._coalesced(row, col, size)
+
+    @classmethod
+    def _coalesced(cls, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Pattern, Tensor]:
+        """Do :meth:`coalesce` with arguments known to fit."""
+        keys, index = torch.unique(_keys(row, col, shape), return_inverse=True)
+        return cls._of_keys(keys, shape), index
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Pattern:

@@ -65,7 +65,7 @@ class Objective:
             if entry.table is None:
                 params[entry.name] = entry.wrap(values)
             else:
-                params[entry.name] = self._stand_in(entry.name, entry.table, values)
+                params[entry.name] = self._proxy(entry.name, entry.table, values)
         with self.surroundings():
             return self.loss_fn(params, *self.args)
 
@@ -77,13 +77,13 @@ class Objective:
             for entry, leaf in zip(space.entries, leaves, strict=True)
         ]
 
-    def _stand_in(self, name: str, table: TableRows, values: Tensor) -> Tensor:
+    def _proxy(self, name: str, table: TableRows, values: Tensor) -> Tensor:
         """Return what takes the place of a table: its rows, and those of padding, which are constant."""
         padding, whole = self.padding[name], self.params[name]
         assert isinstance(whole, Tensor)
         rows, order = torch.cat([table.rows, padding]).sort()
         values = torch.cat([values, whole.detach().index_select(0, padding)]).index_select(0, order)
-        return LocalRows(name, table.shape, rows, values).stand_in()
+        return LocalRows(name, table.shape, rows, values).proxy()
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -34,37 +34,31 @@ def from_entries(
     _check_lengths(call, row, values)
     if _in_order(row, col):
         return Pattern._trusted(row, col, size), values
-    pattern, place = Pattern.coalesce(row, col, size)
+    pattern, place = Pattern._coalesced(row, col, size)
     return pattern, rules.segment_sum(values, Segments.grouped(place, pattern.nnz))
 
 
 def from_compressed(
-    call: str, crow: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
+    call: str, pointers: Tensor, index: Tensor, values: Tensor, shape: Sequence[int], *, columns: bool = False
 ) -> tuple[Pattern, Tensor]:
-    """Make a pattern and its values of compressed rows, whose columns may be in any order."""
-    rows = _pattern_shape(call, values, shape)[0]
-    row = expand_pointers(call, ("crow", "col"), crow, rows, col)
+    """Make a pattern and its values of compressed rows, or columns, whose entries may be in any order."""
+    names = ("ccol", "row") if columns else ("crow", "col")
+    segments = _pattern_shape(call, values, shape)[columns]
+    segment = _expanded(call, names, pointers, segments, index)
+    row, col = (index, segment) if columns else (segment, index)
     pattern, ordered = from_entries(call, row, col, values, shape)
-    check_single(call, pattern, row, values)
-    if ordered is values:
-        pattern.rows.pointers = crow.detach().long()  # known, so they need not be counted again
+    if pattern.nnz != len(row):
+        what = "blocks" if values.ndim == 3 else "entries"
+        raise ValueError(
+            f"{call}: {len(row) - pattern.nnz} of the {len(row)} {what} are in a cell that is given already. "
+            "SparseTensor.from_coo(row, col, values, shape) adds them."
+        )
+    if ordered is values and not columns:
+        pattern.rows.pointers = pointers.detach().long()  # known, so they need not be counted again
     return pattern, ordered
 
 
-def from_compressed_columns(
-    call: str, ccol: Tensor, row: Tensor, values: Tensor, shape: Sequence[int]
-) -> tuple[Pattern, Tensor]:
-    """Make a pattern and its values of compressed columns, whose rows may be in any order."""
-    columns = _pattern_shape(call, values, shape)[1]
-    col = expand_pointers(call, ("ccol", "row"), ccol, columns, row)
-    pattern, ordered = from_entries(call, row, col, values, shape)
-    check_single(call, pattern, row, values)
-    return pattern, ordered
-
-
-def expand_pointers(
-    call: str, names: tuple[str, str], pointers: Tensor, segments: int, index: Tensor
-) -> Tensor:
+def _expanded(call: str, names: tuple[str, str], pointers: Tensor, segments: int, index: Tensor) -> Tensor:
     """Return the segment of each entry, int64 [entries], of pointers that are checked."""
     name, index_name = names
     check_ids(call, index_name, index)
@@ -86,22 +80,12 @@ def expand_pointers(
     return torch.repeat_interleave(counts)
 
 
-def check_single(call: str, pattern: Pattern, row: Tensor, values: Tensor) -> None:
-    """Refuse entries that have been merged, where a format has each cell at most once."""
-    if pattern.nnz != len(row):
-        what = "blocks" if values.ndim == 3 else "entries"
-        raise ValueError(
-            f"{call}: {len(row) - pattern.nnz} of the {len(row)} {what} are in a cell that is given already. "
-            "SparseTensor.from_coo(row, col, values, shape) adds them."
-        )
-
-
 @timed("conversion")
 def to_blocks(pattern: Pattern, values: Tensor, block: tuple[int, int]) -> tuple[Pattern, Tensor]:
     """Put scalar entries into p x q blocks, zero where no entry is; differentiable."""
     p, q = block
     shape = (pattern.shape[0] // p, pattern.shape[1] // q)
-    blocks, place = Pattern.coalesce(pattern.row // p, pattern.col // q, shape)
+    blocks, place = Pattern._coalesced(pattern.row // p, pattern.col // q, shape)
     place = (place * p + pattern.row % p) * q + pattern.col % q
     flat = values.new_zeros(blocks.nnz * p * q).index_add(0, place, values)
     return blocks, flat.reshape(blocks.nnz, p, q)

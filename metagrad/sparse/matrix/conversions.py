@@ -117,7 +117,7 @@ class Conversions(Entries):
                     [0., 6.]])
         """
         call = "SparseTensor.from_csc(ccol, row, values, shape)"
-        return cls._of(*assemble.from_compressed_columns(call, ccol, row, values, shape))
+        return cls._of(*assemble.from_compressed(call, ccol, row, values, shape, columns=True))
 
     @classmethod
     def from_bsr(cls, crow: Tensor, col: Tensor, blocks: Tensor, shape: Sequence[int]) -> Self:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.sparse.checks import check_real
-from metagrad.sparse.matrix.assemble import from_compressed, from_compressed_columns, from_entries
+from metagrad.sparse.matrix.assemble import from_compressed, from_entries
 from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.statistics import timed
 
@@ -35,7 +35,9 @@ def from_torch(tensor: Tensor) -> tuple[Pattern, Tensor]:
         return from_entries(call, row, col, tensor._values(), shape)
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return from_compressed(call, tensor.crow_indices(), tensor.col_indices(), tensor.values(), shape)
-    return from_compressed_columns(call, tensor.ccol_indices(), tensor.row_indices(), tensor.values(), shape)
+    return from_compressed(
+        call, tensor.ccol_indices(), tensor.row_indices(), tensor.values(), shape, columns=True
+    )
 
 
 @timed("conversion")

@@ -1,4 +1,4 @@
-"""What stands in the place of an embedding table: a tensor that can be looked up, and nothing else."""
+"""A tensor in the place of an embedding table, which can be looked up and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Lookup = Callable[[Tensor], Tensor]
 """Ids of any shape to vectors ``[*ids.shape, D]``."""
 
 
-class StandIn(Tensor):
+class TableProxy(Tensor):
     """Has the shape, dtype and device of a table, and no memory; lookups are sent elsewhere, all else raises.
 
     Lookups are ``F.embedding``, ``F.embedding_bag`` and what is made of them. Any other use would need the rows
@@ -34,7 +34,7 @@ class StandIn(Tensor):
     _name: str
     _lookup: Lookup
 
-    def __new__(cls, name: str, shape: Sequence[int], like: Tensor, lookup: Lookup) -> StandIn:  # noqa: D102
+    def __new__(cls, name: str, shape: Sequence[int], like: Tensor, lookup: Lookup) -> TableProxy:  # noqa: D102
         result = Tensor._make_wrapper_subclass(  # type: ignore[reportAttributeAccessIssue]
             cls, tuple(shape), dtype=like.dtype, device=like.device
         )
@@ -42,7 +42,7 @@ class StandIn(Tensor):
         return result
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"StandIn({self._name!r}, shape={tuple(self.shape)})"
+        return f"TableProxy({self._name!r}, shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -76,9 +76,9 @@ class LocalRows:
     rows: Tensor
     values: Tensor
 
-    def stand_in(self) -> Tensor:
+    def proxy(self) -> Tensor:
         """Return what takes the table's place."""
-        return _local_stand_in(self.rows, self.values, self.name, self.shape)
+        return _proxy_of_rows(self.rows, self.values, self.name, self.shape)
 
 
 pytree.register_pytree_node(
@@ -88,16 +88,16 @@ pytree.register_pytree_node(
 )
 
 
-def _local_stand_in(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    # Recordings must see that rows and values are read here, and that the stand-in is made anew by each call.
+def _proxy_of_rows(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+    # Recordings must see that rows and values are read here, and that the proxy is made anew by each call.
     if has_torch_function((rows, values)):
-        return handle_torch_function(_local_stand_in, (rows, values), rows, values, name, shape)
+        return handle_torch_function(_proxy_of_rows, (rows, values), rows, values, name, shape)
 
     def lookup(ids: Tensor) -> Tensor:
         position = positions(rows, ids.flatten(), name).view(ids.shape)
         return F.embedding(position, values)
 
-    return StandIn(name, shape, values, lookup)
+    return TableProxy(name, shape, values, lookup)
 
 
 def positions(rows: Tensor, ids: Tensor, name: str) -> Tensor:
@@ -142,7 +142,7 @@ class _Positions(torch.autograd.Function):
 
 def _embedding(
     ids: Tensor,
-    table: StandIn,
+    table: TableProxy,
     padding_idx: int | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -160,7 +160,7 @@ def _embedding(
 
 def _embedding_bag(
     ids: Tensor,
-    table: StandIn,
+    table: TableProxy,
     offsets: Tensor | None = None,
     max_norm: float | None = None,
     norm_type: float = 2.0,
@@ -179,7 +179,7 @@ def _embedding_bag(
     return reduce_bags(table._lookup(ids), offsets, mode=mode, weights=per_sample_weights, kept=kept)
 
 
-def _refuse(function: str, table: StandIn, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+def _refuse(function: str, table: TableProxy, max_norm: float | None, scale_grad_by_freq: bool) -> None:
     if max_norm is not None:
         raise ValueError(
             f"sparse=[{table._name!r}]: {function}(max_norm={max_norm}) writes into the table in place, which has "

@@ -16,7 +16,7 @@ from metagrad.core._torch import pytree
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import Tree
 from metagrad.core.writes import written_by
-from metagrad.sparse.tables.table_proxy import StandIn
+from metagrad.sparse.tables.table_proxy import TableProxy
 
 
 def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ def _found_ids(
 ) -> dict[str, Tensor]:
     def ids_of(*args: Tree) -> dict[str, Tensor]:
         found = {name: [torch.zeros(0, dtype=torch.long, device=p.device)] for name, p in tables.items()}
-        stand_ins = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
-        with replaced(model, stand_ins), _Guard(model, tables):
+        proxies = {id(table): _noting(table, name, found[name].append) for name, table in tables.items()}
+        with replaced(model, proxies), _Guard(model, tables):
             called(*args)
         return {name: torch.cat(ids) for name, ids in found.items()}
 
@@ -101,8 +101,8 @@ def _found_ids(
 
 
 def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
-    """Return a stand-in that looks up the table itself and notes the ids."""
-    # Enclosing recordings must see that the stand-in is made anew by each call.
+    """Return a proxy that looks up the table itself and notes the ids."""
+    # Enclosing recordings must see that the proxy is made anew by each call.
     if has_torch_function((table,)):
         return handle_torch_function(_noting, (table,), table, name, note)
     source = table.detach()
@@ -112,7 +112,7 @@ def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
         note(ids.flatten().long())
         return vectors
 
-    return StandIn(name, source.shape, source, lookup)
+    return TableProxy(name, source.shape, source, lookup)
 
 
 class _Guard(TorchFunctionMode):

@@ -37,7 +37,7 @@ class SwappedTables:
     def _call(self, rows, params, args):
         own = dict(self.model.named_parameters(remove_duplicate=False))
         values = {
-            id(own[name]): LocalRows(name, tuple(own[name].shape), rows[name], value).stand_in()
+            id(own[name]): LocalRows(name, tuple(own[name].shape), rows[name], value).proxy()
             if name in rows
             else value
             for name, value in params.items()
