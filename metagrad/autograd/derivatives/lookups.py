@@ -161,19 +161,19 @@ def _lookups(call: str, name: str, param: Tensor, nodes: list[Node], must: bool)
 
 
 def _is_lookup(node: Node) -> bool:
-    if node.name() == "_GatherBackward":
+    if node.name() == "_GatherRowsBackward":
         row_ndim, *_ = node.how  # type: ignore[attr-defined]
         return row_ndim == 1
     return node.name().startswith("EmbeddingBackward")
 
 
 def _has_sparse_gradient(node: Node) -> bool:
-    return node.name() == "_GatherBackward" or bool(node._saved_sparse)  # type: ignore[attr-defined]
+    return node.name() == "_GatherRowsBackward" or bool(node._saved_sparse)  # type: ignore[attr-defined]
 
 
 def _looked_up(node: Node, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the ids that a lookup is for, and which of these have no derivative."""
-    if node.name() == "_GatherBackward":
+    if node.name() == "_GatherRowsBackward":
         (ids,) = node.saved_tensors  # type: ignore[attr-defined]
         return ids, ids == HOLE
     ids, padding = node._saved_indices.long(), node._saved_padding_idx  # type: ignore[attr-defined]

@@ -165,7 +165,7 @@ def rowwise(rule: Rule) -> Rowwise:
         >>> loss = embedding(torch.tensor([7, 7]), params["table"]).sum()
         >>> params, state = rule.update(metagrad.grad(loss, params), state, params)
         >>> params["table"].rows, params["table"].values
-        (tensor([7]), tensor([[0.5000, 0.5000]], grad_fn=<_GatherBackward>))
+        (tensor([7]), tensor([[0.5000, 0.5000]], grad_fn=<_GatherRowsBackward>))
 
     References:
         The lazy alternative, which lets the moments of untouched rows stand still and is another optimizer, is

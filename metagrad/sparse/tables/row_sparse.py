@@ -267,7 +267,7 @@ def gather_rows(
     Returns:
         ``[*ids.shape, D...]``.
     """
-    return _Gather.apply(table, ids, row_ndim, unique, holes)
+    return _GatherRows.apply(table, ids, row_ndim, unique, holes)
 
 
 def scatter_rows(
@@ -282,10 +282,10 @@ def scatter_rows(
         unique: ``ids`` is 1-d, ascending and without duplicates.
         holes: ``ids`` may hold :data:`HOLE`.
     """
-    return _Scatter.apply(source, ids, tuple(shape), unique, holes)
+    return _ScatterRows.apply(source, ids, tuple(shape), unique, holes)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(table, ids, row_ndim, unique, holes):
         with _torch.without_torch_function():
@@ -307,23 +307,29 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         _, unique, holes = ctx.how
-        return _Scatter.apply(cotangent, *ctx.saved_tensors, ctx.shape, unique, holes), None, None, None, None
+        return (
+            _ScatterRows.apply(cotangent, *ctx.saved_tensors, ctx.shape, unique, holes),
+            None,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     @nestable
     def jvp(ctx, tangent, *_):
-        return _Gather.apply(tangent, *ctx.saved_tensors, *ctx.how)
+        return _GatherRows.apply(tangent, *ctx.saved_tensors, *ctx.how)
 
     @staticmethod
     def vmap(info, in_dims, table, ids, row_ndim, unique, holes):
         if in_dims[0] is None:
-            return _Gather.apply(table, ids.movedim(in_dims[1], 0), row_ndim, False, holes), 0
+            return _GatherRows.apply(table, ids.movedim(in_dims[1], 0), row_ndim, False, holes), 0
         table = _batched(table, in_dims[0], info.batch_size)
         ids = _counted_through(ids, in_dims[1], info.batch_size, table.shape[1 : 1 + row_ndim], holes)
-        return _Gather.apply(table, ids, row_ndim + 1, unique, holes), 0
+        return _GatherRows.apply(table, ids, row_ndim + 1, unique, holes), 0
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(source, ids, shape, unique, holes):
         with _torch.without_torch_function():
@@ -345,12 +351,18 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx, cotangent):
         if cotangent is None:
             return None, None, None, None, None
-        return _Gather.apply(cotangent, *ctx.saved_tensors, ctx.row_ndim, *ctx.how), None, None, None, None
+        return (
+            _GatherRows.apply(cotangent, *ctx.saved_tensors, ctx.row_ndim, *ctx.how),
+            None,
+            None,
+            None,
+            None,
+        )
 
     @staticmethod
     @nestable
     def jvp(ctx, tangent, *_):
-        return _Scatter.apply(tangent, *ctx.saved_tensors, ctx.shape, *ctx.how)
+        return _ScatterRows.apply(tangent, *ctx.saved_tensors, ctx.shape, *ctx.how)
 
     @staticmethod
     def vmap(info, in_dims, source, ids, shape, unique, holes):
@@ -360,7 +372,7 @@ class _Scatter(torch.autograd.Function):
         ]
         ids = _counted_through(ids, in_dims[1], size, row_shape, holes)
         source = _batched(source, in_dims[0], size)
-        return _Scatter.apply(source, ids, (size, *shape), unique, holes), 0
+        return _ScatterRows.apply(source, ids, (size, *shape), unique, holes), 0
 
 
 def _counted_through(

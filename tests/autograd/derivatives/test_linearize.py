@@ -13,7 +13,7 @@ import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.linearize import linearize
 from metagrad.memory.storages import Ledger, StorageMode
-from metagrad.sparse import Pattern, RowSparse, SparseTensor, embedding
+from metagrad.sparse import Pattern, RowSparse, Segments, SparseTensor, embedding, gather
 
 
 def mlp(dtype=torch.float64):
@@ -270,6 +270,14 @@ def test_third_derivatives_of_tables():
     third = torch.autograd.grad(second[0].pow(3).sum() + second[1].pow(3).sum(), small)
     torch.testing.assert_close(to_table.to_dense()[rows], third[0])
     torch.testing.assert_close(to_head, third[1])
+
+
+def test_a_gather_by_segments_is_no_lookup_of_a_table():
+    w = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64, requires_grad=True)
+    segments = Segments(torch.tensor([0, 2, 2]), 3)
+    with linearize((gather(w, segments) ** 3).sum(), {"w": w}) as lin:
+        product = lin.hvp({"w": torch.ones_like(w)})["w"]
+    assert product.tolist() == [[6.0], [0.0], [36.0]]  # 6 w for each entry that is gathered
 
 
 def test_a_declared_table_must_only_be_looked_up():
