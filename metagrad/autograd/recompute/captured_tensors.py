@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.recompute.journal import Entry, Journal, take_apart
-from metagrad.autograd.recompute.writes import Writes
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.capture import RandomState
 from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import ATOMS, tensors_in
-from metagrad.core.writes import may_write, written_by
+from metagrad.core.writes import ALIASING_NAMES, may_write, written_by
 
 # What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
 _METADATA = {
@@ -85,6 +85,85 @@ def refuse_modified(name: str, reader: str, constants: Iterable[Constant]) -> No
             )
 
 
+class Writes:
+    """The storages that a call writes into, or lets others write into, and what they held before.
+
+    Attributes:
+        written: Storages that torch functions wrote into; a weak reference keeps their identity from being given
+            to another once they are freed.
+        before: Copies of those that the call read and did not make.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[int, StorageWeakRef] = {}
+        self.before: dict[int, torch.UntypedStorage] = {}
+        self._known: dict[int, None] = {}
+
+    def know(self, tensor: Tensor) -> None:
+        """Note the storage of a tensor that the call reads: before it is written into, it is copied."""
+        key = storage_of(tensor)
+        if key is not None:
+            self._known[key] = None
+
+    def protect(self, function: Callable, targets: Iterable[Tensor]) -> None:
+        """Copy what a torch function is about to write into, where the call did not make it."""
+        is_alias = getattr(function, "__name__", "") in ALIASING_NAMES
+        for tensor in targets:
+            key = storage_of(tensor)
+            if key is None:
+                continue
+            if not is_alias and key not in self.written:
+                self.written[key] = StorageWeakRef(tensor.untyped_storage())
+            if key in self._known and key not in self.before:
+                self.before[key] = tensor.untyped_storage().clone()
+
+    def reach(self, tensor: Tensor) -> bool:
+        """Say whether a torch function wrote into the storage of a tensor."""
+        return bool(self.written) and storage_of(tensor) in self.written
+
+    def keep_changes(self, read: Iterable[tuple[Tensor, bool]]) -> None:
+        """Forget the copies of storages that no read tensor shows a change of.
+
+        Args:
+            read: The tensors that were read, and whether their versions are as they were. Batch normalisation
+                writes its running statistics without a new version, so what they hold is compared as well.
+        """
+        changed = set()
+        for tensor, is_as_read in read:
+            key = storage_of(tensor)
+            if key in self.before and (not is_as_read or not _same_bytes(self.before[key], tensor)):
+                changed.add(key)
+        self.before = {key: copy for key, copy in self.before.items() if key in changed}
+
+    def copies(self) -> dict[int, torch.UntypedStorage]:
+        """Return the storages that were written into as they were before, to be written into again."""
+        return {key: copy.clone() for key, copy in self.before.items()}
+
+
+def copy_of(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor | None:
+    """Return the tensor of the same strides on the copy of its storage; None if there is none."""
+    storage = storages.get(storage_of(tensor)) if storages else None  # type: ignore[arg-type]
+    if storage is None:
+        return None
+    with torch.no_grad():
+        return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[arg-type]
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """Identify the storage of a tensor; None where it has none of its own."""
+    if is_functorch_wrapped(tensor) or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()._cdata
+
+
+def _same_bytes(copy: torch.UntypedStorage, tensor: Tensor) -> bool:
+    now = tensor.untyped_storage()
+    if now.nbytes() != copy.nbytes():
+        return False
+    views = (torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(s) for s in (copy, now))  # type: ignore[call-overload]
+    return torch.equal(*views)
+
+
 class Reads:
     """What a call asked of torch, and the free tensors among it.
 
@@ -105,26 +184,9 @@ class Reads:
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
         self.writes = Writes()
-        self._known: dict[tuple[int, bool], tuple[bool, int]] = {}
-        self._read: list[Tensor] = []
 
-    def add(self, tensor: Tensor, number: int, position: int, enclosing: Sequence[Observer]) -> Tensor:
-        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place.
-
-        Recordings and replays around this one see the tensor, and replace it, before this one keeps it.
-        """
-        # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
-        with unobserved():
-            key = id(tensor), tensor.requires_grad and torch.is_grad_enabled()
-        if key not in self._known:
-            self._known[key] = self._new_slot(shown(tensor, enclosing), key[1])
-            self._read.append(tensor)
-        slot = self._known[key]
-        self.slots.setdefault(number, {})[position] = slot
-        differentiable, index = slot
-        return self.differentiable[index] if differentiable else self.constants[index].tensor
-
-    def _new_slot(self, tensor: Tensor, differentiable: bool) -> tuple[bool, int]:
+    def keep(self, tensor: Tensor, differentiable: bool) -> tuple[bool, int]:
+        """Add a free tensor; return its slot."""
         if differentiable:
             self.differentiable.append(tensor)
             return True, len(self.differentiable) - 1
@@ -135,7 +197,6 @@ class Reads:
 
     def close(self, name: str, handed: Sequence[Tensor], versions: Sequence[int | None]) -> None:
         """Check that what the call wrote into is known as it was before."""
-        self._known, self._read = {}, []
         for tensor, version in zip(handed, versions, strict=True):
             if version_of(tensor) != version or self.writes.reach(tensor):
                 raise ValueError(
@@ -151,7 +212,7 @@ class Reads:
         self.writes.keep_changes((constant.tensor, constant.is_as_read()) for constant in self.constants)
         copies = self.writes.copies()
         for constant in self.constants:
-            if not constant.is_as_read() and copies.of(constant.tensor) is None:
+            if not constant.is_as_read() and copy_of(constant.tensor, copies) is None:
                 raise ValueError(
                     f"{name}: the function reads a tensor of shape {tuple(constant.tensor.shape)} that it did not "
                     "make and that is then written into in place by something else than a torch function, so "
@@ -163,7 +224,7 @@ class Reads:
         copies = self.writes.copies()
         with torch.no_grad():
             for constant in self.constants:
-                copy = copies.of(constant.tensor)
+                copy = copy_of(constant.tensor, copies)
                 if copy is not None:
                     constant.tensor.copy_(copy)
 
@@ -181,7 +242,7 @@ class Reads:
         copies = self.writes.copies()
         constants = []
         for constant in self.constants:
-            copy = copies.of(constant.tensor)
+            copy = copy_of(constant.tensor, copies)
             if copy is None:
                 refuse_modified(name, "function", [constant])
             constants.append(constant.tensor if copy is None else copy)
@@ -193,6 +254,18 @@ def unobserved() -> contextlib.AbstractContextManager:
     return _torch.without_torch_function()
 
 
+@contextlib.contextmanager
+def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Have modes look at torch functions, without entering their blocks."""
+    for mode in modes:
+        _torch.push_function_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _torch.pop_function_mode()
+
+
 class FunctionModes:
     """The modes of torch functions that are at work around a call, but for recordings and replays."""
 
@@ -201,19 +274,10 @@ class FunctionModes:
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
-        return self._restored() if self.modes else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+        if not self.modes:
+            return contextlib.nullcontext()
         active = set(map(id, _torch.function_modes()))
-        missing = [mode for mode in self.modes if id(mode) not in active]
-        for mode in missing:
-            _torch.push_function_mode(mode)
-        try:
-            yield
-        finally:
-            for _ in missing:
-                _torch.pop_function_mode()
+        return _pushed([mode for mode in self.modes if id(mode) not in active])
 
 
 @contextlib.contextmanager
@@ -224,14 +288,10 @@ def unrecorded() -> Iterator[list[Observer]]:
         Those that were at work, the outermost first.
     """
     hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())][::-1]
-    others = [mode for mode in hidden if not isinstance(mode, Observer)]
-    for mode in others:
-        _torch.push_function_mode(mode)
     try:
-        yield [mode for mode in hidden if isinstance(mode, Observer)]
+        with _pushed([mode for mode in hidden if not isinstance(mode, Observer)]):
+            yield [mode for mode in hidden if isinstance(mode, Observer)]
     finally:
-        for _ in others:
-            _torch.pop_function_mode()
         for mode in hidden:
             _torch.push_function_mode(mode)
 
@@ -240,13 +300,8 @@ def shown(tensor: Tensor, observers: Sequence[Observer]) -> Tensor:
     """Let recordings and replays that are off the stack see a tensor, and replace it."""
     if not observers:
         return tensor
-    for observer in observers:
-        _torch.push_function_mode(observer)
-    try:
+    with _pushed(observers):
         return tensor.view_as(tensor)
-    finally:
-        for _ in observers:
-            _torch.pop_function_mode()
 
 
 class _Active(threading.local):
@@ -324,6 +379,7 @@ class Recorder(Observer):
         self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
         self.made = {key: weakref.ref(tensor) for key, tensor in self.arguments.items()}
         """What torch functions returned, and the arguments, which are made outside."""
+        self._free_tensors: dict[tuple[int, bool], tuple[tuple[bool, int], Tensor]] = {}
         self.without_grad: set[int] = set()
         self.own: set[Node] = set(self.entrances)
         """Nodes of which everything that depends on them was made by the function: also what recordings inside this
@@ -340,7 +396,7 @@ class Recorder(Observer):
         number = self.reads.journal.append(entry)
         free = self._free(tensors)
         if free:
-            others = {i: self.reads.add(tensor, number, i, self.enclosing) for i, tensor in free.items()}
+            others = {i: self._read(tensor, number, i) for i, tensor in free.items()}
             args, kwargs = _replace_tensors((args, kwargs), others)
         if may_write(function, kwargs) and (targets := written_by(function, args, kwargs)):
             with unobserved():
@@ -354,6 +410,22 @@ class Recorder(Observer):
                 break
         self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
         return result
+
+    def _read(self, tensor: Tensor, number: int, position: int) -> Tensor:
+        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place.
+
+        Recordings and replays around this one see the tensor, and replace it, before this one keeps it.
+        """
+        # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
+        with unobserved():
+            differentiable = tensor.requires_grad and torch.is_grad_enabled()
+        key = id(tensor), differentiable
+        if key not in self._free_tensors:
+            kept = self.reads.keep(shown(tensor, self.enclosing), differentiable)
+            self._free_tensors[key] = kept, tensor  # whose id is not to be given to another
+        slot = self._free_tensors[key][0]
+        self.reads.slots.setdefault(number, {})[position] = slot
+        return self.reads.differentiable[slot[1]] if differentiable else self.reads.constants[slot[1]].tensor
 
     def _enclosing_recorders(self) -> list[Recorder]:
         found = [observer for observer in self.enclosing if isinstance(observer, Recorder)]

@@ -31,20 +31,23 @@ def is_deterministic() -> bool:
     return torch.get_num_threads() == 1 and not torch.cuda.is_initialized()
 
 
+class _Kind(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}"
+
+
 class Fingerprint:
     """The fingerprint of some tensors; what is None, sparse, or of a ``torch.func`` transform has none."""
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
         self.kinds = [_kind(tensor) for tensor in tensors]
-        self._numbers: dict[int, float] = {}  # of which a transfer is no more than a call
         groups: dict[tuple, list[Tensor]] = {}
         with torch.no_grad():
-            for index, (tensor, kind) in enumerate(zip(tensors, self.kinds, strict=True)):
-                if tensor is None or kind is None or 0 in kind.shape:
-                    continue
-                if tensor.is_cpu and tensor.numel() == 1:
-                    self._numbers[index] = tensor.item()
-                else:
+            for tensor, kind in zip(tensors, self.kinds, strict=True):
+                if tensor is not None and kind is not None and 0 not in kind.shape:
                     groups.setdefault((tensor.device, kind.dtype), []).append(tensor)
             self._groups = [_Group.of(group) for group in groups.values()]
 
@@ -56,29 +59,11 @@ class Fingerprint:
             exact: Whether they must be so bit by bit, and not to rounding.
         """
         other = Fingerprint(tensors)
-        if self.kinds != other.kinds:
-            for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
-                if kind is not None and now is not None and kind != now:
-                    return f"result {index} was {kind}, and became {now}"
-        for index in self._numbers.keys() & other._numbers.keys():
-            tensor = tensors[index]
-            assert tensor is not None
-            error = 0.0 if exact else _kept(tensor.dtype)[1]
-            if not _agree([self._numbers[index]], [other._numbers[index]], error):
-                return f"a result of shape {tuple(tensor.shape)} has other values"
-        for group, again in zip(self._groups, other._groups, strict=False):
-            difference = group.difference(again, exact)
-            if difference is not None:
-                return difference
-        return None
-
-
-class _Kind(NamedTuple):
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {tuple(self.shape)}"
+        for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):
+            if kind is not None and now is not None and kind != now:
+                return f"result {index} was {kind}, and became {now}"
+        pairs = zip(self._groups, other._groups, strict=False)
+        return next((found for first, second in pairs if (found := first.difference(second, exact))), None)
 
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
@@ -95,11 +80,10 @@ class _Group(NamedTuple):
     shapes: list[torch.Size]
     sizes: tuple[int, ...]
     """How many entries of each are known or summed together."""
-    numbers: Tensor | bytes
-    """Entries of each tensor. On a CPU bytes, which are no storage."""
+    numbers: Tensor | list
+    """Entries of each tensor. On a CPU a list, which is no storage."""
     total: Tensor | complex
     """The sum of all entries that are known."""
-    dtype: torch.dtype
     rounding: float
     """The relative error of results that were computed in another order."""
 
@@ -109,14 +93,21 @@ class _Group(NamedTuple):
         sizes = tuple([part.numel() for part in parts])
         kept, rounding = _kept(tensors[0].dtype)
         entries = flattened(parts)
-        numbers = _numbers(entries if entries.dtype == kept else entries.to(kept), _places(sizes))
-        return cls([tensor.shape for tensor in tensors], sizes, *numbers, kept, rounding)
+        entries, places = entries if entries.dtype == kept else entries.to(kept), _places(sizes)
+        shapes = [tensor.shape for tensor in tensors]
+        if entries.is_cpu:
+            array = entries.numpy()
+            total = np.add.reduce(array, dtype=np.result_type(array, np.float64))
+            return cls(shapes, sizes, array.take(places).tolist(), total, rounding)
+        wide = torch.promote_types(kept, torch.float64)
+        numbers = entries[torch.from_numpy(places).to(entries.device)]
+        return cls(shapes, sizes, numbers, entries.sum(dtype=wide), rounding)
 
     def difference(self, other: _Group, exact: bool) -> str | None:
         """Say which tensor differs."""
-        if isinstance(self.numbers, bytes) and (self.numbers, self.total) == (other.numbers, other.total):
-            return None
-        first, second = self._listed(), other._listed()
+        first, second = (
+            g.numbers if isinstance(g.numbers, list) else g.numbers.tolist() for g in (self, other)
+        )
         error = 0.0 if exact else self.rounding
         start = 0
         for shape, size in zip(self.shapes, self.sizes, strict=True):
@@ -127,26 +118,9 @@ class _Group(NamedTuple):
         # The errors of the terms are independent.
         error *= max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))
         if not _agree([*first, complex(self.total)], [*second, complex(other.total)], error):
-            return (
-                f"results of shapes {', '.join(str(tuple(shape)) for shape in self.shapes)} have another sum"
-            )
+            shapes = ", ".join(str(tuple(shape)) for shape in self.shapes)
+            return f"results of shapes {shapes} have another sum"
         return None
-
-    def _listed(self) -> list:
-        if isinstance(self.numbers, Tensor):
-            return self.numbers.tolist()
-        return torch.frombuffer(bytearray(self.numbers), dtype=self.dtype).tolist()
-
-
-def _numbers(entries: Tensor, places: np.ndarray) -> tuple[Tensor | bytes, Tensor | complex]:
-    """Return the entries at some places, and the sum of all in double precision."""
-    if entries.is_cpu:
-        array = entries.numpy(
-            force=True
-        )  # gives memory to the zeros without any that torch's formulas return
-        return array.take(places).tobytes(), np.add.reduce(array, dtype=np.result_type(array, np.float64))
-    wide = torch.promote_types(entries.dtype, torch.float64)
-    return entries[torch.from_numpy(places).to(entries.device)], entries.sum(dtype=wide)
 
 
 @functools.lru_cache(maxsize=64)
@@ -186,6 +160,8 @@ def _places(sizes: tuple[int, ...]) -> np.ndarray:
 
 
 def _agree(first: list, second: list, error: float) -> bool:
+    if first == second:
+        return True
     slack = error * max((abs(x) for x in first if math.isfinite(abs(x))), default=0.0)
     return all(
         x == y or (x != x and y != y) or abs(x - y) <= slack for x, y in zip(first, second, strict=True)
