@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.compile.compiled import operand
-from metagrad.autograd.recompute.checkpoint import TensorFunction, attached
+from metagrad.autograd.recompute.checkpoint import Backward, TensorFunction, attached
 from metagrad.core import _torch
 from metagrad.core.tree import is_differentiable
 
@@ -32,15 +32,10 @@ def held(
     with _held_graphs():
         outputs = run(inputs)
 
-    def pull(
-        tensors: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        needed: Sequence[bool],
-        cotangents: Sequence[Tensor | None],
-    ) -> Sequence[Tensor | None]:
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        grads = iter(_pulled(outputs, wanted, cotangents))
-        return [next(grads) if need else None for need in needed]
+    def pull(backward: Backward) -> Sequence[Tensor | None]:
+        wanted = [tensor for tensor, need in zip(inputs, backward.needed, strict=True) if need]
+        grads = iter(_pulled(outputs, wanted, backward.cotangents))
+        return [next(grads) if need else None for need in backward.needed]
 
     return attached(eager, tensors, outputs, pull=pull)
 

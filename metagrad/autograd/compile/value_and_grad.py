@@ -22,7 +22,7 @@ from metagrad.autograd.compile.compiled import (
     operand,
     pass_gate,
 )
-from metagrad.autograd.recompute.checkpoint import attached, vjp
+from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
 from metagrad.core.capture import AutocastState
 from metagrad.core.tree import is_differentiable
 
@@ -109,27 +109,22 @@ class ValueAndGrad:
         return tuple(attached(losses, tensors, outputs, kept=grads, pull=pull))
 
     def _pulled_back(
-        self,
-        losses: Losses,
-        wanted: tuple[int, ...],
-        autocast: AutocastState,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        needed: Sequence[bool],
-        cotangents: Sequence[Tensor | None],
+        self, losses: Losses, wanted: tuple[int, ...], autocast: AutocastState, backward: Backward
     ) -> Sequence[Tensor | None]:
         """Return the cotangents of the tensors: weighted gradients, or else products of a graph of their own."""
+        tensors, grads, needed, cotangents = backward
         given = {i: cotangent for i, cotangent in enumerate(cotangents) if cotangent is not None}
-        products = self.weighted(grads, given[self.place]) if list(given) == [self.place] else None
-        if products is not None:
+
+        def placed(products: Sequence[Tensor]) -> Sequence[Tensor | None]:
             found = dict(zip(wanted, products, strict=True))
             return [found.get(i) for i in range(len(tensors))]
 
         def compiled() -> Sequence[Tensor | None]:
             handed = [operand(tensor) for tensor in tensors], [operand(c) for c in given.values()]
-            products = self.pull(checked_before, losses, wanted, tuple(given), *handed)
-            found = dict(zip(wanted, products, strict=True))
-            return [found.get(i) for i in range(len(tensors))]
+            return placed(self.pull(checked_before, losses, wanted, tuple(given), *handed))
 
+        products = self.weighted(grads, given[self.place]) if list(given) == [self.place] else None
+        if products is not None:
+            return placed(products)
         with autocast.restored():
             return self.fallback.attempt(compiled, lambda: vjp(losses, tensors, needed, cotangents))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,20 @@ class TensorFunction(Protocol):
         ...
 
 
-Pull = Callable[
-    [Sequence[Tensor], Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]], Sequence[Tensor | None]
-]
-"""The operands of a call, tensors that were kept, which cotangents are needed, and the cotangents of the results, to
-one for each operand."""
+class Backward(NamedTuple):
+    """What a backward pass has at the node of a call.
+
+    Attributes:
+        tensors: The operands of the call.
+        kept: What was kept for this.
+        needed: Which of the operands a cotangent is needed of.
+        cotangents: Those of the results, None where nothing flows back.
+    """
+
+    tensors: Sequence[Tensor]
+    kept: Sequence[Tensor]
+    needed: Sequence[bool]
+    cotangents: Sequence[Tensor | None]
 
 
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
@@ -140,7 +149,7 @@ def attached(
     outputs: Sequence[Tensor],
     *,
     kept: Sequence[Tensor] = (),
-    pull: Pull | None = None,
+    pull: Callable[[Backward], Sequence[Tensor | None]] | None = None,
 ) -> Sequence[Tensor]:
     """Put the known outputs of a call on the tape; those that do not require grad are constants.
 
@@ -152,7 +161,7 @@ def attached(
         tensors: What it can be differentiated with respect to.
         outputs: What it returned for them.
         kept: Tensors to keep for ``pull``.
-        pull: Takes the first derivative where it is not to be differentiated again.
+        pull: Returns a cotangent for each of the tensors, where that is not to be differentiated again.
     """
     with unrecorded() as enclosing:
         shown_tensors = [shown(tensor, enclosing) for tensor in tensors]
@@ -283,7 +292,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *cotangents):
         needed = ctx.needs_input_grad[4:]
-        tensors, kept = ctx.saved_tensors[: len(needed)], ctx.saved_tensors[len(needed) :]
+        saved = ctx.saved_tensors
+        backward = Backward(saved[: len(needed)], saved[len(needed) :], needed, cotangents)
         if ctx.pull is None or torch.is_grad_enabled():
-            return (*[None] * 4, *vjp(ctx.call, tensors, needed, cotangents))
-        return (*[None] * 4, *ctx.pull(tensors, kept, needed, cotangents))
+            return (None, None, None, None, *vjp(ctx.call, backward.tensors, needed, cotangents))
+        return (None, None, None, None, *ctx.pull(backward))

@@ -30,7 +30,7 @@ from metagrad.autograd.compile.compiled import (
 )
 from metagrad.autograd.compile.retained_graph import held, rooted
 from metagrad.autograd.recompute.captured_tensors import Constant, refuse_modified
-from metagrad.autograd.recompute.checkpoint import attached, vjp
+from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
 from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Mode
@@ -358,17 +358,12 @@ class _Loop:
             outputs, kept = self.run([operand(tensor) for tensor in self.tensors], stride)
         self.constants = self.compiled.read(self.owner, functools.partial(self._check, self.tensors))
 
-        def pull(
-            tensors: Sequence[Tensor],
-            kept: Sequence[Tensor],
-            needed: Sequence[bool],
-            cotangents: Sequence[Tensor | None],
-        ) -> Sequence[Tensor | None]:
+        def pull(backward: Backward) -> Sequence[Tensor | None]:
             refuse_modified(self.compiled.call, "step", self.constants)
             with self.surroundings():
                 return self.compiled.attempt(
-                    lambda: self.pull(stride, tensors, kept, needed, cotangents),
-                    lambda: vjp(self.eager, tensors, needed, cotangents),
+                    lambda: self.pull(stride, *backward),
+                    lambda: vjp(self.eager, backward.tensors, backward.needed, backward.cotangents),
                 )
 
         differentiable = [output.requires_grad_(is_differentiable(output)) for output in outputs]

@@ -109,10 +109,14 @@ def unroll(
         create_graph = torch.is_grad_enabled()
     if steps == 0:
         return state, None
+    first = steps if not create_graph else 0 if truncate is None else steps - truncate
+    times = range(steps)
     if options is not None:
-        return _compiled(options, step, state, args, steps, mode, truncate, create_graph)
+        settings = {"steps": steps, "memory": mode, "truncate": truncate, "create_graph": create_graph}
+        eager = functools.partial(unroll, step, state, *args, **settings)
+        return _compiled(options, mode, step, state, args, times[:first], times[first:], eager)
     if not create_graph:
-        return _without_graphs(step, state, args, range(steps))
+        return _without_graphs(step, state, args, times)
     if mode != "full" and (why := cannot_recompute()) is not None:
         warnings.warn(
             f"unroll(..., memory={memory!r}): called {why}, where nothing can be recomputed; every step's graph is "
@@ -123,9 +127,8 @@ def unroll(
     loop = loop_keeping(mode, (state, args))
     with torch.enable_grad():
         if truncate is None:
-            return loop(step, state, args, range(steps))
-        first = steps - truncate
-        return in_turn([(_without_graphs, range(first)), (loop, range(first, steps))], step, state, args)
+            return loop(step, state, args, times)
+        return in_turn([(_without_graphs, times[:first]), (loop, times[first:])], step, state, args)
 
 
 def _code(step: Callable) -> object:
@@ -143,37 +146,27 @@ def _compiled_step(code: object, options: CompileOptions) -> CompiledStep:
 
 def _compiled(
     options: CompileOptions,
+    memory: Mode | int,
     step: Step,
     state: Tree,
     args: tuple,
-    steps: int,
-    mode: Mode | int,
-    truncate: int | None,
-    create_graph: bool,
+    without_graphs: range,
+    with_graphs: range,
+    eager: Callable[[], tuple[Tree, Tree]],
 ) -> tuple[Tree, Tree]:
-    """Run a loop by compiled code, or else as without ``compile``."""
+    """Run a loop by compiled code, or else as it is."""
     compiled_step = _compiled_step(_code(step), options)
-    memory = "whole" if options.whole else mode
-    first = steps if not create_graph else 0 if truncate is None else steps - truncate
 
-    def piece(differentiable: bool, step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-        with torch.set_grad_enabled(differentiable):
-            return unroll_compiled(compiled_step, step, state, args, times, memory, owner=step)
+    def loop(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+        kept = "whole" if options.whole else memory
+        return unroll_compiled(compiled_step, step, state, args, times, kept, owner=step)
 
     def compiled() -> tuple[Tree, Tree]:
-        pieces = [
-            (functools.partial(piece, False), range(first)),
-            (functools.partial(piece, True), range(first, steps)),
-        ]
+        pieces = [(torch.no_grad()(loop), without_graphs), (torch.enable_grad()(loop), with_graphs)]
         last, aux = in_turn(pieces, step, state, args)
         return tree_map(lambda old, new: int(new) if isinstance(old, int) else new, state, last), aux
 
-    return compiled_step.attempt(
-        compiled,
-        lambda: unroll(
-            step, state, *args, steps=steps, memory=mode, truncate=truncate, create_graph=create_graph
-        ),
-    )
+    return compiled_step.attempt(compiled, eager)
 
 
 def _check_truncate(truncate: int | None, steps: int) -> None:
