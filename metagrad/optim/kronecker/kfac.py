@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad.optim.curvature import Kronecker, checked_factors
+from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
 from metagrad.optim.kronecker.factors import (
@@ -19,7 +20,6 @@ from metagrad.optim.kronecker.factors import (
     kl_length,
     preconditioned,
 )
-from metagrad.optim.kronecker.kfac_options import check_options
 from metagrad.optim.kronecker.layers import joined, split
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
@@ -284,3 +284,33 @@ def _times(length: Tensor, parts: Params) -> Params:
         * length.to(part.device, part.dtype).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
         for key, part in parts.items()
     }
+
+
+def check_options(call: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is out of its range.
+
+    Args:
+        call: What takes the options, for errors.
+        options: ``damping``, ``decay``, ``kl_clip``, ``curvature_every``, ``inverse_every``, ``fisher`` and
+            ``loss_reduction``, by name; others are not looked at.
+
+    Raises:
+        ValueError: A number is out of its range, or a name is none.
+        TypeError: A number is of an unknown form.
+    """
+    check_hyperparameter(call, "damping", options["damping"])
+    check_hyperparameter(call, "decay", options["decay"], below=1.0)
+    if options["kl_clip"] is not None:
+        check_hyperparameter(call, "kl_clip", options["kl_clip"])
+    for name in ("curvature_every", "inverse_every"):
+        check_count(call, name, options[name])
+    if options["inverse_every"] % options["curvature_every"]:
+        raise ValueError(
+            f"{call}: inverse_every must be a multiple of curvature_every, got {options['inverse_every']} and "
+            f"{options['curvature_every']}."
+        )
+    for name, choices in (("fisher", ("empirical", "sampled")), ("loss_reduction", ("mean", "sum"))):
+        if options[name] not in choices:
+            raise ValueError(
+                f"{call}: {name} must be {choices[0]!r} or {choices[1]!r}, got {options[name]!r}."
+            )

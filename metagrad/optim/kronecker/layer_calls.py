@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metagrad.core import _torch
-from metagrad.optim.kronecker.calls import without_base
 from metagrad.optim.kronecker.factors import Factors, factors_of, sums_of
-from metagrad.optim.kronecker.layers import Layer, layers_among, output_rows, weight_rows, with_ones
+from metagrad.optim.kronecker.layers import (
+    Layer,
+    layers_among,
+    output_rows,
+    weight_rows,
+    with_ones,
+    without_base,
+)
 from metagrad.optim.rule import Params
 
 CALL = "kfac(...)"

@@ -172,3 +172,11 @@ def _padded(layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, value: Tensor) -> Tensor:
             widths += [int(layer.padding[axis])] * 2
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(value, widths, mode=mode) if any(widths) else value
+
+
+def without_base(output: Tensor) -> Tensor:
+    """Return a tensor that is no view, such as the output of a linear layer on sequences is.
+
+    What is written over a view, as by ``nn.ReLU(inplace=True)``, goes to its base, past its own place on the tape.
+    """
+    return output.clone() if output._is_view() else output

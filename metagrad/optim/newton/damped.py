@@ -1,24 +1,169 @@
-"""Damped Newton steps by conjugate gradients, and how the damping follows the ratio of reduction."""
+"""Damped Newton steps: their linear systems, and a damping that follows the ratio of reduction."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import divide, dot
-from metagrad.optim.newton.newton_system import Memory, NewtonSystem
+from metagrad.optim.curvature import Diagonal, checked_diagonal
+from metagrad.optim.diagonal.adahessian import check_count
+from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.newton.krylov import Krylov, Pairs, check_solver, conjugate_gradients
+from metagrad.optim.newton.lbfgs import two_loop
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
     Problem,
     Report,
+    RowSpace,
+    SecondOrder,
     Step,
     check_can_evaluate,
     no_report,
 )
-from metagrad.optim.rule import Params
+from metagrad.optim.rule import Hyperparameter, Params
+
+
+class Memory(NamedTuple):
+    """What is remembered of the last system."""
+
+    solution: Params  # in the shapes of the parameters: where the next one begins
+    moves: Params | None  # search directions p of its solve, [tasks, pairs, ...]; zero where there are none
+    changes: Params | None  # (B + damping I) p, likewise; both None where every step solves a system
+
+
+class NewtonSystem(SecondOrder):
+    r"""A rule whose directions are :math:`-(B + \lambda I)^{-1} g`, with a symmetric matrix B.
+
+    The damping may differ between parameters, by a dict.
+
+    At every ``curvature_every``-th step, by conjugate gradients. At the others, by the limited-memory BFGS matrix of
+    the pairs :math:`p_i`, :math:`(B + \lambda I) p_i` that these went through, which costs no product. The pairs are
+    conjugate, so that on what those kept span it is the inverse of :math:`B + \lambda I`.
+
+    A subclass is a frozen dataclass with the fields below.
+    """
+
+    by_parameter = (*SecondOrder.by_parameter, "damping")
+    diagonal: ClassVar[Literal["hessian", "gauss_newton"]]
+    """Which estimate there is of the diagonal of B."""
+    damping: Hyperparameter
+    warm_start: Hyperparameter
+    rtol: float
+    progress: float | None
+    max_steps: int
+    curvature_every: int
+    pairs: int
+    preconditioner: Literal["diagonal"] | None
+    exponent: Hyperparameter
+    samples: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_solver(self.call, self.rtol, self.progress, self.max_steps)
+        for name in ("curvature_every", "pairs", "samples"):
+            check_count(self.call, name, getattr(self, name))
+        if self.preconditioner not in (None, "diagonal"):
+            raise ValueError(
+                f'{self.call}: preconditioner must be "diagonal" or None, got {self.preconditioner!r}.'
+            )
+
+    def needs_curvature(self, step: int) -> bool:
+        """Say whether the step, of which the first is 0, is given a curvature."""
+        return self.multiplies(step)
+
+    def multiplies(self, step: int) -> bool:
+        """Say whether the step takes products with the curvature."""
+        return step % self.curvature_every == 0
+
+    def no_memory(self, params: Params) -> Memory:
+        """Return what there is before the first system."""
+        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
+        if self.curvature_every == 1:
+            return Memory(zeros, None, None)
+        b = self.batch_ndim
+        pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in params.items()}
+        return Memory(zeros, pairs, dict(pairs))
+
+    def solved(self, problem: Problem, damping: Tensor, step: int, memory: Memory) -> tuple[Krylov, Memory]:
+        """Solve the system of a step; the damping is ``[tasks, 1]`` or ``[tasks, n]``."""
+        metric = None if self.preconditioner is None else self._metric(problem, damping, step)
+        run = conjugate_gradients(
+            lambda rows: problem.products(rows) + damping * rows,
+            -problem.g,
+            x0=self._start(problem, step, memory),
+            metric=metric,
+            pairs=0 if self.curvature_every == 1 else self.pairs,
+            rtol=self.rtol,
+            progress=self.progress,
+            max_steps=self.max_steps,
+        )
+        if metric is not None and self.diagonal == "hessian":
+            run = run._replace(products=run.products + self.samples)
+        return run, Memory(problem.space.tensors(run.x), *self._remembered(run.pairs, memory))
+
+    def recalled(self, problem: Problem, memory: Memory) -> Tensor:
+        """Return the direction that the last solve has taught, ``[tasks, n]``; before any, that of the gradient."""
+        num_tasks = len(problem.g)
+        return two_loop(problem.g, self._rows(memory.moves, num_tasks), self._rows(memory.changes, num_tasks))
+
+    def _start(self, problem: Problem, step: int, memory: Memory) -> Tensor | None:
+        decay = self.value("warm_start", step)
+        if step == 0 or not is_used(decay):
+            return None
+        return problem.space.each(decay)[:, None] * problem.space.rows(memory.solution)
+
+    def _metric(self, problem: Problem, damping: Tensor, step: int) -> Tensor:
+        r"""Return Martens' preconditioner :math:`(D + \lambda I)^\alpha`, ``[tasks, n]``."""
+        request, space = Diagonal(self.diagonal, self.samples), problem.space
+        if not hasattr(problem.objective, "diagonal"):
+            raise TypeError(
+                f'{self.call}.update: preconditioner="diagonal" needs an estimate of the diagonal, and '
+                f"{type(problem.objective).__name__} has no diagonal(request). Set preconditioner=None."
+            )
+        found = checked_diagonal(self.call, problem.objective, request, space.params)
+        missing = [key for key, estimate in found.items() if estimate is None]
+        if missing:
+            raise ValueError(
+                f'{self.call}.update: preconditioner="diagonal" needs an estimate for every parameter, and '
+                f"{type(problem.objective).__name__}.diagonal({request}) has none of {missing}."
+            )
+        damped = space.rows(found).abs() + damping  # type: ignore[arg-type]
+        damped = damped if problem.decay is None else damped + problem.decay
+        # Where the loss is flat and nothing is damped, 1 leaves the gradient as it is.
+        return torch.where(damped == 0, 1.0, damped) ** space.each(self.value("exponent", step))[:, None]
+
+    def _remembered(self, pairs: Pairs, memory: Memory) -> tuple[Params | None, Params | None]:
+        """Return the pairs of a solve; a solve that took no step along positive curvature leaves those before it."""
+        if self.curvature_every == 1:
+            return None, None
+        is_new = dot(pairs.moves[-1], pairs.changes[-1]) > 0
+        moves = self._updated(pairs.moves, memory.moves, is_new)
+        return moves, self._updated(pairs.changes, memory.changes, is_new)
+
+    def _updated(self, new: tuple[Tensor, ...], old: Params | None, is_new: Tensor) -> Params:
+        rows = torch.stack(new, 1)
+        before = self._rows(old, len(rows))
+        if before.shape != rows.shape:
+            raise ValueError(
+                f"{self.call}.update: the state has {before.shape[1]} pairs, and the rule has pairs={self.pairs}. "
+                "Begin again with rule.init(params)."
+            )
+        kept = torch.where(is_new[:, None, None], rows, before)
+        return self._space(old).tensors(kept.flatten(0, 1))
+
+    def _rows(self, pairs: Params | None, num_tasks: int) -> Tensor:
+        """Write pairs as ``[tasks, pairs, n]``."""
+        space = self._space(pairs)
+        return space.rows(space.params).unflatten(0, (num_tasks, -1))
+
+    def _space(self, pairs: Params | None) -> RowSpace:
+        assert pairs is not None, "a state has pairs where some steps take no products"
+        return RowSpace(pairs, self.batch_ndim + 1)
+
 
 _POOR, _GOOD = 0.25, 0.75  # ratios below and above which a model is trusted less, and more
 _SUFFICIENT = 1e-4  # the part of the slope that a line search asks for
@@ -47,7 +192,7 @@ class Damped(NewtonSystem):
     r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, whose damping follows the ratio of reduction.
 
     A subclass is a frozen dataclass with the fields below, and those of
-    :class:`~metagrad.optim.newton.newton_system.NewtonSystem`.
+    :class:`~metagrad.optim.newton.damped.NewtonSystem`.
     """
 
     matrix: ClassVar[str]

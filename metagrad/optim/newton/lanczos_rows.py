@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import divide, dot
-from metagrad.optim.newton.flat import norm
+from metagrad.optim.newton.second_order import norm
 
 _STEPS_TO_A_ROOT = 12  # by Newton's method, to rounding
 _STEPS_OF_A_BALL = 50

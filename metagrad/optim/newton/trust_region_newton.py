@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import dot
-from metagrad.optim.newton.flat import norm
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.lanczos_rows import minimize_in_ball
 from metagrad.optim.newton.second_order import (
@@ -20,6 +19,7 @@ from metagrad.optim.newton.second_order import (
     SecondOrder,
     check_can_evaluate,
     no_report,
+    norm,
 )
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer

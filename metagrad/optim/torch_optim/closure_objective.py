@@ -17,7 +17,7 @@ from metagrad.optim.objective import fisher_products
 from metagrad.optim.probes import Generators, drawn_like, torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
-from metagrad.optim.torch_optim.gradients import Recording
+from metagrad.optim.torch_optim.curvature_optimizer import Recording
 from metagrad.optim.torch_optim.move import working
 
 

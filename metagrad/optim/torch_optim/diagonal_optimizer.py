@@ -11,11 +11,14 @@ from torch import Tensor
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer, inverse_of
-from metagrad.optim.torch_optim.gradients import unknown_loss
+from metagrad.optim.torch_optim.curvature_optimizer import (
+    CurvatureOptimizer,
+    generators_of,
+    inverse_of,
+    unknown_loss,
+)
 from metagrad.optim.torch_optim.move import working
 from metagrad.optim.torch_optim.optimizer import Group, Work
-from metagrad.optim.torch_optim.randomness import generators_of
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.optim.first_order.sgd import SGDRule
-from metagrad.optim.kronecker.factors import kl_length
-from metagrad.optim.kronecker.kfac import wide
-from metagrad.optim.kronecker.kfac_options import check_options
+from metagrad.optim.kronecker.factors import (
+    Eigenbasis,
+    Factors,
+    Sums,
+    averaged,
+    averaged_factors,
+    eigenbasis_of,
+    factors_of,
+    inverses_of,
+    kl_length,
+    preconditioned,
+    preconditioned_in_basis,
+    scaling_of,
+)
+from metagrad.optim.kronecker.kfac import check_options, wide
 from metagrad.optim.kronecker.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.rule import Params
-from metagrad.optim.torch_optim.kfac_blocks import direction_of, renewed
 from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
 from metagrad.optim.torch_optim.move import Change, Later, working
 from metagrad.optim.torch_optim.optimizer import Group, Work
@@ -261,3 +272,49 @@ class KFAC(LayerOptimizer):
         check_options("KFAC(model)", group)
         if group["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
+
+
+def renewed(
+    state: Mapping[str, Any],
+    sums: Sums,
+    weight: float | Tensor,
+    rows: Iterable[tuple[Tensor, Tensor]],
+    group: Mapping[str, Any],
+    *,
+    is_due: bool,
+) -> dict[str, Any]:
+    """Return what is new in the state of a layer, of what was seen of it in one step.
+
+    Args:
+        state: ``updates``, the number of those before; ``inputs`` and ``outputs``, averages of the factors; and what
+            is computed of these when ``is_due``, or for the first time: their inverses, or a basis and a ``scaling``.
+        sums: Of the rows of the step.
+        weight: As of :func:`~metagrad.optim.kronecker.factors.factors_of`.
+        rows: Inputs and output gradients of each call; needed for a scaling alone.
+        group: The hyper-parameters.
+        is_due: Whether inverses are computed.
+    """
+    count = state.get("updates", 0) + 1
+    decay, new = float(group["decay"]), factors_of(sums, weight)
+    old = Factors(state["inputs"], state["outputs"]) if count > 1 else new
+    factors = averaged_factors(old, new, count, decay)
+    found = {"inputs": factors.inputs, "outputs": factors.outputs, "updates": count}
+    is_new = is_due or count == 1
+    if group["eigen"]:
+        if is_new:
+            found["input_basis"], found["output_basis"] = eigenbasis_of(factors)
+        kept = {**state, **found}
+        basis = (kept["input_basis"], kept["output_basis"])
+        scaling = weight * torch.stack([scaling_of(*pair, basis) for pair in rows]).sum(0)
+        found["scaling"] = scaling if is_new else averaged(state["scaling"], scaling, count, decay)
+    elif is_new:
+        found["input_inverse"], found["output_inverse"] = inverses_of(factors, group["damping"])
+    return found
+
+
+def direction_of(gradient: Tensor, state: Mapping[str, Any], damping: float | Tensor) -> Tensor:
+    """Multiply a gradient with the inverse that is kept."""
+    if "scaling" in state:
+        basis = Eigenbasis(state["input_basis"], state["output_basis"], state["scaling"])
+        return preconditioned_in_basis(gradient, basis, damping)
+    return preconditioned(gradient, Factors(state["input_inverse"], state["output_inverse"]))

@@ -11,14 +11,71 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from metagrad.optim.kronecker.calls import Call, LayerHook
 from metagrad.optim.kronecker.factors import Sums, added, sums_of
-from metagrad.optim.kronecker.layers import input_rows, known_layers, output_rows
+from metagrad.optim.kronecker.layers import input_rows, known_layers, output_rows, without_base
 from metagrad.optim.tape_curvature import WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer, generators_of
 from metagrad.optim.torch_optim.move import working
 from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups
-from metagrad.optim.torch_optim.randomness import generators_of
+
+
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        inputs: What it was given.
+        gradient: That of what it returned, summed over backward passes; None before the first.
+        open_before: The calls of the layer that waited for a gradient when this one was made.
+    """
+
+    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[Call]) -> None:
+        self.inputs = inputs
+        self.gradient: Tensor | None = None
+        self.open_before = open_before
+
+    def overlaps(self, other: Call) -> bool:
+        """Say whether both calls were made before either had a gradient."""
+        return self in other.open_before or other in self.open_before
+
+
+class LayerHook:
+    """A forward hook that tells an optimizer of a layer's calls for as long as there is that optimizer.
+
+    A copy, as of a model that is copied or pickled, tells nobody: the optimizer's own copy sets hooks of its own.
+    """
+
+    def __init__(self, optimizer: LayerOptimizer | None = None, name: str = "") -> None:
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
+        return LayerHook, ()
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
+        """Note a call whose gradient is wanted."""
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
+            return None
+        call = optimizer._called(self.name, args[0] if args else kwargs["input"])
+        if call is None:
+            return None
+        output = without_base(output)
+        # The graph holds the call, and the call holds nothing of the graph.
+        output.register_hook(_Noting(self.optimizer, self.name, call))
+        return output
+
+
+class _Noting:
+    def __init__(self, optimizer: weakref.ref[LayerOptimizer] | None, name: str, call: Call) -> None:
+        self.optimizer = optimizer
+        self.name = name
+        self.call = call
+
+    def __call__(self, gradient: Tensor) -> None:
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None:
+            optimizer._returned(self.name, self.call, gradient.detach())
+
 
 Rows = tuple[Tensor, Tensor]
 

@@ -14,9 +14,8 @@ from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, scalar_of
-from metagrad.optim.torch_optim.gradients import leaves_behind
-from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, Options, flat
-from metagrad.optim.torch_optim.lbfgs_history import History
+from metagrad.optim.torch_optim.curvature_optimizer import leaves_behind
+from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Options, flat
 from metagrad.optim.torch_optim.move import Change, working
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 from metagrad.optim.torch_optim.optimizer import Option, as_number

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor
 
 from metagrad.curvature import Result
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import Evaluated
 from metagrad.optim.curvature import needs_curvature
-from metagrad.optim.newton.flat import check_uniform
-from metagrad.optim.newton.second_order import endings
+from metagrad.optim.newton.second_order import check_uniform, endings
 from metagrad.optim.probes import Generators, as_rows
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
@@ -27,15 +29,68 @@ from metagrad.optim.torch_optim.closure_objective import (
     scalar_of,
     without_gradients,
 )
-from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer
-from metagrad.optim.torch_optim.gradients import leaves_behind, unknown_loss
+from metagrad.optim.torch_optim.curvature_optimizer import (
+    SEED,
+    CurvatureOptimizer,
+    generators_of,
+    leaves_behind,
+    unknown_loss,
+)
 from metagrad.optim.torch_optim.move import Change, working
 from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option, as_number
-from metagrad.optim.torch_optim.output_loss import WrittenLoss
-from metagrad.optim.torch_optim.parts_of_data import check_fraction, check_takes_fraction
-from metagrad.optim.torch_optim.randomness import generators_of
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class WrittenLoss(OutputLoss):
+    r"""A loss of an output :math:`z` that is known by its values: its Hessian is differentiated for each product.
+
+    What distribution it is the likelihood of is not known, so that there is no Fisher matrix.
+
+    Args:
+        loss_fn: An output to a loss of one element.
+        output: :math:`z`, on the tape of the model.
+
+    Example:
+        >>> from metagrad.optim.torch_optim.newton_optimizer import WrittenLoss
+        >>> loss = WrittenLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
+        >>> loss.hessian_product(torch.ones(2))
+        tensor([ 6., 12.])
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> None:
+        self._loss_fn = loss_fn
+        self.output = output
+        self.scale = output.new_ones(())
+        self.count = None
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian."""
+        with torch.enable_grad():
+            z = self.output.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
+            if not gradient.requires_grad:
+                return torch.zeros_like(z)
+            (product,) = torch.autograd.grad(gradient, z, vectors, allow_unused=True)
+        return torch.zeros_like(z) if product is None else product
+
+    def fisher_product(self, vectors: Tensor) -> NoReturn:
+        """Refuse."""
+        self._refuse("Fisher matrix", "Use GaussNewton, whose matrix it is where z are natural parameters")
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
+        """Refuse."""
+        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
+
+    def score(self, generator: torch.Generator | None) -> NoReturn:
+        """Refuse."""
+        self._refuse("distribution of labels", "Set preconditioner=None")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise ValueError(
+            f"output_loss(loss_fn, output): of a loss written by hand, the {what} is not known. {remedy}."
+        )
+
 
 FRACTION = Option(
     1.0,
@@ -432,3 +487,22 @@ def _completed(
         key: {**{field: getattr(begun, field)[key] for field in names}, **state}
         for key, state in states.items()
     }
+
+
+def check_fraction(name: str, fraction: float) -> None:
+    """Refuse what is no part of the data; ``name`` is that of the optimizer."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"{name}(params): curvature_fraction must be above 0 and at most 1, got {fraction}.")
+
+
+def check_takes_fraction(name: str, closure: Callable[..., object], fraction: float) -> None:
+    """Refuse a closure that cannot be called as ``closure(fraction=...)``, before it is called at all."""
+    try:
+        inspect.signature(closure).bind(fraction=fraction)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}.step(closure): curvature_fraction={fraction:g} calls closure(fraction={fraction:g}) for the "
+            f"curvature of a part of the data, and closure does not take that: {error}. Write "
+            "`def closure(fraction=1.0):`, with the loss of the first round(fraction * len(x)) examples; or call "
+            "opt.step(closure, curvature=part), with a closure of the part."
+        ) from None

@@ -19,8 +19,16 @@ from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
-from metagrad.optim.torch_optim.move import Change, Later, step_rows, step_whole
-from metagrad.optim.torch_optim.sizes import is_large, is_small, move_pieces, step_flat
+from metagrad.optim.torch_optim.move import (
+    Change,
+    Later,
+    is_large,
+    is_small,
+    move_pieces,
+    step_flat,
+    step_rows,
+    step_whole,
+)
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
 from metagrad.sparse.tables.row_sparse import RowSparse
 

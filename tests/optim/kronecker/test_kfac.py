@@ -19,8 +19,8 @@ from metagrad.optim.kronecker.layer_objective import LayerObjective
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.optim.rules import adahessian, chain, clip_by_norm, mask, natural_gradient, sgd, sophia_g
 from metagrad.optim.tape_curvature import TapeCurvature
+from metagrad.optim.torch_optim.curvature_optimizer import generators_of
 from metagrad.optim.torch_optim.kfac import KFAC
-from metagrad.optim.torch_optim.randomness import generators_of
 
 F64 = torch.float64
 EMPIRICAL = Kronecker("empirical")

@@ -12,8 +12,7 @@ import metagrad as mg
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.optim.newton.krylov import conjugate_gradients
 from metagrad.optim.newton.lanczos_rows import least_root, minimize_cubic
-from metagrad.optim.newton.lbfgs import two_loop
-from metagrad.optim.newton.strong_wolfe import strong_wolfe
+from metagrad.optim.newton.lbfgs import strong_wolfe, two_loop
 
 F64 = torch.float64
 

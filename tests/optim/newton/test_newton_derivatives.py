@@ -39,7 +39,7 @@ def overshooting(params):
 START = torch.tensor([0.4, -0.3, 0.2], dtype=torch.float64)
 FIT = torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64)
 # Probes and labels that are drawn for all tasks together are not those of one task: "preconditioned" is left out of
-# what compares the two, for which test_newton_system.py has a diagonal that is known.
+# what compares the two, for which test_damped.py has a diagonal that is known.
 CASES = {
     "newton_cg": (newton_cg, {"lr": 0.8, "damping": 0.3}, {}, quartic_of),
     "newton_cg fixed": (newton_cg, {"lr": 0.8, "damping": 0.3}, {"adapt": False}, quartic_of),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from metagrad.optim.newton.sampled_pairs import no_pairs, place_given_up
+from metagrad.optim.newton.krylov import no_pairs, place_given_up
 
 
 def kept_after(num_steps, length):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim import LBFGS
-from metagrad.optim.torch_optim.lbfgs_history import History
+from metagrad.optim.torch_optim.lbfgs_descent import History
 from tests.optim.newton.problems import rosenbrock
 from tests.optim.torch_optim.cases import closure_of, run
 

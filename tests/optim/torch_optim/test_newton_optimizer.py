@@ -20,7 +20,7 @@ from metagrad.optim.newton.newton_cg import newton_cg
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature
-from metagrad.optim.torch_optim.randomness import generators_of
+from metagrad.optim.torch_optim.curvature_optimizer import generators_of
 from tests.marks import combined, slow
 from tests.optim.torch_optim.cases import (
     assert_equal,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from metagrad.optim import KFAC, SOAP, CubicNewton, Lion, Shampoo, SparseAdam
-from metagrad.optim.torch_optim import sizes
+from metagrad.optim.torch_optim import move
 from tests.marks import combined
 from tests.optim.torch_optim.cases import (
     Case,
@@ -166,8 +166,8 @@ def test_a_gradient_that_is_not_finite_in_a_loop_without_a_closure(case):
 
 @lacking("matrices", "one vector")
 def test_large_parameters_and_small_ones_stay_together(case, monkeypatch):
-    monkeypatch.setattr(sizes, "_PIECE", 7)
-    monkeypatch.setattr(sizes, "_SMALL", {"cpu": 8})
+    monkeypatch.setattr(move, "_PIECE", 7)
+    monkeypatch.setattr(move, "_SMALL", {"cpu": 8})
     check(case, "raise", nan_gradient, steps=2)
 
 

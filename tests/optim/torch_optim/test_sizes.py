@@ -10,7 +10,7 @@ from metagrad.optim import AdaHessian, Lion, SparseAdam
 from metagrad.optim.curvature import KnownDiagonal
 from metagrad.optim.diagonal.adahessian import adahessian
 from metagrad.optim.diagonal.sophia import sophia_h
-from metagrad.optim.torch_optim import sizes
+from metagrad.optim.torch_optim import move
 from tests.optim.torch_optim.cases import assert_near, having, optimizer, run, snapshot
 
 
@@ -44,14 +44,14 @@ def test_together_is_each_by_itself(case):
 @having("elementwise")
 def test_in_pieces_is_whole(case, monkeypatch):
     whole = trained(case, foreach=False)
-    monkeypatch.setattr(sizes, "_PIECE", 7)
-    assert sizes.is_large(model()[0].weight)
+    monkeypatch.setattr(move, "_PIECE", 7)
+    assert move.is_large(model()[0].weight)
     assert_near(trained(case), whole, rtol=1e-12, atol=1e-14)
 
 
 def test_pieces_of_a_state_do_not_share_memory(monkeypatch):
     """A rule may begin with one tensor of zeros in two slots."""
-    monkeypatch.setattr(sizes, "_PIECE", 2)
+    monkeypatch.setattr(move, "_PIECE", 2)
     w = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], requires_grad=True)
     opt = SparseAdam([w], lr=0.1)
     w.square().sum().backward()
@@ -95,6 +95,6 @@ def test_diagonals_follow_their_parameters(rule):
     known = KnownDiagonal({"b": torch.tensor([[7.0, 8.0, 9.0]]), "a": torch.tensor([5.0, 6.0])})
     expected, _ = rule.update(grads, rule.init(params), params, known)
     flat = dict(params)
-    moved = sizes.step_flat(rule, flat, grads, {"a": {}, "b": {}}, known).moved
+    moved = move.step_flat(rule, flat, grads, {"a": {}, "b": {}}, known).moved
     for key in params:
         torch.testing.assert_close(moved[key], expected[key])
