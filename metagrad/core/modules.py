@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from metagrad.core.tree import plain_values
 
 _MOST = 1000  # objects to look at
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
@@ -108,27 +111,154 @@ class ModuleState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Let the modules be as they were, for a while, and then again as they are now."""
-        now = [(module, *_held(module)) for module, *_ in self.states]
+        now = ModuleContents((module for module, *_ in self.states), kinds=(list,))
         try:
             self.put_back()
             yield
         finally:
-            for module, attributes, buffers, lists in now:
-                _put_back(module.__dict__, attributes)
-                if buffers or module._buffers:
-                    _put_back(module._buffers, buffers)
-                for name, items in lists.items():
-                    module.__dict__[name][:] = items
+            now.put_back()
 
 
-def _held(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, list]]:
-    """Return what a module holds: its attributes, its buffers, and what its lists hold."""
-    attributes = module.__dict__.copy()
-    lists = {name: list(value) for name, value in attributes.items() if type(value) is list}
-    return attributes, module._buffers.copy(), lists
+class ModuleContents:
+    """What modules hold: their attributes, their buffers, and the entries of containers of some kinds."""
+
+    def __init__(self, modules: Iterable[nn.Module], kinds: tuple[type, ...] = (list, dict, set)) -> None:
+        self.held = [
+            (module, module.__dict__.copy(), module._buffers.copy(), _entries(module, kinds))
+            for module in modules
+        ]
+
+    def put_back(self) -> None:
+        """Let the modules hold it again."""
+        for module, attributes, buffers, entries in self.held:
+            _put_back(module.__dict__, attributes)
+            if buffers or module._buffers:
+                _put_back(module._buffers, buffers)
+            for name, content in entries.items():
+                _refill(attributes[name], content)
+
+
+class WatchedModules(ModuleContents):
+    """What modules hold, down to the values of buffers: changes are found, and set back.
+
+    Args:
+        roots: Modules; other objects are passed over.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.names = _names_of(roots)
+        super().__init__(self.names)
+        self.noted: ModuleContents = self
+        self.values = [
+            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            for module, _, buffers, _ in self.held
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
+
+    def note_attributes(self) -> None:
+        """Count changes of attributes from here on: the first call of a module may prepare the others."""
+        self.noted = ModuleContents(self.names)
+
+    def changed(self) -> str | None:
+        """Say in a sentence which buffer or attribute has changed."""
+        for module, name, buffer, before, version in self.values:
+            # Not by version alone: batch normalisation writes its running statistics without a new one.
+            if module._buffers.get(name) is not buffer or _is_written(buffer, before, version):
+                return f"{self._kind(module)} writes its buffer {name!r}, which all tasks share"
+        for before, after in zip(self.noted.held, ModuleContents(self.names).held, strict=True):
+            if (name := _changed_attribute(before, after)) is not None:
+                return f"{self._kind(before[0])} changes its attribute {name!r}, which all tasks share"
+        return None
+
+    def _kind(self, module: nn.Module) -> str:
+        return f"{type(module).__name__} ({self.names[module] or 'the module itself'})"
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let the modules hold it again, and the buffers their values."""
+        super().put_back()
+        for _, _, buffer, before, version in self.values:
+            if _is_written(buffer, before, version):
+                buffer.copy_(before)
+
+
+def buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
+    """Return what changes when a buffer is replaced or written into."""
+    return [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 
 def _put_back(namespace: dict[str, Any], values: dict[str, Any]) -> None:
     if list(namespace) != list(values):
         namespace.clear()
     namespace.update(values)
+
+
+def _names_of(roots: Iterable[object]) -> dict[nn.Module, str]:
+    found: dict[nn.Module, str] = {}
+    for root in roots:
+        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if not isinstance(module, torch.jit.ScriptModule):
+                found.setdefault(module, name)
+    return found
+
+
+def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
+    return buffer._version != version or not torch.equal(buffer, before)
+
+
+def _entries(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, list]:
+    """Return what the containers among a module's attributes hold, to be compared by identity."""
+    return {
+        name: _content(value)
+        for name, value in module.__dict__.items()
+        if isinstance(value, kinds) and name not in _INTERNAL
+    }
+
+
+def _content(value: Any) -> list:
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, content: list) -> None:
+    """Give a container what it held."""
+    if _are_same(_content(value), content):
+        return
+    if isinstance(value, list):
+        value[:] = content
+        return
+    half = len(content) // 2
+    items = zip(content[:half], content[half:], strict=True) if isinstance(value, dict) else content
+    value.clear()
+    value.update(items)
+
+
+def _changed_attribute(first: tuple, second: tuple) -> str | None:
+    """Return the name of an attribute of a module that has changed."""
+    (_, before, _, entries), (_, after, _, others) = first, second
+    for name in (before.keys() | after.keys()) - _INTERNAL:
+        if name not in before or name not in after:
+            return name
+        same = before[name] is after[name]
+        if not (
+            _are_same(entries.get(name, []), others.get(name, []))
+            if same
+            else _is_equal(before[name], after[name])
+        ):
+            return name
+    return None
+
+
+def _are_same(before: list, after: list) -> bool:
+    return len(before) == len(after) and all(
+        a is b or _is_equal(a, b) for a, b in zip(before, after, strict=True)
+    )
+
+
+def _is_equal(a: object, b: object) -> bool:
+    """Compare values that are plain, and tuples of such."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple) and not isinstance(a, torch.Size):
+        return len(a) == len(b) and all(map(_is_equal, a, b))  # type: ignore[arg-type]
+    return isinstance(a, _PLAIN) and a == b

@@ -28,20 +28,20 @@ from metagrad.optim.rules import Params, Rule
 T = TypeVar("T")
 
 
-class Query(NamedTuple):
-    """The loss of adapted parameters as a function of a list of tensors.
+class FlatFunction(NamedTuple):
+    """A function of trees as one of a list of tensors; a named tuple, which Dynamo's guards match by value.
 
     Attributes:
-        loss: Parameters, inputs and targets to losses and predictions.
-        structure: Where the tensors stand in those.
+        function: Trees to losses, predictions and the like.
+        structure: Where the tensors stand in the trees.
     """
 
-    loss: Loss
+    function: Callable[..., Sequence[Nested]]
     structure: Structure
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return losses and predictions."""
-        return checked_tensors(self.loss(*self.structure.fill(tensors)))
+        """Return what the function does, which must be tensors."""
+        return checked_tensors(self.function(*self.structure.fill(tensors)))
 
 
 def checked_tensors(results: Sequence[Nested]) -> list[Tensor]:
@@ -63,22 +63,6 @@ def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
 
 
 _QUERY_LOSSES = 2  # among the fields of an evaluation
-
-
-class MetaBatch(NamedTuple):
-    """A meta-batch as a function of a list of tensors.
-
-    Attributes:
-        evaluate: Parameters, tasks and a rule to support losses, steps used, query losses and predictions.
-        structure: Where the tensors stand in those.
-    """
-
-    evaluate: Callable[[Params, Tasks, Rule], tuple]
-    structure: Structure
-
-    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what ``evaluate`` does."""
-        return checked_tensors(self.evaluate(*self.structure.fill(tensors)))
 
 
 def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
@@ -111,17 +95,20 @@ class CompiledMAML(CompiledStep):
 
     def query_loss(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Tensor]:
         """Return losses and predictions of adapted parameters."""
-        tensors, structure = dissect((params, x, y))
-        query = Query(loss, structure)
-        return self.query(lambda: self.check(query, tensors), query, tensors)  # type: ignore[return-value]
+        return self._called(self.query, loss, (params, x, y))  # type: ignore[return-value]
 
     def whole_batch(
         self, evaluate: Callable[..., tuple], rule: Rule, params: Params, tasks: Tasks
     ) -> tuple[Tensor, ...]:
         """Return ``evaluate(params, tasks, rule)`` from one graph."""
-        tensors, structure = dissect((params, tasks, rule))
-        batch = MetaBatch(evaluate, structure)
-        return self.meta_batch(lambda: self.check(batch, tensors), batch, tensors)
+        return self._called(self.meta_batch, evaluate, (params, tasks, rule))
+
+    def _called(
+        self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple
+    ) -> tuple[Tensor, ...]:
+        tensors, structure = dissect(args)
+        flat = FlatFunction(function, structure)
+        return compiled(lambda: self.check(flat, tensors), flat, tensors)
 
     def note_outputs(self, losses: Tensor, predictions: Nested) -> None:
         """Note the shape of the predictions of a task; refuse what is no tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -198,14 +199,11 @@ class MAML(nn.Module):
         results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
         params, losses, used, rows = results
-        inner = executor.inner
         if self.sparse:
-            return Adapted(
-                params, losses, used, skipped, AdaptedTables(inner, used, rows, chunk).predict, rows
-            )
-        return Adapted(
-            params, losses, used, skipped, lambda params, x: inner.objective.predict(params, x, chunk)
-        )
+            predict = AdaptedTables(executor.inner, used, rows, chunk).predict
+        else:
+            predict = functools.partial(executor.inner.objective.predict, chunk=chunk)
+        return Adapted(params, losses, used, skipped, predict, rows)
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""

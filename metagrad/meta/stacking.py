@@ -22,7 +22,7 @@ from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core import _torch
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
-from metagrad.meta.module_state import GeneratorStates, ModuleState, buffer_versions
+from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.meta.objective import Objective
 from metagrad.meta.tables import find_rows
 from metagrad.meta.tasks import Tasks
@@ -211,21 +211,55 @@ class Comparison:
         It leaves nothing behind: buffers, attributes of modules and random generators are set back.
         """
         with unrecorded(), torch.enable_grad():
-            state = ModuleState([self.objective.model, self.objective.loss_fn])
-            generators, few = GeneratorStates(), _Few(self)
+            state = WatchedModules([self.objective.model, self.objective.loss_fn])
+            generators, (tasks, starts) = RandomState(), self._two()
             with generators.watched():
-                expected = _attempt(lambda: few.each(between=state.note_attributes))
-            reason = state.changed() or generators.drawn_elsewhere()
-            is_random = generators.torch_has_drawn()
-            state.restore()
+                expected = _attempt(lambda: self._each(tasks, starts, between=state.note_attributes))
+            reason, drawn = state.changed(), generators.moved()
+            if reason is None and (elsewhere := min(drawn - {"torch"}, default=None)):
+                reason = (
+                    f"the model draws from {elsewhere}, which stacked tasks would do once for all of them"
+                )
+            state.put_back()
             generators.restore()
             # The loop's own error is to be raised where it comes again.
-            if reason is not None or is_random or isinstance(expected, Exception):
+            if reason is not None or "torch" in drawn or isinstance(expected, Exception):
                 return reason
-            found = _attempt(few.together)
-            state.restore()
+            found = _attempt(lambda: self._together(tasks, starts))
+            state.put_back()
             generators.restore()
-            return vmap_reason(found) if isinstance(found, Exception) else _comparison(found, expected)
+            return vmap_reason(found) if isinstance(found, Exception) else _disagreement(found, expected)
+
+    def _two(self) -> tuple[Tasks, Params]:
+        """Return two tasks, and what each starts from."""
+        tasks = self.tasks.select(slice(0, 2))
+        rows = find_rows(self.objective.model, self.sparse, [tasks.support_x], chunk=1)
+        return tasks._replace(rows=rows), {name: _pair(p, rows.get(name)) for name, p in self.params.items()}
+
+    def _each(self, tasks: Tasks, starts: Params, between: Callable[[], None]) -> Derivatives:
+        """Compute one task after the other; ``between`` is called after the first."""
+        losses = []
+        for i, task in enumerate(tasks.split(1)):
+            objective = dataclasses.replace(self.objective, rows=task.rows)
+            params = {name: start[i] for name, start in starts.items()}
+            losses.append(objective.single(params, task.support_x, task.support_y)[0])
+            if i == 0:
+                between()
+        return self._derivatives(torch.stack(losses), list(starts.values()))
+
+    def _together(self, tasks: Tasks, starts: Params) -> Derivatives:
+        """Compute both at once."""
+        objective = dataclasses.replace(self.objective, rows=tasks.rows)
+        losses, _ = objective.stacked(starts, tasks.support_x, tasks.support_y)
+        return self._derivatives(losses, list(starts.values()))
+
+    def _derivatives(self, losses: Tensor, starts: list[Tensor]) -> Derivatives:
+        grads = _gradients(losses.sum(), starts, create_graph=self.order == 2)
+        found = {"losses": [losses], "gradients": grads}
+        if self.order == 2:
+            norm = torch.stack([gradient.square().sum() for gradient in grads]).sum()
+            found["second derivatives"] = _gradients(norm, starts) if norm.requires_grad else []
+        return found
 
 
 def _attempt(compute: Callable[[], Derivatives]) -> Derivatives | Exception:
@@ -241,46 +275,9 @@ def vmap_reason(error: BaseException) -> str:
     return line if isinstance(error, NotStackableError) else f"torch.vmap cannot take the model: {line}"
 
 
-class _Few:
-    """Two tasks, and what each starts from."""
-
-    def __init__(self, about: Comparison) -> None:
-        self.about, self.tasks = about, about.tasks.select(slice(0, 2))
-        self.rows = find_rows(about.objective.model, about.sparse, [self.tasks.support_x], chunk=1)
-        self.starts = {name: _two(p.detach(), self.rows.get(name)) for name, p in about.params.items()}
-
-    def each(self, between: Callable[[], None]) -> Derivatives:
-        """Compute one task after the other; ``between`` is called after the first."""
-        losses = []
-        for i, task in enumerate(self.tasks.split(1)):
-            objective = dataclasses.replace(
-                self.about.objective, rows={name: rows[i] for name, rows in self.rows.items()}
-            )
-            params = {name: start[i] for name, start in self.starts.items()}
-            losses.append(objective.single(params, task.support_x, task.support_y)[0])
-            if i == 0:
-                between()
-        return self._derivatives(torch.stack(losses))
-
-    def together(self) -> Derivatives:
-        """Compute both at once."""
-        objective = dataclasses.replace(self.about.objective, rows=self.rows)
-        return self._derivatives(
-            objective.stacked(self.starts, self.tasks.support_x, self.tasks.support_y)[0]
-        )
-
-    def _derivatives(self, losses: Tensor) -> Derivatives:
-        starts, order = list(self.starts.values()), self.about.order
-        grads = _gradients(losses.sum(), starts, create_graph=order == 2)
-        found = {"losses": [losses], "gradients": grads}
-        if order == 2:
-            norm = torch.stack([gradient.square().sum() for gradient in grads]).sum()
-            found["second derivatives"] = _gradients(norm, starts) if norm.requires_grad else []
-        return found
-
-
-def _two(param: Tensor, rows: Tensor | None) -> Tensor:
+def _pair(param: Tensor, rows: Tensor | None) -> Tensor:
     """Return what two tasks start from."""
+    param = param.detach()
     pair = torch.stack([param, param]) if rows is None else embedding(rows, param)
     pair[1] *= _ANOTHER
     return pair.requires_grad_()
@@ -291,7 +288,7 @@ def _gradients(value: Tensor, starts: list[Tensor], create_graph: bool = False) 
     return [torch.zeros_like(s) if g is None else g for s, g in zip(starts, grads, strict=True)]
 
 
-def _comparison(found: Derivatives, expected: Derivatives) -> str | None:
+def _disagreement(found: Derivatives, expected: Derivatives) -> str | None:
     for name, tensors in expected.items():
         if not _are_close(found[name], tensors):
             return f"its {name} by torch.vmap are not those of one task after the other"
