@@ -106,8 +106,9 @@ class ConjugateGradients:
         status = fill(state.status, ~is_finite(q), Result.NON_FINITE)
         moves = status == RUNNING
         q = torch.where(moves[:, None], q, 0.0)
-        curvature, rounding, scale = self._curvature(state, q)
-        is_negative = moves & (dot(state.p, q) <= rounding)
+        pq = dot(state.p, q)
+        curvature, rounding, scale = self._curvature(state, q, pq)
+        is_negative = moves & (pq <= rounding)
         if self.observe is not None:
             self.observe(step, state.r, state.p, q, moves & ~is_negative)
         status = fill(status, is_negative, Result.NEGATIVE_CURVATURE)
@@ -120,7 +121,8 @@ class ConjugateGradients:
         x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
         status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
         models = self._models(state.models, x, b, r)
-        status = fill(status, self._makes_no_progress(models), Result.PROGRESS)
+        if self.progress is not None:
+            status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
         z, rz, status = self._preconditioned(r, status)
         goes_on = status == RUNNING
         beta = divide(rz, state.rz, where=goes_on)[:, None]
@@ -149,9 +151,8 @@ class ConjugateGradients:
         status = fill(status, ~rz.detach().isfinite(), Result.NON_FINITE)
         return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
 
-    def _curvature(self, state: CGState, q: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
+    def _curvature(self, state: CGState, q: Tensor, pq: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
         """Return what r^T z is divided by, the p^T A p that may be rounding, and the scale so far."""
-        pq = dot(state.p, q)
         if not self.follows_negative:
             return pq, 0.0, state.scale
         pp = dot(state.p, state.p_image)
@@ -165,14 +166,15 @@ class ConjugateGradients:
             return ()
         return (*models, -0.5 * dot(x.detach(), b.detach() + r.detach()))
 
-    def _makes_no_progress(self, models: tuple[Tensor, ...]) -> Tensor:
-        """Martens' rule, at step i = len(models) - 1."""
-        step = len(models) - 1
-        lag = max(10, math.ceil(step / 10))
-        if self.progress is None or step <= lag:
-            return torch.tensor(False)
-        now, before = models[-1], models[-1 - lag]
-        return (now < 0) & (before - now < lag * self.progress * now.abs())
+
+def _makes_no_progress(models: tuple[Tensor, ...], progress: float) -> Tensor | bool:
+    """Martens' rule, at step i = len(models) - 1."""
+    step = len(models) - 1
+    lag = max(10, math.ceil(step / 10))
+    if step <= lag:
+        return False
+    now, before = models[-1], models[-1 - lag]
+    return (now < 0) & (before - now < lag * progress * now.abs())
 
 
 def _step_to_boundary(state: CGState, radius: Tensor) -> Tensor:

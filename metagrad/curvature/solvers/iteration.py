@@ -73,7 +73,7 @@ def is_finite(rows: Tensor) -> Tensor:
     return rows.detach().isfinite().all(-1)
 
 
-def fill(status: Tensor, where: Tensor, result: Result) -> Tensor:
+def fill(status: Tensor, where: Tensor | bool, result: Result) -> Tensor:
     """Give rows that still run a result, where a condition holds."""
     return torch.where((status == RUNNING) & where, RESULTS.index(result), status)
 
