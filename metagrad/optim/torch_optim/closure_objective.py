@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from metagrad.core.capture import RandomState
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.objective import fisher_products
 from metagrad.optim.probes import Generators, drawn_like, torchs_own
@@ -209,7 +210,7 @@ class ClosureObjective(GraphCurvature):
     def _elsewhere(self, params: Params) -> Iterator[None]:
         """Make a call of the closure one at other parameters, which leaves no trace."""
         with (
-            self._random.again(),
+            self._random.restored(),
             self._buffers.kept(),
             without_gradients(self._every),
             _at(self._params, params),
@@ -238,34 +239,6 @@ class ClosureObjective(GraphCurvature):
         with self._elsewhere(params), Recording(backward, note_losses=False):
             self._closure()
         return total, grads
-
-
-class RandomState:
-    """The states of the random number generators of the CPU and of some devices."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = [device for device in devices if device.type != "cpu"]
-        self._states = self._read()
-
-    def _read(self) -> list[Tensor]:
-        modules = [torch.get_device_module(device) for device in self._devices]
-        found = [m.get_rng_state(d) for m, d in zip(modules, self._devices, strict=True)]
-        return [torch.get_rng_state(), *found]
-
-    def _write(self, states: Sequence[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.get_device_module(device).set_rng_state(state, device)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Return to the states for a while."""
-        now = self._read()
-        self._write(self._states)
-        try:
-            yield
-        finally:
-            self._write(now)
 
 
 _CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"

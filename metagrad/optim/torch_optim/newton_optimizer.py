@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from metagrad.core.capture import RandomState
 from metagrad.curvature import Result
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import Evaluated
@@ -25,7 +26,6 @@ from metagrad.optim.torch_optim.closure_objective import (
     GraphCurvature,
     KnownPart,
     ModuleBuffers,
-    RandomState,
     scalar_of,
     without_gradients,
 )
@@ -275,7 +275,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         return super()._keeps_graph() and self._is_multiplying()
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
-        self._random = RandomState(sorted({p.device for p in self._all_params()}, key=str))
+        self._random = RandomState()
         fraction, part = self._fraction(self.param_groups[0]), self._curvature_closure
         if part is None and fraction < 1 and self._is_multiplying():
             check_takes_fraction(type(self).__name__, closure, fraction)
