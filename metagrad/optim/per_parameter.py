@@ -19,7 +19,7 @@ class PerParameter(RuleNode):
 
     A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
     ``move``; hyper-parameters reach ``move`` as keywords, chosen for the step and the parameter, ``betas`` as
-    ``beta1`` and ``beta2``.
+    ``beta1``, ``beta2`` and so on.
     """
 
     call: ClassVar[str]
@@ -31,6 +31,9 @@ class PerParameter(RuleNode):
     maximize: bool
 
     def __post_init__(self) -> None:
+        betas, default = (getattr(each, "betas", ()) for each in (self, type(self)))
+        if len(betas) != len(default):
+            raise ValueError(f"{self.call}: betas must be as many as in {default}, got {betas}.")
         for _, name, value in self._hyperparameters():
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
@@ -95,8 +98,7 @@ class PerParameter(RuleNode):
         for name in self.hyper:
             value = getattr(self, name)
             if name == "betas":
-                yield "beta1", "betas[0]", value[0]
-                yield "beta2", "betas[1]", value[1]
+                yield from ((f"beta{i + 1}", f"betas[{i}]", beta) for i, beta in enumerate(value))
             else:
                 yield name, name, value
 

@@ -335,9 +335,9 @@ def test_negative_hyperparameters_are_refused_by_name(case):
         for bad in (-1.0, float("nan"), [0.1, -0.1], {"w": -1.0}):
             if isinstance(bad, (list, dict)) and not case.by_step:
                 continue
-            pair = (bad, 0.5) if isinstance(value, tuple) else bad
+            given = (bad, *value[1:]) if isinstance(value, tuple) else bad
             with pytest.raises(ValueError, match=rf"{known}.* must be at least 0, got (-|nan)"):
-                case.rule(**{name: pair}).init(case.params())
+                case.rule(**{name: given}).init(case.params())
 
 
 @over_cases

@@ -13,6 +13,12 @@ from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, muon, rms
         (adam, {"weight_decay": -1.0}, "weight_decay must be at least 0"),
         (adam, {"betas": (1.0, 0.9)}, r"betas\[0\] must be below 1, got 1.0"),
         (adam, {"betas": (0.9, -0.1)}, r"betas\[1\] must be at least 0"),
+        (
+            adam,
+            {"betas": (0.9, 0.9, 0.9)},
+            r"adam\(...\): betas must be as many as in \(0.9, 0.999\), got \(0.9, 0.9, 0.9\)",
+        ),
+        (adam, {"betas": (0.9,)}, r"betas must be as many as in \(0.9, 0.999\), got \(0.9,\)"),
         (adagrad, {"lr_decay": -1.0}, r"adagrad\(...\): lr_decay must be at least 0"),
         (adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value must be at least 0"),
         (rmsprop, {"alpha": 1}, r"rmsprop\(...\): alpha must be below 1, got 1"),

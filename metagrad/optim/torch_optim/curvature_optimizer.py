@@ -102,6 +102,7 @@ SEED = Option(
     None,
     "Of the random numbers: those of a step follow from it and the number of the step. None takes "
     "``torch.initial_seed()``.",
+    "int | None",
 )
 
 

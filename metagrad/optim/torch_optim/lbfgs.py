@@ -70,14 +70,15 @@ class LBFGS(
     # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
     implied = ("place", "gradient", "moves", "changes", "products")
     options: ClassVar[Mapping[str, Option]] = {
-        "max_iter": Option(20, "The most iterations of a step."),
+        "max_iter": Option(20, "The most iterations of a step.", "int"),
         "max_eval": Option(
             None,
             "The most calls of the closure in a step; None is 5/4 of ``max_iter``, but at least 25, which is enough "
             "for a line search.",
+            "int | None",
         ),
         "tolerance_grad": Option(
-            1e-7, "A step ends where no element of the gradient, weight decay included, is larger."
+            1e-7, "A step ends where no element of the gradient, weight decay included, is larger.", "float"
         ),
         **NewtonOptimizer.options,
     }

@@ -96,6 +96,7 @@ FRACTION = Option(
     1.0,
     "The part of the data whose curvature is taken, above 0: the closure is called as ``closure(fraction=...)`` for "
     "it. 1 takes the curvature of all data.",
+    "float",
 )
 
 

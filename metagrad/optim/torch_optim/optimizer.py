@@ -53,6 +53,7 @@ class Option(NamedTuple):
 
     default: Any
     doc: str
+    annotation: str
 
 
 NONFINITE = Option(
@@ -60,6 +61,7 @@ NONFINITE = Option(
     "Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised, parameters "
     'and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in '
     "``opt.stats``.",
+    "Literal['raise', 'skip']",
 )
 
 
@@ -100,6 +102,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             None,
             "Move parameters as one long vector, which costs a copy and saves operations; False, each by itself; "
             "None, small ones as one vector, and large ones on a CPU in pieces.",
+            "bool | None",
         ),
         "nonfinite": NONFINITE,
     }
@@ -125,7 +128,10 @@ class RuleOptimizer(torch.optim.Optimizer):
             return
         cls.rule = rule
         arguments = [
-            (field.name, Option(defaults.get(field.name, field.default), field.metadata["doc"]))
+            (
+                field.name,
+                Option(defaults.get(field.name, field.default), field.metadata["doc"], _type(field.type)),
+            )
             for field in documented_fields(rule)
             if field.name not in (*without, *cls.options)
         ]
@@ -136,7 +142,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             [
                 inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
                 *(
-                    inspect.Parameter(name, _kind(name, cls.options), default=option.default)
+                    inspect.Parameter(
+                        name, _kind(name, cls.options), default=option.default, annotation=option.annotation
+                    )
                     for name, option in arguments
                 ),
             ]
@@ -358,6 +366,11 @@ class RuleOptimizer(torch.optim.Optimizer):
                 f"{name}.step: the gradient of {key!r} is sparse, and weight_decay would move every row. Put the "
                 "table into a group with weight_decay=0, or use nn.Embedding(sparse=False)."
             )
+
+
+def _type(annotation: Any) -> str:
+    """Return the type of an argument from that of a rule's field: a group has one value for all its parameters."""
+    return str(annotation).replace("Hyperparameter", "float | Tensor")
 
 
 def _kind(name: str, options: Mapping[str, Option]) -> Any:
