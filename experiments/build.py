@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
-from experiments.optimizer_schemas import KFAC, Muon
+from experiments.optimizer_schemas import OfMatrices, OfModel
 from experiments.outer import asks_for_closure
 from experiments.schema import Device
 from metagrad.meta import Algorithm
@@ -25,8 +25,8 @@ ALLOWED = ("metagrad.", "torch.optim.", "torch.nn.", "experiments.optimizers.mod
 READ_BY_PROGRAM = ("curvature_batch", "rest")
 """Keys of an optimizer's config that are no arguments of it."""
 UNFIT = {
-    KFAC: "it takes factors from calls of the layers, which see the parameters of a task, not the initialisation",
-    Muon: "it moves matrices alone, and an initialisation has biases too",
+    OfModel: "it takes factors from calls of the layers, which see the parameters of a task, not the initialisation",
+    OfMatrices: "it moves matrices alone, and an initialisation has biases too",
 }
 STREAMS = ("train", "validation", "test")
 
@@ -130,7 +130,7 @@ def build_parts(config: Config) -> Parts:
         )
     optimizer = build_optimizer(_outer(config.optimizer), algorithm.to(device(config)).parameters(), allow)
     schedule = build(config.schedule, allow=allow)(optimizer)
-    takes_closure = asks_for_closure(config.optimizer, optimizer)
+    takes_closure = asks_for_closure(type(optimizer))
     return Parts(algorithm, model, loss, optimizer, schedule, generator(config.seed, "train"), takes_closure)
 
 

@@ -23,11 +23,12 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from experiments import result
+from experiments.config import register
+from experiments.help import CONF
 from experiments.job import FAILURE, launch
 from experiments.metrics import read_rows
 from experiments.plots.comparison import comparison
 
-CONF = Path(__file__).parents[1] / "conf"
 OVERRIDES = ".hydra/overrides.yaml"
 IGNORED = ("seed", "resume")
 
@@ -155,6 +156,7 @@ def _planned(folder: Path) -> list[Job]:
     if not file.is_file():
         return []
     hydra: dict[str, Any] = yaml.safe_load(file.read_text())["hydra"]
+    register()
     loader = ConfigLoaderImpl(create_config_search_path(CONF.as_uri()))  # which glob(*) looks into
     overrides = OverridesParser.create(loader).parse_overrides(hydra["overrides"]["task"])
     jobs = BasicSweeper.split_arguments(overrides, None)[0]

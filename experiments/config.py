@@ -10,8 +10,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from experiments.inner_rules import INNER_RULES
-from experiments.optimizer_schemas import CATALOGUE
+from experiments.help import CONF
+from experiments.optimizer_schemas import INNER_RULES, OPTIMIZERS
 from experiments.schema import (
     MLP,
     Algorithm,
@@ -24,9 +24,11 @@ from experiments.schema import (
     CustomOptimizer,
     CustomRule,
     CustomTask,
+    InnerRule,
     Logger,
     Loss,
     Omniglot,
+    Optimizer,
     Sinusoid,
 )
 
@@ -38,22 +40,26 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "loss": {"loss": Loss},
     "model": {"mlp": MLP, "conv4": Conv4, "custom": CustomModel},
     "algorithm": {"maml": Algorithm},
-    "algorithm/inner": {"custom": CustomRule},
-    "optimizer": {**CATALOGUE, "custom": CustomOptimizer},
+    "algorithm/inner": {**INNER_RULES, "custom": CustomRule},
+    "optimizer": {**OPTIMIZERS, "custom": CustomOptimizer},
     "schedule": {"constant": Constant, "cosine": Cosine},
     "logger": {"logger": Logger},
 }
 
 
 def register() -> None:
-    """Store the schemas where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`."""
+    """Store the schemas where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`.
+
+    Those of optimizers are options by themselves, with the defaults of the library, where `conf/` has no file of the
+    name.
+    """
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, schemas in SCHEMAS.items():
         for name, node in schemas.items():
             store.store(name, _open(node), f"schema/{group}", package=group.replace("/", "."))
-    for name, node in INNER_RULES.items():
-        store.store(name, node, "algorithm/inner")
+            if issubclass(node, (InnerRule, Optimizer)) and not (CONF / group / f"{name}.yaml").exists():
+                store.store(name, node, group)
 
 
 def _open(schema: type) -> Any:

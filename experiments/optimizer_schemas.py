@@ -1,206 +1,127 @@
-"""The schemas of optimizers: every key and its type.
+"""The schemas of optimizers, of the outer loop and the inner: a key for each argument that their docstring explains.
 
-Values are the defaults of the class that is built, but for those in `conf/optimizer/`, which says why they differ.
+Keys, types, defaults and the sentences of `--help` are those of the class that is built; `conf/optimizer/` and
+`conf/algorithm/inner/` hold what differs, and why. Rules that are made of others (`chain`, `lookahead`, `mask`,
+`rowwise`, `schedule`) are given by `algorithm/inner=custom`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+import re
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Optional
 
+import torch
 from hydra.utils import get_object
 from omegaconf import MISSING
 
-from experiments.schema import SGD, Adam, FirstOrder, Optimizer, key
+from experiments.help import arguments_of
+from experiments.schema import InnerRule, Optimizer, Target, key
+from metagrad import optim
+from metagrad.optim import rules
+
+LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "curvature_fraction")
+"""Arguments that no program has a use for."""
+TYPES: dict[str, Any] = {
+    "Hyperparameter": float,
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "Literal": str,
+    "tuple": list[float],
+}
+"""Types of keys by the beginning of an annotation; arguments of other types have no key."""
+
+
+def schema_of(target: str, base: type[Target], **defaults: Any) -> type[Any]:
+    """Return the schema of a class.
+
+    Args:
+        target: Its dotted name.
+        base: The schema that it extends.
+        defaults: Defaults that differ from those of the class.
+    """
+    make, sentences = get_object(target), arguments_of(target)
+    keys = [("_target_", str, key("What is built.", target))]
+    for name, argument in inspect.signature(make).parameters.items():
+        kind = _type(argument.annotation)
+        if kind is not None and name in sentences and name not in LEFT_OUT:
+            keys.append((name, kind, _field(defaults.get(name, argument.default), sentences[name])))
+    return make_dataclass(make.__name__, keys, bases=(base,))
+
+
+def _type(annotation: Any) -> Any:
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    words = text.replace("[", " ").split()
+    kind = TYPES.get(words[0])
+    return Optional[kind] if kind is not None and words[-1] == "None" else kind  # noqa: UP045  # made at run time
+
+
+def _field(default: Any, sentence: str) -> Any:
+    if isinstance(default, tuple):
+        return field(default_factory=lambda: list(default), metadata={"help": sentence})
+    return key(sentence, MISSING if default is inspect.Parameter.empty else default)
 
 
 @dataclass
-class AdamW(Adam):
-    """torch.optim.AdamW."""
+class OfModel(Optimizer):
+    """An optimizer that is made of a model, whose layers it observes."""
 
 
 @dataclass
-class Lion(FirstOrder):
-    """metagrad.optim.Lion."""
-
-    betas: list[float] = MISSING
-
-
-@dataclass
-class Muon(FirstOrder):
-    """metagrad.optim.Muon for the matrices of hidden layers, and another optimizer for the `rest`."""
-
-    momentum: float = MISSING
-    nesterov: bool = MISSING
-    adjust_lr_fn: str | None = MISSING
-    rest: Adam = field(default_factory=Adam)
-
-
-@dataclass
-class AdaHessian(FirstOrder):
-    """metagrad.optim.AdaHessian."""
-
-    betas: list[float] = MISSING
-    eps: float = MISSING
-    hessian_power: float = MISSING
-    samples: int = MISSING
-    spatial_average: bool = MISSING
-
-
-@dataclass
-class SophiaH(FirstOrder):
-    """metagrad.optim.SophiaH."""
-
-    betas: list[float] = MISSING
-    gamma: float = MISSING
-    eps: float = MISSING
-    curvature_every: int = MISSING
-    samples: int = MISSING
-
-
-@dataclass
-class Shampoo(FirstOrder):
-    """metagrad.optim.Shampoo."""
-
-    momentum: float = MISSING
-    decay: float = MISSING
-    eps: float = MISSING
-    graft: str | None = MISSING
-    graft_decay: float = MISSING
-    block_size: int = MISSING
-    root_every: int = MISSING
-
-
-@dataclass
-class SOAP(FirstOrder):
-    """metagrad.optim.SOAP."""
-
-    betas: list[float] = MISSING
-    eps: float = MISSING
-    shift: float = MISSING
-    basis_every: int = MISSING
-    max_size: int = MISSING
-
-
-@dataclass
-class NeedsClosure(Optimizer):
-    """An optimizer that sees how a loss is computed, or computes it again."""
-
-
-@dataclass
-class SophiaG(SophiaH, NeedsClosure):
-    """metagrad.optim.SophiaG."""
-
-
-@dataclass
-class KFAC(FirstOrder, NeedsClosure):
-    """metagrad.optim.KFAC."""
-
-    momentum: float = MISSING
-    damping: float = MISSING
-    decay: float = MISSING
-    curvature_every: int = MISSING
-    inverse_every: int = MISSING
-    kl_clip: float | None = MISSING
-    eigen: bool = MISSING
-    fisher: str = MISSING
-
-
-@dataclass
-class Newton(NeedsClosure):
-    """A Newton method; its curvature is that of the first `curvature_batch` examples of a batch, null of all."""
+class OfCurvature(Optimizer):
+    """An optimizer whose step takes a closure for the curvature."""
 
     curvature_batch: int | None = key(
-        "Examples of a batch whose curvature is taken; null is all. experiments.optimizers."
+        "Examples of a batch whose curvature is taken; null is all. experiments.optimizers.", None
     )
-    max_steps: int = MISSING
 
 
 @dataclass
-class Damped(Newton):
-    """metagrad.optim.NewtonCG or GaussNewton."""
+class OfMatrices(Optimizer):
+    """An optimizer of the matrices of hidden layers, and another one, Adam, for the `rest`."""
 
-    damping: float = MISSING
-    warm_start: float = MISSING
-    adapt: bool = MISSING
-    change: float = MISSING
-    progress: float | None = MISSING
+    rest: Optimizer = field(default_factory=schema_of("torch.optim.Adam", Optimizer))
 
 
-@dataclass
-class NaturalGradient(Damped):
-    """metagrad.optim.NaturalGradient."""
-
-    max_divergence: float | None = MISSING
-
-
-@dataclass
-class CubicNewton(Newton):
-    """metagrad.optim.CubicNewton."""
-
-    cubic: float = MISSING
-    adapt: bool = MISSING
+def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
+    if "model" in inspect.signature(make).parameters:
+        return OfModel
+    if "curvature" in inspect.signature(make.step).parameters:
+        return OfCurvature
+    return OfMatrices if make is optim.Muon else Optimizer
 
 
-@dataclass
-class TrustRegionNewton(Newton):
-    """metagrad.optim.TrustRegionNewton."""
-
-    radius: float = MISSING
-    max_radius: float = MISSING
-    accept: float = MISSING
-    progress: float | None = MISSING
-    boundary_steps: int = MISSING
+def _option(name: str) -> str:
+    """Return a class's name in snake case, or as its functional form has it."""
+    return (
+        name.lower() if name.lower() in rules.__all__ else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    )
 
 
-@dataclass
-class LBFGS(NeedsClosure):
-    """metagrad.optim.LBFGS."""
-
-    max_iter: int = MISSING
-    history_size: int = MISSING
-    line_search_fn: str | None = MISSING
-    max_eval: int | None = MISSING
+def _is_optimizer(made: object) -> bool:
+    return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
 
 
-def with_defaults(schema: type[Optimizer], target: str) -> type[Optimizer]:
-    """Return a schema whose keys have the defaults of the class that is built."""
-    arguments = inspect.signature(get_object(target)).parameters
-    defaults = {"_target_": target, **{name: argument.default for name, argument in arguments.items()}}
-    types = get_type_hints(schema)
-    keys = [
-        (one.name, types[one.name], _field(defaults[one.name], one.metadata))
-        for one in fields(schema)
-        if defaults.get(one.name, inspect.Parameter.empty) is not inspect.Parameter.empty
-    ]
-    return make_dataclass(schema.__name__, keys, bases=(schema,))
+def _is_rule(made: object) -> bool:
+    return isinstance(made, type) and "lr" in getattr(made, "hyper", ())
 
 
-def _field(default: Any, metadata: Mapping[Any, Any]) -> Any:
-    if isinstance(default, tuple):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-CATALOGUE: dict[str, type[Optimizer]] = {
-    "adam": with_defaults(Adam, "torch.optim.Adam"),
-    "sgd": with_defaults(SGD, "torch.optim.SGD"),
-    "adamw": with_defaults(AdamW, "torch.optim.AdamW"),
-    "lion": with_defaults(Lion, "metagrad.optim.Lion"),
-    "muon": with_defaults(Muon, "metagrad.optim.Muon"),
-    "adahessian": with_defaults(AdaHessian, "metagrad.optim.AdaHessian"),
-    "sophia_h": with_defaults(SophiaH, "metagrad.optim.SophiaH"),
-    "sophia_g": with_defaults(SophiaG, "metagrad.optim.SophiaG"),
-    "shampoo": with_defaults(Shampoo, "metagrad.optim.Shampoo"),
-    "soap": with_defaults(SOAP, "metagrad.optim.SOAP"),
-    "kfac": with_defaults(KFAC, "metagrad.optim.KFAC"),
-    "newton_cg": with_defaults(Damped, "metagrad.optim.NewtonCG"),
-    "gauss_newton": with_defaults(Damped, "metagrad.optim.GaussNewton"),
-    "natural_gradient": with_defaults(NaturalGradient, "metagrad.optim.NaturalGradient"),
-    "cubic_newton": with_defaults(CubicNewton, "metagrad.optim.CubicNewton"),
-    "trust_region_newton": with_defaults(TrustRegionNewton, "metagrad.optim.TrustRegionNewton"),
-    "lbfgs": with_defaults(LBFGS, "metagrad.optim.LBFGS"),
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    **{name.lower(): schema_of(f"torch.optim.{name}", Optimizer) for name in ("SGD", "Adam", "AdamW")},
+    **{
+        _option(name): schema_of(f"metagrad.optim.{name}", _base_of(getattr(optim, name)))
+        for name in optim.__all__
+        if _is_optimizer(getattr(optim, name))
+    },
 }
-"""Schemas by the name of the file in `conf/optimizer/`."""
+"""Schemas by the name of the option of `optimizer`."""
+
+RULE_DEFAULTS = {"sgd": {"lr": 0.01}}
+INNER_RULES: dict[str, type[InnerRule]] = {
+    name: schema_of(f"metagrad.optim.rules.{name}", InnerRule, **RULE_DEFAULTS.get(name, {}))
+    for name in rules.__all__
+    if _is_rule(getattr(rules, name))
+}
+"""Schemas by the name of the option of `algorithm/inner`."""

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from experiments.optimizer_schemas import NeedsClosure
-
 if TYPE_CHECKING:
     from experiments.build import Parts
-    from experiments.schema import Optimizer
     from metagrad.meta import MetaOutput
     from metagrad.tasks import Batch
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 
-def asks_for_closure(config: Optimizer, optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether an optimizer computes the loss itself, once or several times a step."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    is_required = closure is not None and closure.default is inspect.Parameter.empty
-    return isinstance(config, NeedsClosure) or is_required
+def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
+    """Say whether optimizers of a class see how the loss is computed, or compute it several times a step."""
+    arguments = inspect.signature(make.step).parameters
+    is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
+    return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
 def step(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:

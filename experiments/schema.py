@@ -123,7 +123,7 @@ class Conv4(Model):
 
 @dataclass
 class InnerRule(Target):
-    """The update rule of the inner loop; `experiments.inner_rules` has those of metagrad."""
+    """The update rule of the inner loop; `experiments.optimizer_schemas` has those of metagrad."""
 
 
 @dataclass
@@ -162,29 +162,6 @@ class Optimizer(Target):
 @dataclass
 class CustomOptimizer(Optimizer, Custom):
     """An optimizer of the user's; it gets a closure if its `step` requires one."""
-
-
-@dataclass
-class FirstOrder(Optimizer):
-    """An optimizer with weight decay."""
-
-    weight_decay: float = MISSING
-
-
-@dataclass
-class Adam(FirstOrder):
-    """torch.optim.Adam."""
-
-    betas: list[float] = MISSING
-    eps: float = MISSING
-
-
-@dataclass
-class SGD(FirstOrder):
-    """torch.optim.SGD."""
-
-    momentum: float = MISSING
-    nesterov: bool = MISSING
 
 
 @dataclass

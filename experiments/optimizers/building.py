@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.build import build_optimizer
-from experiments.optimizer_schemas import KFAC, Muon, Newton
+from experiments.optimizer_schemas import OfCurvature, OfMatrices, OfModel
 from experiments.optimizers.workload import Examples, Problem
 from experiments.schema import Optimizer
 
@@ -38,7 +38,7 @@ def stepper(config: Optimizer, problem: Problem, allow: Sequence[str] = ()) -> S
 
         return closure
 
-    size = config.curvature_batch if isinstance(config, Newton) else None
+    size = config.curvature_batch if isinstance(config, OfCurvature) else None
     if size is None:
         return lambda examples: optimizer.step(closure_of(examples))
 
@@ -69,9 +69,9 @@ class Together:
 
 
 def _built(config: Optimizer, model: nn.Module, allow: Sequence[str]) -> Any:
-    if isinstance(config, KFAC):
+    if isinstance(config, OfModel):
         return build_optimizer(config, model)
-    if isinstance(config, Muon):
+    if isinstance(config, OfMatrices):
         matrices, rest = split_for_muon(model)
         return Together([build_optimizer(config, matrices), build_optimizer(config.rest, rest)])
     return build_optimizer(config, model.parameters(), allow)

@@ -8,7 +8,7 @@ import pytest
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.config import plain
+from experiments.config import SCHEMAS, plain
 from experiments.schema import Device
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -21,8 +21,8 @@ OF_OTHERS = {
 OPTIONS = [
     f"{file.parent.name}={file.stem}"
     for file in sorted(CONF.glob("*/*.yaml"))
-    if file.parent.name not in OF_OTHERS
-]
+    if file.parent.name not in {*OF_OTHERS, "optimizer"}
+] + [f"optimizer={name}" for name in SCHEMAS["optimizer"]]
 
 
 def together(options):

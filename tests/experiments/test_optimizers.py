@@ -26,7 +26,7 @@ from experiments.build import build, build_optimizer, build_parts
 from experiments.compare import find_jobs
 from experiments.loop import Run, outer_step
 from experiments.metrics import read_rows
-from experiments.optimizer_schemas import CATALOGUE, NeedsClosure
+from experiments.optimizer_schemas import OPTIMIZERS
 from experiments.optimizers import workload
 from experiments.optimizers.__main__ import run_job, start
 from experiments.optimizers.building import split_for_muon, stepper
@@ -42,7 +42,10 @@ from tests.marks import slow
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 CPU = torch.device("cpu")
-NAMES = list(CATALOGUE)
+NAMES = list(OPTIMIZERS)
+FILES = sorted(
+    path.stem for path in (REPOSITORY / "conf" / "optimizer").glob("*.yaml") if path.stem != "custom"
+)
 TINY = (
     "logger=none",
     "device=cpu",
@@ -475,13 +478,14 @@ def test_the_files_compose_and_are_built(config, kind, name):
     stepper(settings.optimizer, Problem(model, False, *[Examples(torch.ones(1), torch.ones(1))] * 3))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FILES)
 def test_files_of_optimizers_hold_what_differs_from_the_defaults(name):
     own = OmegaConf.load(REPOSITORY / "conf" / "optimizer" / f"{name}.yaml")
     assert own.pop("defaults") == [f"/schema/optimizer/{name}", "_self_"]
-    defaults = OmegaConf.structured(CATALOGUE[name])
+    defaults = OmegaConf.structured(OPTIMIZERS[name])
     resolved = OmegaConf.merge(defaults, own)
-    assert not [key for key in set(own) - {"curvature_batch", "rest"} if resolved[key] == defaults[key]]
+    assert own
+    assert not [key for key in own if resolved[key] == defaults[key]]
 
 
 @pytest.mark.parametrize("name", ["sophia_g", "sophia_h", "soap"])
@@ -490,9 +494,23 @@ def test_step_sizes_that_no_file_says_are_the_defaults_of_the_class(composed, na
     assert settings.lr == inspect.signature(get_object(settings._target_)).parameters["lr"].default
 
 
+def test_every_optimizer_of_the_library_is_an_option_with_the_defaults_of_its_class():
+    built = {schema._target_ for schema in OPTIMIZERS.values()}
+    assert {
+        f"metagrad.optim.{name}" for name in mg.optim.__all__ if hasattr(getattr(mg.optim, name), "step")
+    } <= built
+    assert {"adahessian", "kfac", "newton_cg", "sophia_g", "sparse_adam"} <= set(NAMES)
+    for schema in OPTIMIZERS.values():
+        arguments = inspect.signature(get_object(schema._target_)).parameters
+        for key, value in OmegaConf.to_container(OmegaConf.structured(schema)).items():
+            if key in arguments:
+                default = arguments[key].default
+                assert value == (list(default) if isinstance(default, tuple) else default)
+
+
 def test_there_is_a_schema_for_every_file():
-    for group, names in (("optimizer", [*NAMES, "custom"]), ("tuned", NAMES)):
-        assert sorted(names) == sorted(path.stem for path in (REPOSITORY / "conf" / group).glob("*.yaml"))
+    tuned = {path.stem for path in (REPOSITORY / "conf" / "tuned").glob("*.yaml")}
+    assert {*FILES, *tuned} <= set(NAMES)
 
 
 BAD_SETTINGS = {
@@ -532,7 +550,11 @@ def test_an_optimizers_refusal_is_told_in_its_words(config):
 # The outer loop of experiments.train, which has the same optimizers
 
 
-BY_CLOSURE = [name for name, node in CATALOGUE.items() if issubclass(node, NeedsClosure) and name != "kfac"]
+BY_CLOSURE = [
+    name
+    for name, schema in OPTIMIZERS.items()
+    if name != "kfac" and outer.asks_for_closure(get_object(schema._target_))
+]
 
 
 def outer_run(composed, *overrides):

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 import metagrad as mg
 from experiments import train
 from experiments.build import build, build_parts
-from experiments.inner_rules import INNER_RULES
 from experiments.metrics import last_values, read_rows, series, value_of
+from experiments.optimizer_schemas import INNER_RULES
 from experiments.train import run_job
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
@@ -273,7 +273,7 @@ def test_a_model_that_does_not_fit_the_tasks_is_refused_before_anything_is_writt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [*INNER_RULES, "muon"])
+@pytest.mark.parametrize("name", INNER_RULES)
 @pytest.mark.filterwarnings("ignore:MAML")
 def test_every_rule_can_be_the_inner_rule(composed, name):
     parts = build_parts(
