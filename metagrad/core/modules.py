@@ -56,11 +56,16 @@ def _reached_from(value: object) -> Iterator[object]:
         yield from (item for item in getattr(value, "__dict__", {}).values() if _may_hold(item))
 
 
-def _names_in(function: types.FunctionType) -> Iterator[object]:
+def captured_values(function: types.FunctionType) -> Iterator[object]:
+    """Yield what a function has closed over, and its defaults."""
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell.cell_contents
     yield from function.__defaults__ or ()
+
+
+def _names_in(function: types.FunctionType) -> Iterator[object]:
+    yield from captured_values(function)
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial)):

@@ -95,7 +95,8 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
     """
     random = RandomState()
     try:
-        recording = record(fn, args, {}, name=name)
+        with random.watched():
+            recording = record(fn, args, {}, name=name)
     finally:
         random.restore()
     reads, modules = recording.call.reads, recording.call.modules

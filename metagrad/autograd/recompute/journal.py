@@ -7,7 +7,6 @@ value, and often where no value differs: a rate that only scales gradients, a br
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import types
@@ -18,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_deterministic
+from metagrad.core.modules import captured_values
 from metagrad.core.tree import ATOMS
 
 Entry: TypeAlias = tuple
@@ -62,18 +62,9 @@ def _constants_of(value: Any) -> Iterator[Any]:
         yield from (item for item in (*value.args, *value.keywords.values()) if type(item) in ATOMS)
     elif isinstance(value, types.FunctionType):
         yield value.__code__
-        yield from _captured_by(value)
+        yield from (item for item in captured_values(value) if type(item) in ATOMS)
     else:
         yield type(value)
-
-
-def _captured_by(function: Any) -> Iterator[Any]:
-    """Yield the plain values that a Python function has closed over, or has as defaults."""
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            if type(cell.cell_contents) in ATOMS:
-                yield cell.cell_contents
-    yield from (default for default in function.__defaults__ or () if type(default) in ATOMS)
 
 
 class Journal:
@@ -87,9 +78,6 @@ class Journal:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.with_grad: list[bool] = []
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
     def append(self, entry: Entry) -> int:
         """Note one torch function, and return its number."""

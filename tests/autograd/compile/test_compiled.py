@@ -306,6 +306,18 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(step, reason):
         torch.testing.assert_close(run(compile=options), expected)
 
 
+def test_the_check_before_compiling_draws_nothing_from_a_generator_that_is_handed_over():
+    def run(**how):
+        generator = torch.Generator().manual_seed(0)
+        w = torch.ones(2, requires_grad=True)
+        last, _ = mg.unroll(lambda w, t: (w * torch.rand(2, generator=generator), None), w, steps=2, **how)
+        return last
+
+    with pytest.warns(UserWarning, match="random numbers are drawn"):
+        got = run(compile={"backend": "eager"})
+    assert got.tolist() == run().tolist()
+
+
 def test_a_free_tensor_that_requires_grad_is_refused():
     scale = torch.tensor(2.0, requires_grad=True)
     w = torch.ones(2, requires_grad=True)
