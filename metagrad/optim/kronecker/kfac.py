@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,6 +124,7 @@ class KFACRule(RuleNode):
     )
     decay: Hyperparameter = hyperparameter(
         default=0.95,
+        below=1.0,
         doc=r"How much of the running averages is kept, :math:`\beta`, likewise one number below 1; of the "
         r"first, ``1 - 1 / k`` if that is less.",
     )
@@ -135,9 +137,9 @@ class KFACRule(RuleNode):
     )
     kl_clip: Hyperparameter | None = hyperparameter(
         default=1e-3,
-        doc=r"The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task, :math:`\kappa`; a"
-        r" longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would carry "
-        r"steps beyond the limit. None: no limit. The first steps of an inner loop are often long: a limit "
+        doc=r"The most that :math:`\eta^2 D^\top \nabla` may be over all parameters of a task or a group, "
+        r":math:`\kappa`; a longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which would "
+        r"carry steps beyond the limit. None: no limit. The first steps of an inner loop are often long: a limit "
         r"that binds at each of them makes their length, not ``lr``, what is learned.",
     )
     fisher: Literal["empirical", "sampled"] = option(
@@ -155,12 +157,24 @@ class KFACRule(RuleNode):
     call = "kfac(...)"
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay"):
-            check_hyperparameter(self.call, name, getattr(self, name))
-        check_options(self.call, vars(self))
-        for name in ("damping", "decay", "kl_clip"):
-            if isinstance(getattr(self, name), Mapping):
+        for name in self.hyper:
+            value = getattr(self, name)
+            if name != "kl_clip" or value is not None:
+                check_hyperparameter(self.call, name, value, below=self.below[name])
+            if name in ("damping", "decay", "kl_clip") and isinstance(value, Mapping):
                 raise TypeError(f"{self.call}: {name} is one number for all layers, got a dict.")
+        for name in ("curvature_every", "inverse_every"):
+            check_count(self.call, name, getattr(self, name))
+        if self.inverse_every % self.curvature_every:
+            raise ValueError(
+                f"{self.call}: inverse_every must be a multiple of curvature_every, got {self.inverse_every} and "
+                f"{self.curvature_every}."
+            )
+        for name, choices in (("fisher", ("empirical", "sampled")), ("loss_reduction", ("mean", "sum"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{self.call}: {name} must be {choices[0]!r} or {choices[1]!r}, got {getattr(self, name)!r}."
+                )
 
     def needs_curvature(self, step: int) -> bool:
         """Say whether the step, of which the first is 0, renews the factors."""
@@ -172,7 +186,7 @@ class KFACRule(RuleNode):
 
     def init(self, params: Params) -> KFACState:
         """Return the state before the first step."""
-        _, momentum = self._descent.init(params)
+        _, momentum = self.descent.init(params)
         blocks = {key: self._empty(key, params) for key in params if self._may_be_layer(key, params[key])}
         return KFACState(0, momentum, blocks)
 
@@ -191,11 +205,12 @@ class KFACRule(RuleNode):
             directions = _times(length, directions)
             velocities = None if velocities is None else _times(length, velocities)
         directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
-        moved, (step, momentum) = self._descent.update(directions, SGDState(state.step, velocities), params)
+        moved, (step, momentum) = self.descent.update(directions, SGDState(state.step, velocities), params)
         return moved, KFACState(step, momentum, blocks)
 
-    @property
-    def _descent(self) -> SGDRule:
+    @functools.cached_property
+    def descent(self) -> SGDRule:
+        """The rule that moves parameters along the directions."""
         return _Descent(
             self.lr, momentum=self.momentum, weight_decay=self.weight_decay, maximize=self.maximize
         )
@@ -284,33 +299,3 @@ def _times(length: Tensor, parts: Params) -> Params:
         * length.to(part.device, part.dtype).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
         for key, part in parts.items()
     }
-
-
-def check_options(call: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is out of its range.
-
-    Args:
-        call: What takes the options, for errors.
-        options: ``damping``, ``decay``, ``kl_clip``, ``curvature_every``, ``inverse_every``, ``fisher`` and
-            ``loss_reduction``, by name; others are not looked at.
-
-    Raises:
-        ValueError: A number is out of its range, or a name is none.
-        TypeError: A number is of an unknown form.
-    """
-    check_hyperparameter(call, "damping", options["damping"])
-    check_hyperparameter(call, "decay", options["decay"], below=1.0)
-    if options["kl_clip"] is not None:
-        check_hyperparameter(call, "kl_clip", options["kl_clip"])
-    for name in ("curvature_every", "inverse_every"):
-        check_count(call, name, options[name])
-    if options["inverse_every"] % options["curvature_every"]:
-        raise ValueError(
-            f"{call}: inverse_every must be a multiple of curvature_every, got {options['inverse_every']} and "
-            f"{options['curvature_every']}."
-        )
-    for name, choices in (("fisher", ("empirical", "sampled")), ("loss_reduction", ("mean", "sum"))):
-        if options[name] not in choices:
-            raise ValueError(
-                f"{call}: {name} must be {choices[0]!r} or {choices[1]!r}, got {options[name]!r}."
-            )

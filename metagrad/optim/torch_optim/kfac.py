@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.kronecker.factors import (
     Eigenbasis,
     Factors,
@@ -23,7 +22,7 @@ from metagrad.optim.kronecker.factors import (
     preconditioned_in_basis,
     scaling_of,
 )
-from metagrad.optim.kronecker.kfac import check_options, wide
+from metagrad.optim.kronecker.kfac import KFACRule, wide
 from metagrad.optim.kronecker.layers import Layer, joined_gradient, split_gradient
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
@@ -32,14 +31,15 @@ from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
-class KFAC(LayerOptimizer):
+class KFAC(LayerOptimizer, rule=KFACRule):
     r"""Optimize by K-FAC: natural gradients, with the Fisher matrix of a layer taken as a Kronecker product.
 
     .. math::
         A &= \mathbb{E}[a a^\top], \qquad G = \mathbb{E}[g g^\top] \\
         D &= \Bigl(G + \frac{\sqrt{\gamma}}{\pi} I\Bigr)^{-1} \nabla W \, \bigl(A + \pi \sqrt{\gamma} I\bigr)^{-1},
         \qquad \pi^2 = \frac{\operatorname{tr}(A) / \dim A}{\operatorname{tr}(G) / \dim G} \\
-        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V
+        V &\leftarrow \nu (\mu V + D) + \lambda W, \qquad W \leftarrow W - \eta V, \qquad
+        \nu = \min\bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\bigr)
 
     with :math:`a` the inputs of a layer and :math:`g` the gradients of its outputs, seen by hooks. It knows
     ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d``, whose patches are inputs at several positions; the
@@ -64,32 +64,6 @@ class KFAC(LayerOptimizer):
 
     What does not work: ``torch.compile`` of the model; DistributedDataParallel gives each process factors of its own
     batches. On recurrent use of a layer there is the error that says so.
-
-    Args:
-        model: Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is
-            gone.
-        lr: The step size :math:`\eta`.
-        momentum: How much of the last steps is kept, :math:`\mu`.
-        damping: What is added to the Fisher matrix, :math:`\gamma`; with ``eigen``, to its eigenvalues.
-        weight_decay: The factor :math:`\lambda` of the parameters that is added to the direction.
-        decay: How much of the running averages of the factors is kept; of the first, ``1 - 1 / k`` if that is less.
-        curvature_every: Steps from one estimate of the factors to the next.
-        inverse_every: Steps from one inverse to the next, a multiple of ``curvature_every``.
-        kl_clip: The most that :math:`\eta^2 D^\top \nabla` may be over a group, near to twice the change of the
-            model's predictions; a longer direction is shortened by :math:`\nu`, and so is what momentum keeps, which
-            would carry steps beyond the limit. Parameters in no layer count with the square of their gradient. None:
-            no limit.
-        eigen: Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC).
-        fisher: Of what labels: ``"empirical"``, the data's, or ``"sampled"``, drawn.
-        loss_reduction: Whether the loss is the ``"mean"`` over examples, or the ``"sum"``; it matters for
-            ``"empirical"``.
-        maximize: Climb.
-        nonfinite: Where the loss, a gradient or the curvature is NaN or infinite, or a matrix cannot be factorised,
-            parameters and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and
-            counted in ``opt.stats``.
-        params: Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer
-            follows the group of its weight.
-        seed: Of the drawn labels; None takes ``torch.initial_seed()``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
@@ -123,48 +97,8 @@ class KFAC(LayerOptimizer):
         ``kl_clip``.
     """
 
-    rule = SGDRule
-
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float | Tensor = 0.1,
-        momentum: float | Tensor = 0.9,
-        damping: float | Tensor = 1e-2,
-        weight_decay: float | Tensor = 0.0,
-        *,
-        decay: float | Tensor = 0.95,
-        curvature_every: int = 10,
-        inverse_every: int = 10,
-        kl_clip: float | Tensor | None = 1e-3,
-        eigen: bool = False,
-        fisher: Literal["empirical", "sampled"] = "empirical",
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        maximize: bool = False,
-        nonfinite: Literal["raise", "skip"] = "raise",
-        params: Sequence[dict[str, Any]] | None = None,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "damping": damping,
-                "weight_decay": weight_decay,
-                "decay": decay,
-                "curvature_every": curvature_every,
-                "inverse_every": inverse_every,
-                "kl_clip": kl_clip,
-                "eigen": eigen,
-                "fisher": fisher,
-                "loss_reduction": loss_reduction,
-                "maximize": maximize,
-                "nonfinite": nonfinite,
-            },
-            seed=seed,
-        )
+    def _rule(self, group: Group) -> Any:
+        return super()._rule(group).descent
 
     def _move(self) -> None:
         try:
@@ -268,9 +202,7 @@ class KFAC(LayerOptimizer):
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
-        group = self.param_groups[index]
-        check_options("KFAC(model)", group)
-        if group["fisher"] != self.param_groups[0]["fisher"]:
+        if self.param_groups[index]["fisher"] != self.param_groups[0]["fisher"]:
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from metagrad.optim.kronecker.factors import Sums, added, sums_of
 from metagrad.optim.kronecker.layers import input_rows, known_layers, output_rows, without_base
 from metagrad.optim.tape_curvature import WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import CurvatureOptimizer, generators_of
+from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer, generators_of
 from metagrad.optim.torch_optim.move import working
-from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups
+from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option
 
 
 class Call:
@@ -87,34 +87,42 @@ class LayerOptimizer(CurvatureOptimizer):
     state of a layer has no ``updates`` yet. With ``fisher="empirical"`` the gradients are those of every backward
     pass; with ``"sampled"``, those for labels that are drawn. Calls are kept until the next call of the layer, which
     is that of the next micro-batch, and as sums until the step; with ``eigen`` all of them until the step.
-
-    Args:
-        model: What is hooked.
-        params: Groups of the model's parameters; None takes all of them as one.
-        hyperparameters: The defaults of a group.
-        seed: Of the drawn labels.
     """
 
+    options: ClassVar[Mapping[str, Option]] = {
+        "nonfinite": NONFINITE,
+        "eigen": Option(
+            False,
+            "Correct the eigenvalues of the Kronecker product by second moments of the examples' gradients (EKFAC); "
+            "``damping`` is then added to these.",
+            "bool",
+        ),
+        "params": Option(
+            None,
+            "Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer "
+            "follows the group of its weight.",
+            "Sequence[dict[str, Any]] | None",
+        ),
+        "seed": SEED,
+    }
+    moves = (
+        "model",
+        "Whose parameters are trained. Hooks stay on its layers until :meth:`close`, or until the optimizer is gone.",
+    )
     notes_losses = True
     differentiates_twice = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        params: ParameterGroups | None,
-        hyperparameters: Mapping[str, Any],
-        *,
-        seed: int | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+        defaults = self._given(model, *args, **options)
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
                 "Pass the model itself; params= takes groups of its parameters."
             )
-        self._layers = known_layers("KFAC(model)", model, stacklevel=4)
+        self._layers = known_layers("KFAC(model)", model, stacklevel=3)
         self._handles: list[RemovableHandle] = []
-        groups = model.named_parameters() if params is None else params
-        self._initialize(groups, {**hyperparameters, "seed": seed})
+        groups = defaults.pop("params")
+        self._initialize(model.named_parameters() if groups is None else groups, defaults)
         self._set_hooks()
 
     def close(self) -> None:

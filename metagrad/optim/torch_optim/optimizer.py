@@ -43,11 +43,6 @@ Computed = TypeVar("Computed")
 _FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[reportPrivateImportUsage]
 
 
-PARAMETERS = (
-    "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own."
-)
-
-
 class Option(NamedTuple):
     """An argument of an optimizer that its rule does not know."""
 
@@ -107,6 +102,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         "nonfinite": NONFINITE,
     }
     """What a group has besides the fields of the rule."""
+    moves: ClassVar[tuple[str, str]] = (
+        "params",
+        "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.",
+    )
+    """The first argument, and its documentation."""
     elementwise: ClassVar[bool] = True
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""
@@ -140,7 +140,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         ]
         cls.__signature__ = inspect.Signature(
             [
-                inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                inspect.Parameter(cls.moves[0], inspect.Parameter.POSITIONAL_OR_KEYWORD),
                 *(
                     inspect.Parameter(
                         name, _kind(name, cls.options), default=option.default, annotation=option.annotation
@@ -150,15 +150,20 @@ class RuleOptimizer(torch.optim.Optimizer):
             ]
         )
         described = [(name, option.doc) for name, option in arguments]
-        cls.__doc__ = with_arguments(cls.__doc__ or "", [("params", PARAMETERS), *described])
+        cls.__doc__ = with_arguments(cls.__doc__ or "", [cls.moves, *described])
 
     def __init__(self, params: ParameterGroups, *args: Any, **options: Any) -> None:
+        self._initialize(params, self._given(params, *args, **options))
+
+    @classmethod
+    def _given(cls, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return arguments by name, or their defaults, without the first."""
         try:
-            given = type(self).__signature__.bind(params, *args, **options)
+            given = cls.__signature__.bind(*args, **options)
         except TypeError as error:
-            raise TypeError(f"{type(self).__name__}(params, ...): {error}.") from None
+            raise TypeError(f"{cls.__name__}({cls.moves[0]}, ...): {error}.") from None
         given.apply_defaults()
-        self._initialize(params, {name: value for name, value in given.arguments.items() if name != "params"})
+        return {name: value for name, value in given.arguments.items() if name != cls.moves[0]}
 
     def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
         """Set the optimizer up, by the defaults of a group."""
