@@ -221,9 +221,20 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _move(self) -> None:
         try:
-            super()._move()
+            if not hasattr(self, "found_inf") or self._unscaled():
+                super()._move()
         finally:
             self._forget()
+
+    def _unscaled(self) -> bool:
+        """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
+        if float(self.found_inf) > 0:
+            return False
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                p.grad.mul_(inverse_of(self._scale, p.device))
+        return True
 
     def _is_curvature_due(self) -> bool:
         return any(needs_curvature(self._rule(group), group["step"]) for group in self.param_groups)
@@ -296,13 +307,6 @@ class CurvatureOptimizer(RuleOptimizer):
                 "opt.backward(scaler.scale(loss))."
             )
         return self._scale
-
-    def _unscale_gradients(self) -> None:
-        """Take the scale off gradients that still have it."""
-        if self.grad_scale is not None:
-            self._scale = self.grad_scale
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                p.grad.mul_(inverse_of(self._scale, p.device))
 
 
 def inverse_of(scale: Tensor, device: torch.device) -> Tensor:

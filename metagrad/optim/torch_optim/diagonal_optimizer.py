@@ -86,18 +86,10 @@ class DiagonalOptimizer(CurvatureOptimizer):
             }
         )
 
-    def _move(self) -> None:
-        try:
-            if not hasattr(self, "found_inf") or self._unscaled():
-                super()._move()
-        finally:
-            self._forget()
-
     def _unscaled(self) -> bool:
-        """Take the scale of a GradScaler off gradients and curvature; say whether nothing has overflowed."""
-        if float(self.found_inf) > 0:
+        """Take the scale off the curvature, too."""
+        if not super()._unscaled():
             return False
-        self._unscale_gradients()
         if not self._estimates:
             return True
         scale = self._known_scale("curvature")

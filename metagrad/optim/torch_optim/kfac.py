@@ -100,21 +100,12 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     def _rule(self, group: Group) -> Any:
         return super()._rule(group).descent
 
-    def _move(self) -> None:
-        try:
-            if not hasattr(self, "found_inf") or self._unscaled():
-                super()._move()
-        finally:
-            self._forget()
-
     def _unscaled(self) -> bool:
-        """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
-        if float(self.found_inf) > 0:
-            return False
-        self._unscale_gradients()
-        if self._calls or self._sums:
+        """Learn the scale of the factors, too."""
+        is_finite = super()._unscaled()
+        if is_finite and (self._calls or self._sums):
             self._known_scale("factors")
-        return True
+        return is_finite
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
