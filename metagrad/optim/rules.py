@@ -14,6 +14,7 @@ from metagrad.optim.diagonal.sophia import SophiaState, sophia_g, sophia_h
 from metagrad.optim.first_order.adadelta import AdadeltaState, adadelta
 from metagrad.optim.first_order.adagrad import AdagradState, adagrad
 from metagrad.optim.first_order.adam import AdamState, adam, adamw
+from metagrad.optim.first_order.adan import AdanState, adan
 from metagrad.optim.first_order.lion import LionState, lion
 from metagrad.optim.first_order.rmsprop import RMSpropState, rmsprop
 from metagrad.optim.first_order.rowwise import Rowwise, RowwiseState, rowwise
@@ -44,6 +45,7 @@ __all__ = [
     "AdadeltaState",
     "AdagradState",
     "AdamState",
+    "AdanState",
     "Chain",
     "ChainState",
     "ClipByNorm",
@@ -87,6 +89,7 @@ __all__ = [
     "adahessian",
     "adam",
     "adamw",
+    "adan",
     "chain",
     "clip_by_norm",
     "clip_by_value",

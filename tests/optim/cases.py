@@ -184,6 +184,7 @@ CASES = {
     "adadelta, options": Case(
         rules.adadelta, {"lr": 0.5, "rho": 0.6, "eps": 1e-3, "weight_decay": 0.1}, counterpart=Adadelta, smooth=EPS
     ),
+    "adan": Case(rules.adan, {"lr": 0.05, "betas": (0.9, 0.7, 0.8), "weight_decay": 0.1}, smooth=EPS),
     "lion": Case(rules.lion, {"lr": 0.05}),
     "lion, options": Case(rules.lion, {"lr": 0.05, "betas": (0.5, 0.6), "weight_decay": 0.1}, {"maximize": True}),
     **climbing(

@@ -18,6 +18,7 @@ from metagrad.optim import (
     LBFGS,
     SOAP,
     AdaHessian,
+    Adan,
     CubicNewton,
     GaussNewton,
     Lion,
@@ -114,6 +115,7 @@ CASES = [
         {"lr": 0.02, "curvature_every": 3},
         options=SEED,
     ),
+    Case(Adan, FIRST_ORDER, {"lr": 0.1}, {"lr": 0.3}, {"lr": 0.01}, options={"betas": (0.9, 0.92, 0.99)}),
     Case(Lion, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}),
     Case(
         Muon,
