@@ -16,6 +16,7 @@ from metagrad.optim.rules import (
     adahessian,
     adam,
     adamw,
+    adan,
     lion,
     rmsprop,
     rowwise,
@@ -39,6 +40,7 @@ STILL = {
     "amsgrad": adam(0.1, amsgrad=True, maximize=True),
     "adadelta": adadelta(1.0, eps=1e-2),
     "lion": lion(0.1),
+    "adan": adan(0.1),
     "adagrad": adagrad(0.1),
     "adagrad, options": adagrad(0.1, lr_decay=0.1, initial_accumulator_value=0.2),
     "rmsprop": rmsprop(0.01),
@@ -51,6 +53,7 @@ DECAYING = {
     "nesterov": sgd(0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
     "adamw": adamw(0.1, weight_decay=0.1),
     "lion": lion(0.1, weight_decay=0.1),
+    "adan": adan(0.1, weight_decay=0.1),
     "per column": sgd(0.1, weight_decay={"table": torch.tensor([0.1, 0.0, 0.3], dtype=torch.float64)}),
 }
 RULES = {**{f"still: {k}": r for k, r in STILL.items()}, **{f"decaying: {k}": r for k, r in DECAYING.items()}}
