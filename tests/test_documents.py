@@ -10,7 +10,7 @@ import torch
 
 from experiments import bench_curvature, bench_sparse
 from experiments.bench import workloads
-from metagrad.optim import rules
+from experiments.config import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -121,9 +121,8 @@ def missing_options(path: Path, text: str) -> list[str]:
 
 
 def is_option(group: str, option: str) -> bool:
-    if group == "algorithm/inner":
-        return hasattr(rules, option)
-    return option == "glob" or (ROOT / "conf" / group / f"{option}.yaml").is_file()
+    is_file = (ROOT / "conf" / group / f"{option}.yaml").is_file()
+    return option == "glob" or is_file or option in SCHEMAS.get(group, {})
 
 
 @pytest.mark.parametrize(
