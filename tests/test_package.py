@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -20,17 +19,6 @@ NOT_IN_THE_CORE = {
     "scipy",
     "pytest",
 }  # torch itself imports tqdm
-IMPORTED_WHERE_USED = {"scipy"}  # by the conversions from and to its matrices
-FLOORS = {
-    "core": -1,
-    "memory": 0,
-    "sparse": 0,
-    "autograd": 1,
-    "curvature": 2,
-    "optim": 3,
-    "meta": 4,
-}
-APART = {"tasks": 0, "models": 0}  # which nothing else imports
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -61,33 +49,6 @@ def test_import_pulls_in_nothing_that_belongs_to_experiments(loaded):
 
 def test_import_does_not_load_the_compiler(loaded):
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor"))]
-
-
-def imported_packages(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
-
-
-def test_modules_import_from_floors_below_their_own():
-    for path in sorted((ROOT / "metagrad").rglob("*.py")):
-        check_imports(path)
-
-
-def check_imports(path: Path) -> None:
-    room = path.relative_to(ROOT / "metagrad").parts[0].removesuffix(".py")
-    for name in imported_packages(path):
-        top, _, rest = name.partition(".")
-        assert top not in NOT_IN_THE_CORE - IMPORTED_WHERE_USED, f"{path} imports {name}"
-        other = rest.split(".")[0]
-        if top != "metagrad" or room in ("__init__", other) or other not in {*FLOORS, *APART}:
-            continue
-        assert other not in APART, f"{path} imports {name}"
-        assert FLOORS[other] < {**FLOORS, **APART}[room], f"{path} imports {name}, which is no floor below"
 
 
 def test_the_wheel_carries_the_library_alone(wheel):
