@@ -14,10 +14,8 @@ LIBRARY = ROOT / "metagrad"
 FLOORS = {"core": 0, "memory": 1, "sparse": 1, "autograd": 2, "curvature": 3, "optim": 4, "meta": 5}
 APART = {"tasks", "models"}  # which nothing else imports, and which import core alone
 NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}
-OPTIONAL = {
-    "scipy",
-    "torch",
-}  # imported where used: SciPy need not be there, torch's compiler is slow to import
+# Imported where used: SciPy need not be there, `resource` is of Unix, the compiler of torch is slow to import.
+OPTIONAL = {"scipy", "resource", "torch"}
 MOST_FILES = 13  # of a folder, its `__init__` included
 
 
