@@ -89,7 +89,7 @@ FIRST_ORDER = traits("elementwise", "sparse")
 LAYERS = traits("model", "sparse", "backward")
 LAYERS_SETTINGS = [
     {"lr": 0.1, "damping": 0.1, "kl_clip": None, "loss_reduction": "sum"},
-    {"lr": 1.0, "damping": 1.0, "kl_clip": 1e-3, "loss_reduction": "sum"},
+    {"lr": 1.0, "damping": 1.0, "kl_clip": 1e-2, "loss_reduction": "sum"},
     {"lr": 0.1},
 ]
 INVERSES = {"curvature_every": 1, "inverse_every": 2}

@@ -45,7 +45,7 @@ def test_on_a_convex_quadratic_together_or_not(case, foreach):
 def test_on_rosenbrock(case):
     model = layer(-1.2, 1.0)
     losses = run(
-        case.of(model, **case.options, **case.rosenbrock), lambda: rosenbrock(model), steps_of(case, 300)
+        case.of(model, **case.options, **case.rosenbrock), lambda: rosenbrock(model), steps_of(case, 600)
     )
     assert losses[-1] < 0.1 * losses[0]
 
