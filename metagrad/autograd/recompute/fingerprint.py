@@ -96,7 +96,7 @@ class _Group(NamedTuple):
         entries, places = entries if entries.dtype == kept else entries.to(kept), _places(sizes)
         shapes = [tensor.shape for tensor in tensors]
         if entries.is_cpu:
-            array = entries.numpy()
+            array = entries.numpy(force=True)  # a zero without memory has no array
             total = np.add.reduce(array, dtype=np.result_type(array, np.float64))
             return cls(shapes, sizes, array.take(places).tolist(), total, rounding)
         wide = torch.promote_types(kept, torch.float64)

@@ -210,7 +210,7 @@ def test_a_schedule_may_set_betas_and_what_is_in_a_chain():
 
 def test_schedules_that_mean_nothing_are_refused():
     with pytest.raises(
-        ValueError, match=r"SGD has no hyper-parameter of that name, it has \['lr', 'momentum'"
+        ValueError, match=r"SGDRule has no hyper-parameter of that name, it has \['lr', 'momentum'"
     ):
         schedule(sgd(0.1), beta=lambda t: t)
     with pytest.raises(
