@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from metagrad.optim.newton.second_order import (
     check_can_evaluate,
     no_report,
 )
-from metagrad.optim.rule import Hyperparameter, Params
+from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
 class Memory(NamedTuple):
@@ -35,6 +36,7 @@ class Memory(NamedTuple):
     changes: Params | None  # (B + damping I) p, likewise; both None where every step solves a system
 
 
+@functional_optimizer
 class NewtonSystem(SecondOrder):
     r"""A rule whose directions are :math:`-(B + \lambda I)^{-1} g`, with a symmetric matrix B.
 
@@ -44,22 +46,65 @@ class NewtonSystem(SecondOrder):
     the pairs :math:`p_i`, :math:`(B + \lambda I) p_i` that these went through, which costs no product. The pairs are
     conjugate, so that on what those kept span it is the inverse of :math:`B + \lambda I`.
 
-    A subclass is a frozen dataclass with the fields below.
+    Its fields are those of every rule of this kind; a subclass gives other defaults where it has them.
     """
 
     by_parameter = (*SecondOrder.by_parameter, "damping")
     diagonal: ClassVar[Literal["hessian", "gauss_newton"]]
     """Which estimate there is of the diagonal of B."""
-    damping: Hyperparameter
-    warm_start: Hyperparameter
-    rtol: float
-    progress: float | None
-    max_steps: int
-    curvature_every: int
-    pairs: int
-    preconditioner: Literal["diagonal"] | None
-    exponent: Hyperparameter
-    samples: int
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as "
+        r"may the other numbers but tolerances. Of a dict, the direction is that of all parameters together.",
+    )
+    _: KW_ONLY
+    damping: Hyperparameter = hyperparameter(
+        default=1e-3,
+        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+    )
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
+        r"and ratio; forms as for ``lr``.",
+    )
+    warm_start: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc="Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins at 0, "
+        "Martens at the whole of it.",
+    )
+    rtol: float = option(
+        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
+    )
+    progress: float | None = option(
+        default=5e-4,
+        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
+    )
+    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
+    curvature_every: int = option(
+        default=1, doc="Steps from one solve to the next; the first step makes one."
+    )
+    pairs: int = option(
+        default=16,
+        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
+        "them is as large as the parameters twice.",
+    )
+    preconditioner: Literal["diagonal"] | None = option(
+        default=None,
+        doc=r'``"diagonal"`` is :math:`(|D| + \lambda_t I)^\alpha`, with an estimate :math:`D` of the diagonal at '
+        r"each solve, of the Hessian by Hutchinson's probes, of other matrices by gradients of the loss with labels "
+        r"drawn from the model: for parameters of different scales.",
+    )
+    exponent: Hyperparameter = hyperparameter(
+        default=0.75,
+        doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.",
+    )
+    samples: int = option(
+        default=8,
+        doc="How many probes, or draws of the labels, the estimate is the mean of; one costs a product, or a "
+        "gradient.",
+    )
+    maximize: bool = option(default=False, doc="Climb.")
+    batch_ndim: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -188,17 +233,19 @@ class DampedState(NamedTuple):
         return Memory(self.solution, self.moves, self.changes)
 
 
+@functional_optimizer
 class Damped(NewtonSystem):
-    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, whose damping follows the ratio of reduction.
-
-    A subclass is a frozen dataclass with the fields below, and those of
-    :class:`~metagrad.optim.newton.damped.NewtonSystem`.
-    """
+    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, whose damping follows the ratio of reduction."""
 
     matrix: ClassVar[str]
     """The products of the curvature that multiply B."""
-    adapt: bool
-    change: float
+    _: KW_ONLY
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or "
+        "more; else both are constant, and a step may climb.",
+    )
+    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Literal
 
 from metagrad.optim.newton.damped import Damped
-from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
+from metagrad.optim.rule import functional_optimizer, option
 from metagrad.optim.torch_optim.newton_optimizer import MINIBATCH_OPTIONS, NewtonOptimizer
 
 
@@ -52,64 +51,8 @@ class GaussNewtonRule(Damped):
         2010, section 4.7, for the preconditioner.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, "
-        r"as may the next three and ``exponent``. Of a dict, the direction is that of all parameters "
-        r"together.",
-    )
     _: KW_ONLY
-    damping: Hyperparameter = hyperparameter(
-        default=1e-3,
-        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
-        r"and ratio; forms as for ``lr``.",
-    )
-    warm_start: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="Conjugate gradients begin at so much of their last solution; 0 begins at 0.",
-    )
-    adapt: bool = option(
-        default=True,
-        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass "
-        "or more; else both are constant, and a step may climb.",
-    )
-    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
-    rtol: float = option(
-        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
-    )
-    progress: float | None = option(
-        default=5e-4,
-        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
-    )
-    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
-    curvature_every: int = option(
-        default=1, doc="Steps from one solve to the next; the first step makes one."
-    )
-    pairs: int = option(
-        default=16,
-        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
-        "them is as large as the parameters twice.",
-    )
-    preconditioner: Literal["diagonal"] | None = option(
-        default=None,
-        doc=r'``"diagonal"`` is :math:`(D + \lambda_t I)^\alpha`, with an estimate :math:`D` of the diagonal at '
-        r"each solve, by gradients of the loss with labels drawn from the model: for parameters of different"
-        r" scales.",
-    )
-    exponent: Hyperparameter = hyperparameter(
-        default=0.75,
-        doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.",
-    )
-    samples: int = option(
-        default=8,
-        doc="How many draws of the labels the estimate is the mean of, which cost a gradient each.",
-    )
     maximize: bool = option(default=False, doc="Climb, where the loss is the negative of one of known form.")
-    batch_ndim: int = 0
 
     call, matrix = "gauss_newton(...)", "gauss_newton_products"
     diagonal = "gauss_newton"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,61 +53,11 @@ class NaturalGradientRule(Damped):
         "Automatic preconditioning by limited memory quasi-Newton updating", SIAM J. Optim. 10(4), 2000.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"next four and ``exponent``. Of a dict, the direction is that of all parameters together.",
-    )
     _: KW_ONLY
-    damping: Hyperparameter = hyperparameter(
-        default=1e-3,
-        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
-        r"and ratio; forms as for ``lr``.",
-    )
     max_divergence: Hyperparameter | None = hyperparameter(
         default=None, doc=r":math:`\delta`; None bounds nothing."
     )
-    warm_start: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="Conjugate gradients begin at so much of their last solution; 0 begins at 0.",
-    )
-    adapt: bool = option(
-        default=True,
-        doc="Look at the loss at the end of a step, for the damping and the length; else both are constant, and"
-        " a step may climb: where predictions saturate, the Fisher matrix vanishes, and the step is as long"
-        " as the damping lets it be.",
-    )
-    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
-    rtol: float = option(
-        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
-    )
-    progress: float | None = option(
-        default=5e-4,
-        doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
-    )
-    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
-    curvature_every: int = option(
-        default=1, doc="Steps from one solve to the next; the first step makes one."
-    )
-    pairs: int = option(
-        default=16,
-        doc="How many pairs of a solve are kept for the steps up to the next, evenly over its steps; one of "
-        "them is as large as the parameters twice.",
-    )
-    preconditioner: Literal["diagonal"] | None = option(
-        default=None,
-        doc="As for :func:`~metagrad.optim.newton.gauss_newton.gauss_newton`.",
-    )
-    exponent: Hyperparameter = hyperparameter(default=0.75, doc=r"Its :math:`\alpha`.")
-    samples: int = option(
-        default=8, doc="How many draws of the labels the estimate of the diagonal is the mean of."
-    )
     maximize: bool = option(default=False, doc="Climb; the metric is the same.")
-    batch_ndim: int = 0
 
     call, matrix, diagonal = "natural_gradient(...)", "fisher_products", "gauss_newton"
     above_zero = ("max_divergence",)
