@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import textwrap
@@ -22,6 +23,8 @@ Hyperparameter: TypeAlias = "float | Tensor | Mapping[str, float | Tensor] | Seq
 for each parameter by name: a number, a 0-d tensor, or a tensor of the parameter's shape, for its elements."""
 
 R = TypeVar("R")
+
+WIDTH = 114  # of a docstring without its indentation
 
 
 def hyperparameter(*, doc: str, default: Any = dataclasses.MISSING, below: float = math.inf) -> Any:
@@ -45,9 +48,11 @@ def functional_optimizer(cls: type[R]) -> type[R]:
     """Make a class of declared fields a rule: a frozen dataclass, which documents them and knows which are which."""
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     declared = {field.name: field.metadata for field in documented_fields(cls)}
-    cls.hyper = tuple(name for name, data in declared.items() if "hyper" in data)  # type: ignore[attr-defined]
-    cls.below = {name: declared[name]["below"] for name in cls.hyper}  # type: ignore[attr-defined]
-    cls.__doc__ = with_arguments(cls.__doc__ or "", ((name, data["doc"]) for name, data in declared.items()))
+    hyper = tuple(name for name, data in declared.items() if "hyper" in data)
+    cls.hyper, cls.below = hyper, {name: declared[name]["below"] for name in hyper}  # type: ignore[attr-defined]
+    forms = f"Of the forms of :data:`Hyperparameter`, each of which may require grad: {', '.join(hyper)}."
+    described = [(name, data["doc"]) for name, data in declared.items()]
+    cls.__doc__ = with_arguments(cls.__doc__ or "", described, textwrap.fill(forms, WIDTH))
     return cls
 
 
@@ -56,14 +61,19 @@ def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(cls) if "doc" in field.metadata]  # type: ignore[arg-type]
 
 
-def with_arguments(doc: str, arguments: Iterable[tuple[str, str]]) -> str:
-    """Write a section ``Args`` into a docstring, before what a docstring has behind it."""
-    fill = {"width": 118, "initial_indent": " " * 8, "subsequent_indent": " " * 12, "break_on_hyphens": False}
+def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str = "") -> str:
+    """Write a section ``Args`` into a docstring, before its examples; the indentation goes."""
+    doc = inspect.cleandoc(doc)  # as the compiler does it from Python 3.13 on
+    fill = {
+        "width": WIDTH,
+        "initial_indent": " " * 4,
+        "subsequent_indent": " " * 8,
+        "break_on_hyphens": False,
+    }
     entries = [textwrap.fill(f"{name}: {sentence}", **fill) for name, sentence in arguments]  # type: ignore[arg-type]
-    section = "\n".join(["    Args:", *entries])
-    later = re.search(r"^    (Raises|Example|References):$", doc, re.MULTILINE)
+    later = re.search(r"^(Raises|Example|References):$", doc, re.MULTILINE)
     at = later.start() if later else len(doc)
-    return f"{doc[:at].rstrip()}\n\n{section}\n\n{doc[at:]}"
+    return "\n\n".join(filter(None, [doc[:at].rstrip(), before, "\n".join(["Args:", *entries]), doc[at:]]))
 
 
 class Rule(Protocol):

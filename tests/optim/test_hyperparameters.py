@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
+from metagrad.optim.rule import with_arguments
 from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, muon, rmsprop
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,15 @@ from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, muon, rms
 def test_bad_hyperparameters_are_refused(make, keywords, message):
     with pytest.raises(ValueError, match=message):
         make(**keywords)
+
+
+def test_arguments_are_documented_before_the_examples_whatever_the_indentation():
+    doc = "Do it.\n\n    Example:\n        >>> 1\n        1\n    "
+    expected = "Do it.\n\nArgs:\n    lr: A step size.\n\nExample:\n    >>> 1\n    1"
+    assert with_arguments(doc, [("lr", "A step size.")]) == expected
+    assert with_arguments(inspect.cleandoc(doc), [("lr", "A step size.")]) == expected
+
+
+def test_an_optimizer_cannot_give_a_default_to_a_field_that_its_rule_has_not():
+    with pytest.raises(TypeError, match="class Typo: LionRule has no field beta"):
+        type("Typo", (RuleOptimizer,), {}, rule=lion, beta=0.9)

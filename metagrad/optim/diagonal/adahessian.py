@@ -57,8 +57,8 @@ class AdaHessianRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=0.15,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest. A step has the length of Newton's times ``lr``, so that it is larger than for Adam.",
+        doc=r"The step size :math:`\eta`. A step has the length of Newton's times ``lr``, so that it is larger"
+        r" than for Adam.",
     )
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(

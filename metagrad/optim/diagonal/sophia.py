@@ -56,10 +56,9 @@ class SophiaHRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=4e-3,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest. No element moves by more. In the paper 0.8 times Adam's for language models of 125 million "
-        r"parameters and more, 2e-4 to 6e-4; the default is for small models, which move further in fewer "
-        r"steps.",
+        doc=r"The step size :math:`\eta`. No element moves by more. In the paper 0.8 times Adam's for language"
+        r" models of 125 million parameters and more, 2e-4 to 6e-4; the default is for small models, which"
+        r" move further in fewer steps.",
     )
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(

@@ -44,8 +44,7 @@ class AdadeltaRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1.0,
-        doc=r"The factor :math:`\eta` of the step, 1 in the paper; in the forms of :data:`Hyperparameter`; may "
-        r"require grad, as may the rest.",
+        doc=r"The factor :math:`\eta` of the step, 1 in the paper.",
     )
     _: KW_ONLY
     rho: Hyperparameter = hyperparameter(

@@ -47,8 +47,7 @@ class AdagradRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-2,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"next.",
+        doc=r"The step size :math:`\eta`.",
     )
     _: KW_ONLY
     lr_decay: Hyperparameter = hyperparameter(

@@ -52,8 +52,7 @@ class AdamRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-3,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest.",
+        doc=r"The step size :math:`\eta`.",
     )
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(

@@ -46,8 +46,8 @@ class LionRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-4,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad. Every "
-        r"element moves by it, so it is 3 to 10 times smaller than Adam's.",
+        doc=r"The step size :math:`\eta`. Every element moves by it, so it is 3 to 10 times smaller than "
+        r"Adam's.",
     )
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(

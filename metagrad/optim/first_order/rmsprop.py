@@ -51,8 +51,7 @@ class RMSpropRule(PerParameter):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-2,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest.",
+        doc=r"The step size :math:`\eta`.",
     )
     _: KW_ONLY
     alpha: Hyperparameter = hyperparameter(

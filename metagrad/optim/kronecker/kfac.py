@@ -106,8 +106,7 @@ class KFACRule(RuleNode):
 
     lr: Hyperparameter = hyperparameter(
         default=0.1,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest.",
+        doc=r"The step size :math:`\eta`.",
     )
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
@@ -125,8 +124,8 @@ class KFACRule(RuleNode):
     decay: Hyperparameter = hyperparameter(
         default=0.95,
         below=1.0,
-        doc=r"How much of the running averages is kept, :math:`\beta`, likewise one number below 1; of the "
-        r"first, ``1 - 1 / k`` if that is less.",
+        doc=r"How much of the running averages is kept, :math:`\beta`, one number below 1; of the first, ``1 -"
+        r" 1 / k`` if that is less.",
     )
     curvature_every: int = option(
         default=10,

@@ -71,8 +71,7 @@ class ShampooRule(AxisMatrices):
 
     lr: Hyperparameter = hyperparameter(
         default=0.1,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest.",
+        doc=r"The step size :math:`\eta`.",
     )
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(

@@ -73,8 +73,8 @@ class SOAPRule(AxisMatrices):
 
     lr: Hyperparameter = hyperparameter(
         default=1e-2,
-        doc=r"The step size :math:`\eta`, in the forms of :data:`Hyperparameter`; may require grad, as may the "
-        r"rest. In the paper 3e-3, for language models of 360 million parameters and more.",
+        doc=r"The step size :math:`\eta`. In the paper 3e-3, for language models of 360 million parameters and"
+        r" more.",
     )
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(

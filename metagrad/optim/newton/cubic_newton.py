@@ -70,14 +70,14 @@ class CubicNewtonRule(SecondOrder):
 
     lr: Hyperparameter = hyperparameter(
         default=1.0,
-        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, "
-        r"as may the next two. Of a dict, the direction is that of all parameters together.",
+        doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters "
+        r"together.",
     )
     _: KW_ONLY
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
-        r"and ratio; forms as for ``lr``.",
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
+        r" and ratio.",
     )
     cubic: Hyperparameter = hyperparameter(
         default=1.0,

@@ -54,18 +54,18 @@ class NewtonSystem(SecondOrder):
     """Which estimate there is of the diagonal of B."""
     lr: Hyperparameter = hyperparameter(
         default=1.0,
-        doc=r"The factor :math:`\eta` of every step, in the forms of :data:`Hyperparameter`; may require grad, as "
-        r"may the other numbers but tolerances. Of a dict, the direction is that of all parameters together.",
+        doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters "
+        r"together.",
     )
     _: KW_ONLY
     damping: Hyperparameter = hyperparameter(
         default=1e-3,
-        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+        doc=r":math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.",
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
-        r"and ratio; forms as for ``lr``.",
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
+        r" and ratio.",
     )
     warm_start: Hyperparameter = hyperparameter(
         default=0.0,

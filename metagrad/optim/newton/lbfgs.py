@@ -271,15 +271,14 @@ class LBFGSRule(SecondOrder):
 
     lr: Hyperparameter = hyperparameter(
         default=1.0,
-        doc=r"The factor :math:`\eta` of every direction, in the forms of :data:`Hyperparameter`; may require "
-        r"grad, as may ``weight_decay``. Of a dict, the direction is that of all parameters together. A line"
-        r" search begins with this length, and may end at another.",
+        doc=r"The factor :math:`\eta` of every direction. Of a dict, the direction is that of all parameters "
+        r"together. A line search begins with this length, and may end at another.",
     )
     _: KW_ONLY
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and line "
-        r"search; forms as for ``lr``.",
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and "
+        r"line search.",
     )
     history_size: int = option(default=10, doc="How many pairs are kept.")
     line_search_fn: Literal["strong_wolfe"] | None = option(

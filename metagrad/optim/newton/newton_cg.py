@@ -55,7 +55,7 @@ class NewtonCGRule(Damped):
     _: KW_ONLY
     damping: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r":math:`\lambda_0`, likewise; a schedule of it is multiplied by what the ratios have made of 1.",
+        doc=r":math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.",
     )
     change: float = option(default=1.5, doc="The factor of the damping, above 1.")
 

@@ -73,14 +73,13 @@ class TrustRegionNewtonRule(SecondOrder):
 
     lr: Hyperparameter = hyperparameter(
         default=1.0,
-        doc="A factor of every step, in the forms of :data:`Hyperparameter`; may require grad, as may the next "
-        "two. Of a dict, the direction is that of all parameters together.",
+        doc="A factor of every step. Of a dict, the direction is that of all parameters together.",
     )
     _: KW_ONLY
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix "
-        r"and ratio; forms as for ``lr``.",
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
+        r" and ratio.",
     )
     radius: Hyperparameter = hyperparameter(
         default=1.0,

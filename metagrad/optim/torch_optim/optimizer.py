@@ -78,8 +78,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
-    (``nonfinite``). To know so costs the norms
-    of gradients and of new values, and on an accelerator a wait for them.
+    (``nonfinite``). To know so costs the norms of gradients and of new values, and on an accelerator a wait for them.
 
     Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
     loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
@@ -126,6 +125,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__init_subclass__()
         if rule is None:
             return
+        unknown = {*without, *defaults} - {field.name for field in documented_fields(rule)}
+        if unknown:
+            raise TypeError(
+                f"class {cls.__name__}: {rule.__name__} has no field {', '.join(sorted(unknown))}."
+            )
         cls.rule = rule
         arguments = [
             (
