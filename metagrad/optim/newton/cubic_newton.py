@@ -68,17 +68,7 @@ class CubicNewtonRule(SecondOrder):
         the adaptation and the Krylov space.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters "
-        r"together.",
-    )
     _: KW_ONLY
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
-        r" and ratio.",
-    )
     cubic: Hyperparameter = hyperparameter(
         default=1.0,
         doc=":math:`M_0`, above 0: a bound of the Hessian's Lipschitz constant, or a first guess of it. A "
@@ -95,8 +85,6 @@ class CubicNewtonRule(SecondOrder):
     max_steps: int = option(
         default=50, doc="The most steps of the Lanczos process, which keeps so many vectors."
     )
-    maximize: bool = option(default=False, doc="Climb.")
-    batch_ndim: int = 0
 
     call, above_zero = "cubic_newton(...)", ("cubic",)
 

@@ -52,20 +52,10 @@ class NewtonSystem(SecondOrder):
     by_parameter = (*SecondOrder.by_parameter, "damping")
     diagonal: ClassVar[Literal["hessian", "gauss_newton"]]
     """Which estimate there is of the diagonal of B."""
-    lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters "
-        r"together.",
-    )
     _: KW_ONLY
     damping: Hyperparameter = hyperparameter(
         default=1e-3,
         doc=r":math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.",
-    )
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
-        r" and ratio.",
     )
     warm_start: Hyperparameter = hyperparameter(
         default=0.0,
@@ -103,8 +93,6 @@ class NewtonSystem(SecondOrder):
         doc="How many probes, or draws of the labels, the estimate is the mean of; one costs a product, or a "
         "gradient.",
     )
-    maximize: bool = option(default=False, doc="Climb.")
-    batch_ndim: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -275,11 +275,6 @@ class LBFGSRule(SecondOrder):
         r"together. A line search begins with this length, and may end at another.",
     )
     _: KW_ONLY
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient and "
-        r"line search.",
-    )
     history_size: int = option(default=10, doc="How many pairs are kept.")
     line_search_fn: Literal["strong_wolfe"] | None = option(
         default=None,
@@ -292,8 +287,6 @@ class LBFGSRule(SecondOrder):
         doc="A line search is not begun where the slope along the direction is smaller, and ends where its "
         "interval is: in it, no parameter differs by so much.",
     )
-    maximize: bool = option(default=False, doc="Climb.")
-    batch_ndim: int = 0
 
     call = "lbfgs(...)"
 

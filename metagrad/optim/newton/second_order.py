@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -17,7 +17,7 @@ from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperpar
 from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
 from metagrad.optim.per_parameter import checked_gradients
-from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +140,7 @@ class Step(NamedTuple):
         return Step(length[:, None] * self.d, length * self.slope, length**2 * self.curved)
 
 
+@functional_optimizer
 class SecondOrder(RuleNode):
     r"""A rule that takes all parameters of a task for one vector.
 
@@ -147,7 +148,7 @@ class SecondOrder(RuleNode):
     direction :math:`d` of all parameters together and the diagonal :math:`L` of their step sizes. Where that does not
     descend, all take the least step size above 0; parameters whose step size is the number 0 take no part.
 
-    A subclass is a frozen dataclass with fields ``lr``, ``weight_decay``, ``maximize`` and ``batch_ndim``.
+    Its fields are those of every rule of this kind; a subclass gives other defaults where it has them.
     """
 
     call: ClassVar[str]
@@ -156,10 +157,18 @@ class SecondOrder(RuleNode):
     """The hyper-parameters that 0 is no value of."""
     by_parameter: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     """The hyper-parameters that may be dicts by parameter name."""
-    lr: Hyperparameter
-    weight_decay: Hyperparameter
-    maximize: bool
-    batch_ndim: int
+    lr: Hyperparameter = hyperparameter(
+        default=1.0,
+        doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters together.",
+    )
+    _: KW_ONLY
+    weight_decay: Hyperparameter = hyperparameter(
+        default=0.0,
+        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in its gradient, its "
+        r"matrix and the reduction that a step is judged by.",
+    )
+    maximize: bool = option(default=False, doc="Climb.")
+    batch_ndim: int = 0
 
     def __post_init__(self) -> None:
         for name in self.hyper:

@@ -71,16 +71,7 @@ class TrustRegionNewtonRule(SecondOrder):
         J. Optim. 9(2), 1999; Nocedal, Wright, "Numerical optimization", 2006, algorithms 4.1 and 7.2.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc="A factor of every step. Of a dict, the direction is that of all parameters together.",
-    )
     _: KW_ONLY
-    weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r":math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in gradient, matrix"
-        r" and ratio.",
-    )
     radius: Hyperparameter = hyperparameter(
         default=1.0,
         doc=r":math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.",
@@ -114,11 +105,6 @@ class TrustRegionNewtonRule(SecondOrder):
         doc="The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the "
         "step ends where conjugate gradients leave the region (Steihaug).",
     )
-    maximize: bool = option(
-        default=False,
-        doc="Climb.",
-    )
-    batch_ndim: int = 0
 
     call, above_zero = "trust_region_newton(...)", ("radius",)
 
