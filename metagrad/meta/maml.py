@@ -16,15 +16,15 @@ from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.structured import restored
 from metagrad.core.transforms import is_on_the_tape, is_transformed
 from metagrad.meta.algorithm import Adapted, MetaOutput
-from metagrad.meta.compiled import CompiledMAML
-from metagrad.meta.curvature import check_layers
-from metagrad.meta.executor import TaskExecutor
-from metagrad.meta.inner import Adaptation, Evaluation, InnerLoop
-from metagrad.meta.nonfinite import Nonfinite, check_nonfinite
-from metagrad.meta.objective import LossFn, Objective, label_bounds
-from metagrad.meta.stacking import Stacking
-from metagrad.meta.tables import AdaptedTables, check_tables
-from metagrad.meta.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
+from metagrad.meta.execution.executor import TaskExecutor
+from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
+from metagrad.meta.execution.stacking import Stacking
+from metagrad.meta.execution.tables import AdaptedTables, check_tables
+from metagrad.meta.inner.compiled import CompiledMAML
+from metagrad.meta.inner.curvature import check_layers
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
+from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 

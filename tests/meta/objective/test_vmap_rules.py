@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from metagrad.meta.vmap import RULES, NotStackableError, vmapped
+from metagrad.meta.objective.vmap import RULES, NotStackableError, vmapped
 
 NUM_TASKS = 3
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import tree_map
-from metagrad.meta.inner import InnerLoop
-from metagrad.meta.tasks import num_tasks
+from metagrad.meta.inner.loop import InnerLoop
+from metagrad.meta.objective.tasks import num_tasks
 from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 

@@ -20,9 +20,9 @@ from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
-from metagrad.meta.objective import Loss
-from metagrad.meta.tasks import Tasks
-from metagrad.meta.vmap import is_plain
+from metagrad.meta.objective.task_loss import Loss
+from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from metagrad.core import _torch
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
 from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from metagrad.meta.inner import Adaptation, Evaluation
-from metagrad.meta.tasks import Tasks
+from metagrad.meta.inner.loop import Adaptation, Evaluation
+from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters

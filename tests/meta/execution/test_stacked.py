@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from metagrad.meta.vmap import forward_stacked, losses_stacked
+from metagrad.meta.objective.vmap import forward_stacked, losses_stacked
 
 
 class Doubling(nn.Linear):

@@ -22,10 +22,10 @@ from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.structured import Nested
 from metagrad.core.tree import Tree, detached, tree_map
-from metagrad.meta.compiled import CompiledMAML
-from metagrad.meta.curvature import inner_curvature, observed_layers
-from metagrad.meta.objective import Loss, Objective
-from metagrad.meta.tasks import Tasks, num_tasks, with_task_axis
+from metagrad.meta.inner.compiled import CompiledMAML
+from metagrad.meta.inner.curvature import inner_curvature, observed_layers
+from metagrad.meta.objective.task_loss import Loss, Objective
+from metagrad.meta.objective.tasks import Tasks, num_tasks, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
 from metagrad.sparse.tables.embedding import embedding

@@ -23,10 +23,10 @@ from metagrad.core import _torch
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
-from metagrad.meta.objective import Objective
-from metagrad.meta.tables import find_rows
-from metagrad.meta.tasks import Tasks
-from metagrad.meta.vmap import NotStackableError
+from metagrad.meta.execution.tables import find_rows
+from metagrad.meta.objective.task_loss import Objective
+from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.objective.vmap import NotStackableError
 from metagrad.optim.rules import Params
 from metagrad.sparse.tables.embedding import embedding
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
-from metagrad.meta.tasks import num_tasks, stacked
-from metagrad.meta.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
+from metagrad.meta.objective.tasks import num_tasks, stacked
+from metagrad.meta.objective.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
 from metagrad.optim.rules import Params
 
 LossFn = Callable[[Any, Any], Tensor]

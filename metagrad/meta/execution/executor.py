@@ -10,13 +10,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
-from metagrad.meta.compiled import refuse_model
-from metagrad.meta.inner import Adaptation, Evaluation, InnerLoop, outer_phase
-from metagrad.meta.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
-from metagrad.meta.objective import check_labels
-from metagrad.meta.stacking import Attempt, Comparison, Stacking
-from metagrad.meta.tables import find_rows
-from metagrad.meta.tasks import Tasks, concatenated
+from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
+from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking
+from metagrad.meta.execution.tables import find_rows
+from metagrad.meta.inner.compiled import refuse_model
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
+from metagrad.meta.objective.task_loss import check_labels
+from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 

@@ -1,0 +1,1 @@
+"""Running the tasks of a meta-batch: together or one by one, with the checks around them."""
