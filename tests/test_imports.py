@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "metagrad"
-FLOORS = {"core": 0, "memory": 1, "sparse": 1, "autograd": 2, "curvature": 3, "optim": 4, "hypergrad": 5, "meta": 6}
+FLOORS = {
+    "core": 0,
+    "memory": 1,
+    "sparse": 1,
+    "autograd": 2,
+    "curvature": 3,
+    "optim": 4,
+    "hypergrad": 5,
+    "meta": 6,
+}
 APART = {"tasks", "models"}  # which nothing else imports, and which import core alone
 NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}
 # Imported where used: SciPy need not be there, `resource` is of Unix, the compiler of torch is slow to import.
