@@ -210,7 +210,7 @@ def _on_outer(phases: list[Phase]) -> str:
     if not growths:
         num_outer = sum(phase.name == "outer" for phase in phases)
         seen = "one outer step was recorded" if num_outer else "no outer step was recorded"
-        return f"{seen}, so freed or leaked cannot be told"
+        return f"{seen}, so it is unknown whether it was freed"
     typical = _typical(growths)
     use = median_low(phase.peak - phase.before for phase in phases if phase.name == "outer")
     if typical.total > _LEAK_SHARE * use:

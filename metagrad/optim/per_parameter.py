@@ -75,7 +75,7 @@ class PerParameter(RuleNode):
         at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
         slots = state[1:]
         rows = []
-        with without_torch_function():  # modes that look at calls are not told of what no value depends on
+        with without_torch_function():  # metadata: no value depends on it, so modes need not see it
             kinds = [(w.numel(), w.dtype) for w in params.values()]
         for (key, w), (size, dtype), *chosen in zip(params.items(), kinds, *at, strict=True):
             own = [None if slot is None else slot[key] for slot in slots]

@@ -157,7 +157,7 @@ def test_an_empty_run():
     with MemoryTracker(device="cpu") as mem:
         pass
     assert mem.verdict() == (
-        "No inner step was recorded; no outer step was recorded, so freed or leaked cannot be told; "
+        "No inner step was recorded; no outer step was recorded, so it is unknown whether it was freed; "
         "the peak is 0 B, the largest part of it made outside of every phase (0 B)."
     )
 
@@ -205,7 +205,7 @@ SENTENCES = {
     ),
     "one outer step": (
         [phase("outer", 0, KIB)],
-        "one outer step was recorded, so freed or leaked cannot be told",
+        "one outer step was recorded, so it is unknown whether it was freed",
     ),
     "two outer steps": (
         [

@@ -92,7 +92,7 @@ class Backend:
 
 
 def _options_for_cpu() -> dict[str, Any]:
-    """Return what inductor does on CPUs unless it is told otherwise.
+    """Return the defaults of inductor on CPUs.
 
     Left to itself it would run all convolutions of a graph without a tape of its own with the channels last, which
     takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one channel, the first is slow.

@@ -16,7 +16,7 @@ Chunk: TypeAlias = "str | int | float"
 """Bytes that the working memory of products may take: a number, or a string such as ``"64MiB"``."""
 
 Product: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
-"""``product(vectors, together)`` multiplies stacks ``[m, ...]``: by one batched sweep, or a plain one."""
+"""``product(vectors, together)`` multiplies stacks ``[m, ...]``: by one batched backward pass, or a plain one."""
 
 # On a CPU, products together save the overhead of many small operations, and lose where their operands leave the
 # cache. Time of 8 together on one core, relative to one by one, by the memory that one takes: 0.3 at 0.05 MiB, 0.6 to

@@ -130,8 +130,8 @@ class Linearization:
             chunk: How much working memory the products of a stack may take beside their results. At least one is
                 computed at a time, and more where that fits and is faster.
             create_graph: Put the products on the tape, so that they can be differentiated with respect to the
-                parameters, ``v`` and whatever else the loss was computed from; by default as :func:`linearize` was
-                told.
+                parameters, ``v`` and whatever else the loss was computed from; by default as
+                :func:`linearize` was.
 
         Returns:
             The product, or the stack of products, likewise.

@@ -1,4 +1,4 @@
-"""The tensors that a function reads without being handed them, found while it runs and exchanged when it runs again.
+"""The tensors that a function reads beside its arguments: found while it runs, exchanged when it runs again.
 
 They are found by a ``TorchFunctionMode``: a tensor that enters a torch function and is neither an argument nor the
 result of an earlier torch function is *free*. The number of the torch function in the sequence of calls, and the
@@ -29,7 +29,7 @@ from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import ATOMS, tensors_in
 from metagrad.core.writes import ALIASING_NAMES, may_write, written_by
 
-# What is said of a tensor, rather than read from it: the half of what rules and layers ask torch for.
+# Metadata of a tensor, not its values: half of the calls that rules and layers make.
 _METADATA = {
     *(
         getattr(Tensor, name).__get__
@@ -165,7 +165,7 @@ def _same_bytes(copy: torch.UntypedStorage, tensor: Tensor) -> bool:
 
 
 class Reads:
-    """What a call asked of torch, and the free tensors among it.
+    """The torch functions that a call ran, and the free tensors that they read.
 
     Attributes:
         journal: The torch functions that it called, in their order.
@@ -220,7 +220,7 @@ class Reads:
                 )
 
     def undo_writes(self) -> None:
-        """Let what the call wrote into hold again what it held before."""
+        """Restore what the call wrote into."""
         copies = self.writes.copies()
         with torch.no_grad():
             for constant in self.constants:
@@ -230,7 +230,7 @@ class Reads:
 
     @contextlib.contextmanager
     def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
-        """Hand the given tensors, in the order of ``differentiable``, to the functions that read them."""
+        """Replace the free tensors by the given ones, in the order of ``differentiable``."""
         with unobserved():
             constants = self._constants_again(name)
         with _Substitution(name, self, list(free), constants) as substitution:
@@ -256,7 +256,7 @@ def unobserved() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Have modes look at torch functions, without entering their blocks."""
+    """Push modes onto the stack, without entering their blocks."""
     for mode in modes:
         _torch.push_function_mode(mode)
     try:
@@ -267,13 +267,13 @@ def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 class FunctionModes:
-    """The modes of torch functions that are at work around a call, but for recordings and replays."""
+    """The torch function modes that are active around a call, but for recordings and replays."""
 
     def __init__(self) -> None:
         self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Put those back to work that are not: a mode is off the stack while it looks at ``torch.autograd.grad``."""
+        """Push those that are not active: a mode is off the stack while it handles ``torch.autograd.grad``."""
         if not self.modes:
             return contextlib.nullcontext()
         active = set(map(id, _torch.function_modes()))
@@ -285,7 +285,7 @@ def unrecorded() -> Iterator[list[Observer]]:
     """Hide calls from enclosing recordings and replays, which count them, but from no other mode.
 
     Yields:
-        Those that were at work, the outermost first.
+        Those that were active, the outermost first.
     """
     hidden = [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())][::-1]
     try:
@@ -305,7 +305,7 @@ def shown(tensor: Tensor, observers: Sequence[Observer]) -> Tensor:
 
 
 class _Active(threading.local):
-    """The recorders at work in this thread, the outermost first."""
+    """The active recorders of this thread, the outermost first."""
 
     def __init__(self) -> None:
         self.recorders: list[Recorder] = []
@@ -315,16 +315,16 @@ _active = _Active()
 
 
 def tell_recorders(made: Sequence[Tensor]) -> None:
-    """Tell enclosing recordings of the outputs of a ``Function.apply``, of which no mode is told."""
+    """Report the outputs of a ``Function.apply``, which no mode sees, to enclosing recordings."""
     for recorder in _active.recorders:
         recorder.note(made)
 
 
 class Observer(TorchFunctionMode):
-    """Is told of the torch functions that a function calls, the same ones each time it runs.
+    """Observe the torch functions that a function calls, the same ones each time it runs.
 
-    Modes that were at work before, which look at every operation or count it, may call functions of their own: within
-    a custom ``autograd.Function``, where torch saves its outputs, function modes are told of these.
+    Modes that were active before, which handle every operation or count it, may call functions of their own: within
+    a custom ``autograd.Function``, where torch saves its outputs, function modes see these.
     """
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ class Observer(TorchFunctionMode):
         self._modes_before = _torch.num_dispatch_modes()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        # A mode is off the stack while it looks at an operation.
+        # A mode is off the stack while it handles an operation.
         if func in _METADATA or _torch.num_dispatch_modes() < self._modes_before:
             return func(*args, **kwargs) if kwargs else func(*args)
         tensors: list[Tensor] = []
@@ -357,7 +357,7 @@ class Observer(TorchFunctionMode):
         raise NotImplementedError
 
     def absorb(self, inner: Recorder) -> None:
-        """Take in what a recording inside this one, which hid its calls, was told of."""
+        """Add the calls of a recording inside this one, which hid them."""
         raise NotImplementedError
 
 
@@ -366,9 +366,8 @@ class Recorder(Observer):
 
     Args:
         reads: What to note them in.
-        arguments: The tensors that the function is handed.
-        enclosing: The recordings and replays that are told at the end, and not at every call: :func:`unrecorded`
-            hides calls from them.
+        arguments: The arguments of the function.
+        enclosing: The recordings and replays that get all calls at the end: :func:`unrecorded` hides each from them.
     """
 
     def __init__(self, reads: Reads, arguments: Sequence[Tensor], enclosing: Sequence[Observer] = ()) -> None:
@@ -382,8 +381,8 @@ class Recorder(Observer):
         self._free_tensors: dict[tuple[int, bool], tuple[tuple[bool, int], Tensor]] = {}
         self.without_grad: set[int] = set()
         self.own: set[Node] = set(self.entrances)
-        """Nodes of which everything that depends on them was made by the function: also what recordings inside this
-        one are handed, since a transform does not tell them of what it makes."""
+        """Nodes of which everything that depends on them was made by the function: also the arguments of
+        recordings inside this one, since a transform hides what it makes from them."""
         self.outside: set[Node] = set(self.entrances)
 
     def _called(
@@ -432,7 +431,7 @@ class Recorder(Observer):
         return found + [other for recorder in found for other in recorder._enclosing_recorders()]
 
     def absorb(self, inner: Recorder) -> None:
-        """Take in what a recording inside this one, which hid its calls, was told of."""
+        """Add the calls of a recording inside this one, which hid them."""
         self.reads.journal.extend(inner.reads.journal)
         self.made |= inner.made
         self.without_grad.difference_update(inner.made)
@@ -499,7 +498,7 @@ class Recorder(Observer):
         return self._depends_on_arguments(tensor)
 
     def _depends_on_arguments(self, tensor: Tensor) -> bool:
-        """Recognise the output of a custom ``autograd.Function`` or of a transform, of which no mode is told.
+        """Recognise the output of a custom ``autograd.Function`` or of a transform, which no mode sees.
 
         Its graph may also end at leaves that the function made: those of a recording inside this one.
         """

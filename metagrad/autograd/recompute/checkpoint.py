@@ -153,7 +153,7 @@ def attached(
 ) -> Sequence[Tensor]:
     """Put the known outputs of a call on the tape; those that do not require grad are constants.
 
-    Enclosing recordings see what goes in and what comes out: modes are not told of ``Function.apply``; they are of
+    Enclosing recordings see what goes in and what comes out: modes do not see ``Function.apply``; they do see
     ``view_as``, and can replace what it is given.
 
     Args:

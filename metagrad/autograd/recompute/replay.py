@@ -163,6 +163,6 @@ def _record(
 
 
 def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
-    """Return the plain values that custom functions keep for their backward: of ``apply`` no mode is told."""
+    """Return the plain values that custom functions keep for their backward: no mode sees ``apply``."""
     custom = (node for node in nodes if isinstance(node, BackwardCFunction))
     return [(type(node), values) for node in custom if (values := plain_values(vars(node)))]

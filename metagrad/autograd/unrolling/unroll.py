@@ -36,7 +36,7 @@ def unroll(
     memory    keeps                             cost
     ========= ================================= ======================================================
     "full"    every step's graph                a plain loop
-    "step"    one state a step                  each step again in the reverse sweep, at every order
+    "step"    one state a step                  each step again in the backward pass, at every order
     "sqrt"    every :math:`\sqrt{T}`-th state   each step twice again
     bytes     what fits                         the last steps, as many as fit, keep their graphs
     "auto"    what fits into the free memory    likewise
@@ -45,7 +45,7 @@ def unroll(
     All return the same values and the same gradients, of any order: a step that does not do the same again when it is
     recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
     as ``"512MiB"``. The first two steps are measured (the storages that their graphs, states and aux hold), and all
-    graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the reverse sweep
+    graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the backward pass
     needs, beside them, what the derivative of one step needs. ``"step"`` is not smaller than ``"full"`` where the
     graph of a step holds less than a state does (a large table of which a few rows are read); budgets and ``"auto"``
     keep the graphs there.

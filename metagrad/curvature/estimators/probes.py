@@ -68,7 +68,7 @@ def draw(
 
 
 def check_drawing(call: str, distribution: str, generator: object) -> None:
-    """Check what a function of probes is told of their randomness."""
+    """Check the arguments for random probes."""
     if distribution not in get_args(Distribution):
         known = ", ".join(f'"{name}"' for name in get_args(Distribution))
         raise ValueError(f"{call}: distribution must be one of {known}, got {distribution!r}.")

@@ -39,7 +39,7 @@ class Probing:
         self.n = checked_size(call, operator)
         self.distribution: Distribution = distribution
         self.generator = generator
-        # A probe, its product, what is made of both, and room to join them.
+        # A probe, its product, what is made of both, and memory to join them.
         self.rows = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
         self.matvecs = 0
 

@@ -130,7 +130,7 @@ class Jacobian:
 
         Args:
             cotangents: For each output.
-            together: Whether in one sweep; else m is 1.
+            together: Whether in one backward pass; else m is 1.
             of: Take the Jacobian of these tensors instead, which were computed from the outputs.
         """
         return pull_back(

@@ -134,7 +134,7 @@ def _refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
     """Raise for what compiled code does not look at."""
     if inner.chain is not None:
         raise UncompilableError(
-            'memory="block" sweeps the blocks of a model by graphs of their own (memory="step" can be compiled)'
+            'memory="block" differentiates the blocks of a model one by one (memory="step" can be compiled)'
         )
     if needs_curvature(inner.rule, 0):
         raise UncompilableError("its rule asks for curvature, which is taken from the tape")

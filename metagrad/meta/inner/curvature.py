@@ -32,8 +32,8 @@ def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
         return
     if is_block:
         raise ValueError(
-            f'MAML(..., memory="block"): {CALL} asks what layers were given, which is gone after the sweep of a '
-            'block. Use memory="step".'
+            f'MAML(..., memory="block"): {CALL} needs the inputs of layers, which are gone after the backward pass '
+            'of a block. Use memory="step".'
         )
     known_layers(f"MAML(..., inner={CALL})", model, stacklevel=4)
 

@@ -385,7 +385,7 @@ def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> t
 
 
 def _eigh(T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decompose by as many threads as torch is told to take; NumPy's would be its own."""
+    """Decompose with as many threads as torch uses; NumPy has a setting of its own."""
     values, vectors = torch.linalg.eigh(torch.from_numpy(T))
     return values.numpy(), vectors.numpy()
 

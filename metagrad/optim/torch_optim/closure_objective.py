@@ -1,4 +1,4 @@
-"""What second-order rules are told of the loss that a closure computes: its curvature, and its values elsewhere."""
+"""The loss that a closure computes, for second-order rules: its curvature, its values at other parameters."""
 
 from __future__ import annotations
 

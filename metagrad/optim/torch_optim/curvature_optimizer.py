@@ -123,7 +123,7 @@ class CurvatureOptimizer(RuleOptimizer):
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
     unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
     scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it. An optimizer
-    that needs to know the form of the loss is told of it within ``with opt.recording():``.
+    that needs to know the form of the loss observes it within ``with opt.recording():``.
 
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.

@@ -19,8 +19,8 @@ _ALIGNED = 16  # elements
 class History:
     """The last differences s of places and y of gradients, and the directions that they give.
 
-    They are windows of buffers with room at their ends, where the next pair is written. Nothing within a window is
-    written again, so that what was given out stays as it was.
+    They are windows of larger buffers, whose free ends take the next pairs. Nothing within a window is written
+    again, so that views of it stay valid.
 
     Args:
         like: A vector of parameters.
@@ -126,7 +126,7 @@ class Place(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What L-BFGS is told; step size and weight decay are vectors where they differ between parameters."""
+    """The settings of L-BFGS; step size and weight decay are vectors where they differ between parameters."""
 
     lr: float | Tensor
     weight_decay: float | Tensor

@@ -332,7 +332,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return (param.device, param.dtype) if is_flat else None
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
-        """Return what the rule is told of the curvature: here, nothing."""
+        """Return the curvature that the rule is given: here, none."""
         return None
 
     def _rule(self, group: Group) -> Any:

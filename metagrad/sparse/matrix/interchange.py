@@ -96,7 +96,7 @@ def to_scipy(pattern: Pattern, values: Tensor, format: ScipyFormat) -> sparray:
 
 
 def check_leaving(call: str, values: Tensor) -> None:
-    """Refuse to take values off the tape without being told."""
+    """Refuse to detach values unless asked to."""
     if values.requires_grad:
         raise ValueError(
             f"{call}: a requires grad, and its derivatives would end here, for torch cuts the graph of its own "
