@@ -45,6 +45,7 @@ class TaskExecutor:
         sparse: The names of the tables of which each task adapts the rows that it looks up.
         nonfinite: How losses and meta-gradients that are not finite are handled.
         stacking: How many tasks run together.
+        name: Of the algorithm, in errors.
     """
 
     inner: InnerLoop
@@ -52,6 +53,7 @@ class TaskExecutor:
     sparse: tuple[str, ...]
     nonfinite: Nonfinite
     stacking: Stacking
+    name: str = "MAML"
 
     def run(self, tasks: Tasks) -> Outcome:
         """Run the tasks, in these steps.
@@ -63,13 +65,20 @@ class TaskExecutor:
         5. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
         """
         model = self.inner.objective.model
-        losses, chunk = LossCheck(self.nonfinite, tasks, model), 1
+        losses, chunk = LossCheck(self.nonfinite, tasks, model, self.name), 1
         skipped = losses.skipped if self.nonfinite == "skip" else None
         with outer_phase():
             while (part := losses.remaining) is not None:
                 chunk = self._chunk_size(part)
                 check = GradientCheck(
-                    self.params, self.inner.rule, self._modules, part, losses.numbers, skipped, self._again
+                    self.params,
+                    self.inner.rule,
+                    self._modules,
+                    part,
+                    losses.numbers,
+                    skipped,
+                    self._again,
+                    self.name,
                 )
                 with check.inputs() as (params, rule):
                     results = None
@@ -88,9 +97,9 @@ class TaskExecutor:
         parts = list(tasks._replace(rows=rows).split(chunk))
         inner = dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
-        run = InnerLoop.adapt if tasks.query_x is None else InnerLoop.evaluate
-        run = functools.partial(run if inner.compiled is None else _compiled, inner, params)
-        return concatenated(list(map(run, parts)))
+        run = inner.adapt if tasks.query_x is None else inner.evaluate
+        run = run if inner.compiled is None else functools.partial(_compiled, inner)
+        return concatenated([run(params, part) for part in parts])
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
         """Compute a task eagerly, with all graphs, and leave buffers as they were."""

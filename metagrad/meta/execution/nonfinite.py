@@ -38,7 +38,7 @@ def check_nonfinite(policy: object) -> None:
         raise ValueError(f'MAML(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
 
 
-def refuse_nonfinite(losses: Tensor, steps: int) -> None:
+def refuse_nonfinite(losses: Tensor, steps: int, name: str = "MAML") -> None:
     """Raise for the first task and step whose loss, of ``[tasks, steps (and the query)]``, is NaN or infinite."""
     losses = losses.detach()
     if math.isfinite(losses.sum().item()):
@@ -48,10 +48,11 @@ def refuse_nonfinite(losses: Tensor, steps: int) -> None:
         return
     task, step = (int(i) for i in (~finite).nonzero()[0])
     where = f"at inner step {step}" if step < steps else "on its query examples, after the last step"
+    remedy = "Lower the inner learning rate, or look" if steps else "Look"
     raise FloatingPointError(
-        f"MAML: the loss of task {task} is {losses[task, step].item()} {where} (tasks and steps count from 0; "
-        f"{int((~finite).any(1).sum())} of {len(losses)} tasks are affected). Lower the inner learning rate, or "
-        'look at the data of that task; with nonfinite="skip" such tasks are left out and counted.'
+        f"{name}: the loss of task {task} is {losses[task, step].item()} {where} (tasks and steps count from 0; "
+        f"{int((~finite).any(1).sum())} of {len(losses)} tasks are affected). {remedy} "
+        'at the data of that task; with nonfinite="skip" such tasks are left out and counted.'
     )
 
 
@@ -64,6 +65,7 @@ class LossCheck:
         policy: "raise" or "skip".
         tasks: The tasks of a batch.
         model: The model, whose buffers each computation is to find as the first did.
+        name: Of the algorithm, in errors.
 
     Attributes:
         remaining: What is to be computed next; None when all losses are finite.
@@ -72,12 +74,12 @@ class LossCheck:
         results: Of all tasks; for one that was left out what it came to, without a gradient.
     """
 
-    def __init__(self, policy: Nonfinite, tasks: Tasks, model: nn.Module) -> None:
+    def __init__(self, policy: Nonfinite, tasks: Tasks, model: nn.Module, name: str = "MAML") -> None:
         self.remaining: Tasks | None = tasks
         self.numbers = torch.arange(tasks.count, device=tasks.device)
         self.skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
         self.results: Any = None
-        self._tasks = tasks
+        self._tasks, self._name = tasks, name
         self._buffers = Buffers(model) if policy == "skip" else None
 
     def record(self, results: Adaptation | Evaluation) -> None:
@@ -91,11 +93,11 @@ class LossCheck:
             self.results = results
         self.remaining = None
         if self._buffers is None:
-            refuse_nonfinite(losses, steps)
+            refuse_nonfinite(losses, steps, self._name)
             return
         finite = torch.isfinite(losses.detach()).all(1)
         if not bool(finite.any()):
-            refuse_nonfinite(losses, steps)
+            refuse_nonfinite(losses, steps, self._name)
         if not bool(finite.all()):
             self._buffers.restore()
             self.numbers = self.numbers[finite]
@@ -150,6 +152,7 @@ class GradientCheck:
         numbers: The numbers of the tasks in their batch.
         skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
         again: Computes a task once more, without recomputation, compilation or tasks that run together.
+        name: Of the algorithm, in errors.
     """
 
     def __init__(
@@ -161,9 +164,10 @@ class GradientCheck:
         numbers: Tensor,
         skipped: Tensor | None,
         again: Compute,
+        name: str = "MAML",
     ) -> None:
         self.params, self.rule, self.tasks, self.numbers = params, rule, tasks, numbers
-        self.skipped, self.again = skipped, again
+        self.skipped, self.again, self.name = skipped, again, name
         # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
         self._slots = Slots(modules)
         tensors = [*params.values(), *(t for _, t in hyperparameters_in(rule)), *self._slots.tensors]
@@ -211,7 +215,7 @@ class GradientCheck:
         if not culprits and scale > 1:
             return None
         if self.skipped is None or totals is None or not culprits:
-            raise FloatingPointError(_message(culprits, len(self.numbers)))
+            raise FloatingPointError(_message(self.name, culprits, len(self.numbers)))
         self.skipped[[culprit.task for culprit in culprits]] = True
         return [None if total is None else total * scale for total in totals]
 
@@ -236,7 +240,7 @@ class GradientCheck:
         if is_finite([g for g in grads if g is not None]):
             return list(grads), None
         if not found:
-            return list(grads), "in the gradient of a hyper-parameter or of the loss function"
+            return list(grads), "in the gradient of a hyper-parameter or of what else the tasks share"
         step = max(found)
         return list(grads), "after the last inner step" if step == watched.steps else f"at inner step {step}"
 
@@ -308,15 +312,15 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _message(culprits: list[Culprit], num_tasks: int) -> str:
+def _message(name: str, culprits: list[Culprit], num_tasks: int) -> str:
     if not culprits:
         return (
-            "MAML: the meta-gradient is not finite, but is when it is computed again; random numbers (dropout) or "
+            f"{name}: the meta-gradient is not finite, but is when it is computed again; random numbers (dropout) or "
             "another order of sums make it so. Lower the inner learning rate, or compute in a wider dtype."
         )
     first = culprits[0]
     return (
-        f"MAML: the meta-gradient of task {first.task} is not finite: it ceases to be so {first.place} (tasks and "
+        f"{name}: the meta-gradient of task {first.task} is not finite: it ceases to be so {first.place} (tasks and "
         f"steps count from 0; {len(culprits)} of {num_tasks} tasks are affected). Look there for a root, a norm or "
         'a division at zero; with nonfinite="skip" such tasks are left out and counted, where one is left.'
     )

@@ -45,10 +45,12 @@ class Stacking:
 
     Args:
         task_chunk: What the user asked for; None leaves the choice to what was measured.
+        name: Of the algorithm, in warnings and errors.
     """
 
-    def __init__(self, task_chunk: int | None) -> None:
+    def __init__(self, task_chunk: int | None, name: str = "MAML") -> None:
         self.task_chunk = task_chunk
+        self.name = name
         self.vmap_ran = False
         self._must_loop = False
         self._stackable: dict[Hashable, bool] = {}
@@ -95,7 +97,7 @@ class Stacking:
             return
         self._reasons.add(reason)
         warnings.warn(
-            f"MAML: the tasks of a batch run one by one, because {reason}. "
+            f"{self.name}: the tasks of a batch run one by one, because {reason}. "
             "Pass task_chunk=1 to choose this without a warning.",
             stacklevel=2,
         )
@@ -130,7 +132,8 @@ class Attempt:
         self.stacking.vmap_ran = True
         if buffer_versions(self.model) != self._versions:
             raise RuntimeError(
-                "MAML: the model writes into a buffer, which it did not do when it was examined on its first batch. "
+                f"{self.stacking.name}: the model writes into a buffer, which it did not do when it was examined on "
+                "its first batch. "
                 "Stacked tasks did so once for all of them; pass task_chunk=1, and they run one after the other."
             )
         return False

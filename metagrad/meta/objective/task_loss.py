@@ -44,19 +44,21 @@ class Objective:
         labels: The bounds of the labels, which are held to what the model returns. To compiled code they would be
             constants, so they are checked outside of it.
         rows: Which rows of a table its value holds, by the name of the table.
+        name: Of the algorithm, in errors.
     """
 
     model: nn.Module
     loss_fn: LossFn
     labels: Labels | None = None
     rows: Params = field(default_factory=dict)
+    name: str = "MAML"
 
     def single(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
         prediction = call_with(self.model, values_for(self.model, params, self.rows), x)
         self._check_examples(prediction, y, num_axes=0)
         loss = self.loss_fn(prediction, restored(y))
-        _check_loss(loss, num_axes=0)
+        self._check_loss(loss, num_axes=0)
         return loss, structured(prediction, RESULT)
 
     def stacked(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
@@ -64,7 +66,7 @@ class Objective:
         predictions = forward_stacked(self.model, params, x, self.rows)
         self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
-        _check_loss(losses, num_axes=1)
+        self._check_loss(losses, num_axes=1)
         return losses, predictions
 
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
@@ -91,8 +93,15 @@ class Objective:
             and shape != y.shape[num_axes:]
         ):
             raise ValueError(
-                f"MAML(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
+                f"{self.name}(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
                 f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
+            )
+
+    def _check_loss(self, loss: Tensor, num_axes: int) -> None:
+        if loss.ndim != num_axes:
+            raise ValueError(
+                f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "
+                f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
             )
 
 
@@ -109,14 +118,6 @@ def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
     ignored = keywords.get("ignore_index", getattr(function, "ignore_index", -100))
     bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in labels]
     return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
-
-
-def _check_loss(loss: Tensor, num_axes: int) -> None:
-    if loss.ndim != num_axes:
-        raise ValueError(
-            "MAML(model, loss_fn): loss_fn must return a scalar for each task, got shape "
-            f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
-        )
 
 
 def _function_of(loss_fn: LossFn) -> LossFn:

@@ -89,18 +89,18 @@ class Tasks(NamedTuple):
         return tree_map(lambda tensor: None if tensor is None else tensor[index], self)
 
 
-def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any]) -> Tasks:
+def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML(batch)") -> Tasks:
     """Return the tasks of a batch in any of its forms; refuse what does not fit together."""
-    call = "MAML(batch)"
     support, query = _two(batch, ("support", "query"), f"{call}: the batch")
     tasks = Tasks(*_read(support, call, "support"), *_read(query, call, "query"))
     _check_tasks(call, tasks)
     return tasks
 
 
-def read_support(support: ExamplesLike | Sequence[Any] | Mapping[str, Any]) -> Tasks:
+def read_support(
+    support: ExamplesLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML.adapt(support)"
+) -> Tasks:
     """Return tasks of support examples alone, likewise."""
-    call = "MAML.adapt(support)"
     tasks = Tasks(*_read(support, call, "support"))
     _check_tasks(call, tasks)
     return tasks
