@@ -4,13 +4,15 @@ from metagrad import autograd, curvature, memory, meta, models, optim, sparse, t
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
-from metagrad.meta import MAML
+from metagrad.meta import MAML, MetaCurvature, MetaSGD
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MAML",
     "MemoryTracker",
+    "MetaCurvature",
+    "MetaSGD",
     "autograd",
     "checkpoint",
     "curvature",

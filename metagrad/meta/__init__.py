@@ -1,6 +1,15 @@
 """Meta-learning algorithms: MAML."""
 
 from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
+from metagrad.meta.algorithms.meta_curvature import MetaCurvature
+from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.maml import MAML
 
-__all__ = ["MAML", "Adapted", "Algorithm", "MetaOutput"]
+__all__ = [
+    "MAML",
+    "Adapted",
+    "Algorithm",
+    "MetaCurvature",
+    "MetaOutput",
+    "MetaSGD",
+]

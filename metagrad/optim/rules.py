@@ -34,6 +34,7 @@ from metagrad.optim.newton.trust_region_newton import TrustRegionState, trust_re
 from metagrad.optim.objective import Objective, TapeObjective
 from metagrad.optim.rule import Hyperparameter, Params, Rule, Transform, with_batch_ndim
 from metagrad.optim.tape_curvature import TapeCurvature
+from metagrad.optim.transforms.axis_products import AxisProducts, axis_products
 from metagrad.optim.transforms.chain import Chain, ChainState, chain
 from metagrad.optim.transforms.clip import ClipByNorm, ClipByValue, ClipState, clip_by_norm, clip_by_value
 from metagrad.optim.transforms.lookahead import Lookahead, LookaheadState, lookahead
@@ -46,6 +47,7 @@ __all__ = [
     "AdagradState",
     "AdamState",
     "AdanState",
+    "AxisProducts",
     "Chain",
     "ChainState",
     "ClipByNorm",
@@ -90,6 +92,7 @@ __all__ = [
     "adam",
     "adamw",
     "adan",
+    "axis_products",
     "chain",
     "clip_by_norm",
     "clip_by_value",

@@ -14,9 +14,9 @@ from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, LossCheck,
 from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.compiled import refuse_model
-from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, start_values
 from metagrad.meta.objective.task_loss import check_labels
-from metagrad.meta.objective.tasks import Tasks, concatenated
+from metagrad.meta.objective.tasks import Tasks, concatenated, num_tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 
@@ -132,7 +132,8 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
     def attempt() -> Evaluation | Adaptation:
         _refuse_uncompilable(inner, tasks)
         if compiled.options.whole and tasks.query_x is not None:
-            rule = compiled.rule(inner.rule, params, inner.steps)
+            count = num_tasks(tasks.support_x) if inner.stacked else None
+            rule = compiled.rule(inner.rule, start_values(params, tasks.rows, count), inner.steps)
             return Evaluation(*compiled.whole_batch(eager.evaluate, rule, params, tasks))
         return run(inner, params, tasks)
 

@@ -171,6 +171,14 @@ def test_the_whole_meta_gradient_equals_eager(rule, way):
         assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
 
 
+def test_the_whole_of_a_rule_that_counts_the_axes_of_tasks():
+    """It was asked for its last step on parameters without these axes, failed, and ran as it is, one by one."""
+    rule = rules.chain(rules.clip_by_norm(0.5), rules.sgd(lr=0.1))
+    model = perceptron(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    compiled, eager = pair(model, rule, {"whole": True}, steps=1)
+    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+
+
 def test_no_steps():
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), steps=0)
     assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))

@@ -1,0 +1,73 @@
+"""Meta-Curvature: matrices that are learned, by which inner gradients are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.meta.maml import MAML
+from metagrad.meta.objective.task_loss import LossFn
+from metagrad.optim.rules import Rule, axis_products, chain
+
+
+class MetaCurvature(MAML):
+    r"""Meta-Curvature: learn the initialisation, and matrices along the axes of every parameter.
+
+    .. math::
+        \phi_{t+1} = \phi_t - \alpha \, \nabla L_i^{\mathrm{support}}(\phi_t) \times_1 M_o \times_2 M_i \times_3 M_f
+
+    with a matrix for the outputs, the inputs and the filter of a convolution, the first two of a linear layer, and a
+    diagonal for a bias or a norm. All are the identity at the start, so that it begins as :class:`MAML` does, and
+    are learned as the initialisation is. Any inner rule takes the products as its gradients.
+
+    A matrix has the square of the size of its axis as elements: 4096 inputs make one of 64 MiB.
+
+    Args:
+        model: As of :class:`MAML`.
+        loss_fn: As of :class:`MAML`.
+        inner: The rule that sees the products; in the paper gradient descent with a fixed rate.
+        steps: The number of inner steps.
+        psd: Multiply by :math:`M^\top M`, so that no learned matrix turns a gradient round: the linear
+            Kronecker-factored optimizer of Arnold et al.
+        **arguments: As of :class:`MAML`. A table in ``sparse`` has a matrix for its columns alone.
+
+    Raises:
+        ValueError: :class:`MAML` refuses the other arguments.
+
+    Example:
+        >>> curved = metagrad.MetaCurvature(torch.nn.Linear(2, 3), torch.nn.functional.mse_loss,
+        ...                                 inner=metagrad.optim.rules.sgd(lr=0.1), steps=1)
+        >>> [tuple(p.shape) for name, p in curved.named_parameters() if "inner" in name]
+        [(3, 3), (2, 2), (3,)]
+
+    References:
+        Park, Oliva, "Meta-Curvature", NeurIPS 2019, section 3; Arnold, Iqbal, Sha, "When MAML can adapt fast and how
+        to assist when it cannot", AISTATS 2021, section 4 (Meta-KFO).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        inner: Rule,
+        steps: int,
+        psd: bool = False,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(model, loss_fn, inner=inner, steps=steps, **arguments)
+        matrices = {
+            name: _identities(p, is_table=name in self.sparse) for name, p in self._cache.adapted().items()
+        }
+        self.inner = chain(axis_products(matrices, psd=psd), inner)
+
+
+def _identities(param: Tensor, *, is_table: bool) -> tuple[nn.Parameter | None, ...]:
+    """Return the identity for each of the first two axes and for the others together; a diagonal for one axis."""
+    if param.ndim < 2:
+        return (nn.Parameter(torch.ones_like(param.detach().reshape(-1))),)
+    sizes = param.flatten(2).shape if param.ndim > 2 else param.shape
+    eyes = [nn.Parameter(torch.eye(n, dtype=param.dtype, device=param.device)) for n in sizes]
+    return (None, *eyes[1:]) if is_table else tuple(eyes)
