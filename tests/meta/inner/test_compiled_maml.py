@@ -347,7 +347,7 @@ def test_a_step_beyond_the_last_value_is_refused(lr, options):
 
 def test_a_step_by_blocks_runs_as_it_is():
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), steps=2, memory="block")
-    with pytest.warns(UserWarning, match=r'memory="block" sweeps .*memory="step" can be compiled'):
+    with pytest.warns(UserWarning, match=r'memory="block" differentiates .*memory="step" can be compiled'):
         got = meta_gradient(compiled, draw_batch())
     assert_same(got, meta_gradient(eager, draw_batch()))
 
