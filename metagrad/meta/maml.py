@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.structured import restored
+from metagrad.core.structured import Nested, restored
+from metagrad.core.substitution import Slots
 from metagrad.core.transforms import is_on_the_tape, is_transformed
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
@@ -25,6 +26,7 @@ from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
+from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
@@ -46,15 +48,21 @@ class MAML(nn.Module):
     The arguments are attributes, which may be assigned: what a call does is what they say then.
 
     Args:
-        model: Any module; its parameters that require grad are the meta-parameters and are adapted. Called as
-            ``model(x)``; as ``model(**x)`` where ``x`` is a dict, as ``model(*x)`` where it is a tuple or a list. It
-            may return a dict (of any subclass), a tuple, a list or a dataclass, with tensors in it.
+        model: Any module; its parameters that require grad are the meta-parameters. Called as ``model(x)``; as
+            ``model(**x)`` where ``x`` is a dict, as ``model(*x)`` where it is a tuple or a list. It may return a dict
+            (of any subclass), a tuple, a list or a dataclass, with tensors in it.
         loss_fn: ``loss_fn(prediction, target)`` for the examples of one task, a scalar; ``prediction`` is what the
             model returned. The parameters of one that is a module are meta-learned, but not adapted.
         inner: The rule of the inner steps. Its hyper-parameters that are :class:`torch.nn.Parameter` become
             parameters of this module (``inner_lr``), and are meta-learned; the rule reads them there at each call.
         steps: The number of inner steps, 0 or more.
-        order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML).
+        adapt: Which parameters adapt to a task: a name (of a parameter, or of a module for all below it), a pattern
+            such as ``"head.*"`` or ``"!head.*"`` (all but those), a module of the model, a list of these, or a
+            predicate ``(name, parameter) -> bool``; None means all that require grad. The others that require
+            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. The
+            attribute is called ``adapted``.
+        order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML), so that
+            shared parameters get the gradient of the query loss at the adapted ones, and nothing by way of these.
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
             ``"block"`` keeps a state for each step and takes its derivative block by block, as
             :func:`metagrad.autograd.block_gradient` does: for models that are chains of blocks
@@ -81,9 +89,9 @@ class MAML(nn.Module):
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
-            out of range; no parameter of the model requires grad; a name in ``sparse`` is not a table that is
-            adapted, or ``inner`` has a value for each of its rows.
-        TypeError: ``model`` is not a module, or ``sparse`` is a string.
+            out of range; no parameter of the model requires grad; ``adapt`` names something that the model does not
+            have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each of its rows.
+        TypeError: ``model`` is not a module, ``adapt`` is of another type, or ``sparse`` is a string.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -107,6 +115,7 @@ class MAML(nn.Module):
         *,
         inner: Rule,
         steps: int,
+        adapt: Adapt = None,
         order: int = 2,
         memory: Memory | Literal["block"] = "full",
         truncate: int | None = None,
@@ -121,6 +130,7 @@ class MAML(nn.Module):
         self.model = model
         self.loss_fn = loss_fn
         self.steps = steps
+        self.adapted = adapt
         self.order = order
         self.memory: Memory | Literal["block"] = memory
         self.truncate = truncate
@@ -129,9 +139,8 @@ class MAML(nn.Module):
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
         self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
-        self.sparse = check_tables(model, sparse, inner)
+        self.sparse = check_tables(model, sparse, inner, self._adapted_parameters())
         self._check()
-        check_adapted(self._cache.adapted())
         if memory == "block":
             chain(model, loss_fn)
         self.inner = inner
@@ -147,6 +156,11 @@ class MAML(nn.Module):
         for name in self._learned.names if "_learned" in self.__dict__ else ():
             self._parameters.pop(name or "", None)
         self._learned = register_learned(self, rule)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute; a module that adapts is a part of the model already, and not registered again."""
+        is_adapted = name == "adapted" and isinstance(value, nn.Module)
+        super().__setattr__(name, (value,) if is_adapted else value)  # type: ignore[reportArgumentType]
 
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -203,6 +217,8 @@ class MAML(nn.Module):
             predict = AdaptedTables(executor.inner, used, rows, chunk).predict
         else:
             predict = functools.partial(executor.inner.objective.predict, chunk=chunk)
+        # A ``functional_call`` may have ended when the adapted model is called.
+        predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
 
     def extra_repr(self) -> str:
@@ -218,11 +234,10 @@ class MAML(nn.Module):
             steps = self.steps
         check_steps("MAML(batch, steps)", steps)
         self._check()
-        params, rule = self._cache.adapted(), self.inner
-        check_adapted(params)
+        params, rule = self._adapted_parameters(), self.inner
         refuse_transforms(list(params.values()))
         if self.sparse:
-            self.sparse = check_tables(self.model, self.sparse, rule)
+            self.sparse = check_tables(self.model, self.sparse, rule, params)
         is_block = self.memory == "block"
         if is_block and not tasks.are_tensors:
             raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
@@ -239,6 +254,18 @@ class MAML(nn.Module):
         )
         return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)
 
+    def _adapted_parameters(self) -> Params:
+        """Return the parameters that adapt, with the values that they have now."""
+        params = self._cache.trained()
+        check_trained(params)
+        if self.adapted is None:
+            return params
+        own = self._cache.parameters
+        names = select_parameters(
+            self.model, self.adapted, {name: own.get(name, p) for name, p in params.items()}
+        )
+        return {name: params[name] for name in names}
+
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
@@ -247,6 +274,14 @@ class MAML(nn.Module):
         check_nonfinite(self.nonfinite)
         if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
             self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)
+
+
+def _predicted(
+    slots: Slots, predict: Callable[[Params, Nested], Nested], params: Params, x: Nested
+) -> Nested:
+    """Predict with what is shared by all tasks as it was when they were adapted to."""
+    with slots.restored({}):
+        return predict(params, x)
 
 
 class _Cache:
@@ -260,8 +295,8 @@ class _Cache:
         self.stacking = Stacking(task_chunk)
         self.compiled = None if options is None else CompiledMAML(options)
 
-    def adapted(self) -> Params:
-        """Return the parameters of the model that are adapted, with the values that they have now.
+    def trained(self) -> Params:
+        """Return the parameters of the model that require grad, with the values that they have now.
 
         In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
         """
@@ -343,7 +378,7 @@ def check_arguments(model: object, steps: int, order: int, task_chunk: int | Non
         )
 
 
-def check_adapted(params: Params) -> None:
+def check_trained(params: Params) -> None:
     """Refuse a model of which nothing can be adapted."""
     if not params:
         raise ValueError(

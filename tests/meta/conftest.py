@@ -7,11 +7,13 @@ from torch.func import functional_call
 from metagrad.tasks import Batch, Examples
 
 
-def _textbook(model, loss_fn, batch, *, lr, steps, order=2):
-    """The plain task loop, as every tutorial has it."""
+def _textbook(model, loss_fn, batch, *, lr, steps, order=2, names=None):
+    """The plain task loop, as every tutorial has it; the parameters of some names adapt, or all."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
-        fast = {k: p for k, p in model.named_parameters() if p.requires_grad}
+        fast = {
+            k: p for k, p in model.named_parameters() if p.requires_grad and (names is None or k in names)
+        }
         for _ in range(steps):
             loss = loss_fn(functional_call(model, fast, (x,)), y)
             grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2)

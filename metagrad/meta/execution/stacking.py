@@ -250,6 +250,13 @@ class Comparison:
                 between()
         return self._derivatives(torch.stack(losses), list(starts.values()))
 
+    def _shared(self) -> list[Tensor]:
+        """Return the parameters of the model and the loss that are learned, but not adapted."""
+        adapted = {id(p) for p in self.params.values()}
+        modules = [m for m in (self.objective.model, self.objective.loss_fn) if isinstance(m, nn.Module)]
+        every = {id(p): p for module in modules for p in module.parameters()}
+        return [p for key, p in every.items() if p.requires_grad and key not in adapted]
+
     def _together(self, tasks: Tasks, starts: Params) -> Derivatives:
         """Compute both at once."""
         objective = dataclasses.replace(self.objective, rows=tasks.rows)
@@ -257,11 +264,12 @@ class Comparison:
         return self._derivatives(losses, list(starts.values()))
 
     def _derivatives(self, losses: Tensor, starts: list[Tensor]) -> Derivatives:
-        grads = _gradients(losses.sum(), starts, create_graph=self.order == 2)
+        variables = [*starts, *self._shared()]
+        grads = _gradients(losses.sum(), variables, create_graph=self.order == 2)
         found = {"losses": [losses], "gradients": grads}
         if self.order == 2:
-            norm = torch.stack([gradient.square().sum() for gradient in grads]).sum()
-            found["second derivatives"] = _gradients(norm, starts) if norm.requires_grad else []
+            norm = torch.stack([gradient.square().sum() for gradient in grads[: len(starts)]]).sum()
+            found["second derivatives"] = _gradients(norm, variables) if norm.requires_grad else []
         return found
 
 

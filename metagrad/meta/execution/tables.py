@@ -18,8 +18,15 @@ from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
-def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[str, ...]:
-    """Refuse tables that are not adapted, and hyper-parameters for each row; return the names MAML uses."""
+def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Params) -> tuple[str, ...]:
+    """Refuse tables that are not adapted, and hyper-parameters for each row; return the names MAML uses.
+
+    Args:
+        model: The model.
+        sparse: The names of tables.
+        rule: The inner rule.
+        params: The parameters that adapt.
+    """
     tables = find_tables("MAML(..., sparse)", model, sparse)
     for name, table in tables.items():
         if not table.requires_grad:
@@ -29,6 +36,12 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule) -> tuple[s
     _check_embeddings(model, tables)
     chosen = {id(table) for table in tables.values()}
     names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
+    for name in names:
+        if name not in params:
+            raise ValueError(
+                f"MAML(..., adapt, sparse): {name!r} is not among the parameters that adapt, {list(params)}. Leave "
+                "it out of sparse, or let it adapt."
+            )
     for mapping in _mappings(rule):
         for name in names:
             value = mapping.get(name)
@@ -122,7 +135,7 @@ class AdaptedTables:
         """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
         model = self.inner.objective.model
         wanted = find_rows(model, tuple(self.rows), [x], self.chunk)
-        start: Params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        start: Params = {name: p for name, p in model.named_parameters() if name in params}
         resting = self.inner.resting(start, self.used, wanted)
         values = {
             name: _chosen(rows, self.rows[name], params[name], resting[name]) for name, rows in wanted.items()

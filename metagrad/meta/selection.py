@@ -1,0 +1,98 @@
+"""Which parameters of a model adapt to a task: by name, by pattern, by module, or as a predicate says."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import nn
+
+Adapt: TypeAlias = "str | nn.Module | Sequence[str | nn.Module] | Callable[[str, nn.Parameter], bool] | None"
+"""Names, patterns and modules, or a predicate of a name and a parameter; None for all."""
+
+_CALL = "MAML(..., adapt)"
+
+
+def select_parameters(model: nn.Module, adapt: Adapt, trained: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters that adapt, in the order of the model.
+
+    A tied parameter has all of its names: it adapts where one of them is chosen, and does not where one is excluded.
+
+    Args:
+        model: The model.
+        adapt: What :class:`MAML` takes.
+        trained: The parameters of the model that require grad.
+
+    Raises:
+        ValueError: A part of ``adapt`` matches none of them, or all parts together leave none.
+        TypeError: ``adapt`` is something else.
+    """
+    if adapt is None:
+        return list(trained)
+    if callable(adapt) and not isinstance(adapt, nn.Module):
+        chosen = [name for name, parameter in trained.items() if adapt(name, parameter)]
+    else:
+        chosen = _chosen(model, _terms(adapt), list(trained))
+    if not chosen:
+        raise ValueError(f"{_CALL}: chooses none of the parameters that require grad: {list(trained)}.")
+    return chosen
+
+
+def _terms(adapt: object) -> list[str | nn.Module]:
+    """Return the parts of ``adapt``."""
+    terms = [adapt] if isinstance(adapt, (str, nn.Module)) else adapt
+    if not isinstance(terms, Collection) or not all(isinstance(t, (str, nn.Module)) for t in terms):
+        raise TypeError(
+            f"{_CALL}: expected None, a name, a pattern such as 'head.*' or '!head.*', a module of the model, a list "
+            f"of these, or a predicate (name, parameter) -> bool, got {adapt!r}."
+        )
+    return list(terms)
+
+
+def _chosen(model: nn.Module, terms: list[str | nn.Module], trained: list[str]) -> list[str]:
+    names = _all_names(model)
+    # Where all parts exclude, they do so from everything.
+    chosen = set(trained) if terms and all(map(_is_excluding, terms)) else set[str]()
+    excluded = set[str]()
+    for term in terms:
+        (excluded if _is_excluding(term) else chosen).update(_matching(model, term, names, trained))
+    return [name for name in trained if name in chosen - excluded]
+
+
+def _is_excluding(term: str | nn.Module) -> bool:
+    return isinstance(term, str) and term.startswith("!")
+
+
+def _matching(
+    model: nn.Module, term: str | nn.Module, names: Mapping[str, list[str]], trained: list[str]
+) -> set[str]:
+    """Return the parameters that a name, a pattern or a module stands for; refuse one that stands for none."""
+    if isinstance(term, nn.Module):
+        own = {id(p) for p in term.parameters()}
+        every = {name for name, p in model.named_parameters() if id(p) in own}
+        shown = f"the module {type(term).__name__}"
+    else:
+        pattern, shown = term.removeprefix("!"), repr(term)
+        every = {name for name, aliases in names.items() if any(_matches(pattern, a) for a in aliases)}
+    found = every.intersection(trained)
+    if not found:
+        why = "does not require grad" if every else "is no parameter of the model"
+        raise ValueError(
+            f"{_CALL}: what {shown} stands for {why}. The parameters that require grad are {trained}."
+        )
+    return found
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Say whether a pattern is a name, a module that the name lies in, or matches the name."""
+    return name.startswith(f"{pattern}.") or name == pattern or fnmatch.fnmatchcase(name, pattern)
+
+
+def _all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter by its first."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    names: dict[str, list[str]] = {name: [] for name in first.values()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[first[id(p)]].append(name)
+    return names

@@ -1,0 +1,330 @@
+"""Which parameters adapt: by name, by pattern, by module, by predicate; the others are shared by all tasks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+
+rules = mg.optim.rules
+
+
+class Net(nn.Module):
+    """A body and a head, with no chain that could be seen, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head((self.scale * self.body(x)).tanh())
+
+
+class Loss(nn.Module):
+    """A loss with a parameter, which is learned but not adapted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, prediction, y):
+        return ((prediction - y).square() + 0.1).pow(self.power).mean()
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def maml_of(model, adapt, loss_fn=F.mse_loss, **options):
+    return mg.MAML(
+        model, loss_fn, inner=rules.sgd(lr=0.3), **{"steps": 2, "task_chunk": None, **options}, adapt=adapt
+    )
+
+
+HEAD = ["head.weight", "head.bias"]
+BODY = ["scale", "body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"]
+CHOICES = {
+    "all": (lambda model: None, [*BODY, *HEAD]),
+    "a parameter": (lambda model: "head.weight", HEAD[:1]),
+    "a module's name": (lambda model: "head", HEAD),
+    "a pattern": (lambda model: "head.*", HEAD),
+    "all but a pattern": (lambda model: "!head.*", BODY),
+    "all but a module's name": (lambda model: ["!head"], BODY),
+    "several": (lambda model: ("head.*", "body.2", "!*.bias"), ["body.2.weight", "head.weight"]),
+    "a module": (lambda model: model.body[2], BODY[3:]),
+    "modules and names": (lambda model: [model.head, "scale"], ["scale", *HEAD]),
+    "a predicate": (lambda model: lambda name, p: p.ndim == 1 and "body" not in name, ["scale", "head.bias"]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_what_adapts(choice, regression):
+    make, expected = CHOICES[choice]
+    model = net()
+    adapted = maml_of(model, make(model)).adapt(regression.support)
+    assert list(adapted.params) == expected
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bias = nn.Linear(3, 3, bias=False), nn.Parameter(torch.zeros(3))
+        self.out = nn.Linear(3, 3)
+        self.out.weight = self.table.weight
+
+    def forward(self, x):
+        return self.out(self.table(x).tanh() + self.bias)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "expected"),
+    [
+        ("out.weight", ["table.weight"]),
+        ("out", ["table.weight", "out.bias"]),
+        ("!out", ["bias"]),
+        ("!out.weight", ["bias", "out.bias"]),
+    ],
+)
+def test_a_tied_parameter_has_all_of_its_names(adapt, expected):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 3)
+    assert list(maml_of(Tied(), adapt).adapt((x, x)).params) == expected
+
+
+ERRORS = {
+    "no parameter": ("haed.*", ValueError, r"'haed\.\*' stands for is no parameter.*'head\.weight'"),
+    "one of several": (["head", "hand"], ValueError, "'hand' stands for is no parameter"),
+    "nothing to leave out": ("!hand", ValueError, "'!hand' stands for is no parameter"),
+    "frozen": ("body.0.*", ValueError, "does not require grad"),
+    "nothing left": ("!*", ValueError, "chooses none of the parameters"),
+    "no names": ([], ValueError, "chooses none of the parameters"),
+    "a predicate of nothing": (lambda name, p: False, ValueError, "chooses none of the parameters"),
+    "another module": (nn.Linear(4, 3), ValueError, "the module Linear stands for is no parameter"),
+    "a number": (3, TypeError, "expected None, a name"),
+    "numbers": ([3], TypeError, "expected None, a name"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_refused(case):
+    adapt, error, message = ERRORS[case]
+    model = net()
+    model.body[0].requires_grad_(False)
+    with pytest.raises(error, match=message):
+        maml_of(model, adapt)
+
+
+def test_the_attribute_may_be_assigned(regression):
+    model = net()
+    maml = maml_of(model, None)
+    maml.adapted = model.head
+    names = list(maml.state_dict())
+    assert names == [f"model.{name}" for name in model.state_dict()]
+    assert list(maml.adapt(regression.support).params) == HEAD
+    for copied in (copy.deepcopy(maml), pickle.loads(pickle.dumps(maml))):
+        assert list(copied.adapt(regression.support).params) == HEAD
+        assert copied.adapted[0] is copied.model.head
+    maml.adapted = "body.2"
+    assert list(maml.adapt(regression.support).params) == BODY[3:]
+    maml.adapted = "none"
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        maml(regression)
+
+
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, Loss()], ids=["mse", "learned loss"])
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "64KiB", "auto"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("order", [1, 2])
+def test_shared_parameters_get_the_gradient_of_a_plain_loop(
+    textbook, regression, order, task_chunk, memory, loss_fn
+):
+    model = net()
+    maml = maml_of(
+        model, ["head", "body.0.weight"], loss_fn, order=order, memory=memory, task_chunk=task_chunk
+    )
+    names = ["body.0.weight", *HEAD]
+    expected = textbook(model, loss_fn, regression, lr=0.3, steps=2, order=order, names=names)
+    out = maml(regression)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-9, atol=1e-12)
+    variables = list(maml.parameters())
+    wanted = torch.autograd.grad(expected.mean(), variables, retain_graph=True)
+    found = torch.autograd.grad(out.loss, variables)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_chain_with_blocks(textbook, regression, task_chunk):
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    maml = maml_of(model, "2.*", memory="block", task_chunk=task_chunk)
+    expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=["2.weight", "2.bias"])
+    variables = list(model.parameters())
+    found = torch.autograd.grad(maml(regression).loss, variables)
+    wanted = torch.autograd.grad(expected.mean(), variables)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_functional_call_reaches_shared_parameters(textbook, regression, task_chunk, memory):
+    maml = maml_of(net(), "head", task_chunk=task_chunk, memory=memory)
+    model = net()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    values = {f"model.{name}": p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    loss = functional_call(maml, values, (regression,)).loss
+    expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=HEAD)
+    found = torch.autograd.grad(loss, list(values.values()))
+    wanted = torch.autograd.grad(expected.mean(), [p for _, p in model.named_parameters()])
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    if memory == "full":
+        of_transform = torch.func.grad(lambda v: functional_call(maml, v, (regression,)).loss)(values)
+        torch.testing.assert_close(list(of_transform.values()), list(wanted), rtol=1e-9, atol=1e-12)
+
+
+class Adapts(nn.Module):
+    """Calls `adapt`, so that other values of parameters are gone when the adapted model is called."""
+
+    def __init__(self, maml) -> None:
+        super().__init__()
+        self.maml = maml
+
+    def forward(self, support):
+        return self.maml.adapt(support)
+
+
+def test_an_adapted_model_keeps_what_is_shared(regression):
+    maml = maml_of(net(), "head")
+    values = {name: p.detach() * 1.1 for name, p in Adapts(maml).named_parameters()}
+    adapted = functional_call(Adapts(maml), values, (regression.support,))
+    other = net()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.1)
+    expected = maml_of(other, "head").adapt(regression.support)(regression.query.x)
+    torch.testing.assert_close(adapted(regression.query.x), expected)
+    torch.testing.assert_close(
+        functional_call(maml, dict(maml.named_parameters()), (regression,)).loss, maml(regression).loss
+    )
+
+
+class Rooted(nn.Module):
+    """A body whose gradient is infinite where its input is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(2))
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head((x + self.shift).abs().sqrt())
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_gradients_of_shared_parameters_are_looked_at(textbook, regression, task_chunk):
+    torch.manual_seed(0)
+    model = Rooted().double()
+    x = regression.support.x.clone()
+    x[2, 1] = 0.0
+    batch = Batch(Examples(x, regression.support.y), regression.query)
+    maml = maml_of(model, "head", task_chunk=task_chunk)
+    with pytest.raises(FloatingPointError, match="meta-gradient of task 2 is not finite"):
+        maml(batch).loss.backward()
+    maml = maml_of(model, "head", task_chunk=task_chunk, nonfinite="skip")
+    out = maml(batch)
+    found = torch.autograd.grad(out.loss, list(model.parameters()))
+    assert out.skipped.tolist() == [False, False, True, False]
+    kept = torch.tensor([0, 1, 3])
+    others = Batch(
+        Examples(x[kept], batch.support.y[kept]), Examples(batch.query.x[kept], batch.query.y[kept])
+    )
+    expected = textbook(model, F.mse_loss, others, lr=0.3, steps=2, names=HEAD).sum() / 4
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(9, 3), nn.Embedding(9, 3)
+        self.mix = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids):
+        return self.head(self.mix(self.table(ids) + self.other(ids).sin()).tanh())
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_tables_of_which_rows_adapt_beside_what_is_shared(textbook, task_chunk):
+    torch.manual_seed(0)
+    model = Words().double()
+    ids, y = torch.randint(0, 9, (3, 4)), torch.randn(3, 4, 2, dtype=torch.float64)
+    batch = Batch(Examples(ids, y), Examples(ids.flip(1) // 2, y))
+    chosen = ["table.weight", "head.weight", "head.bias"]
+    maml = maml_of(model, chosen, sparse=["table.weight"], task_chunk=task_chunk)
+    expected = textbook(model, F.mse_loss, batch, lr=0.3, steps=2, names=chosen)
+    out = maml(batch)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-9, atol=1e-12)
+    variables = list(model.parameters())
+    wanted = torch.autograd.grad(expected.mean(), variables)
+    found = torch.autograd.grad(out.loss, variables)
+    found = [g.to_dense() if isinstance(g, mg.sparse.RowSparse) else g for g in found]
+    torch.testing.assert_close(found, list(wanted), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(maml.adapt(batch.support)(batch.query.x), out.query_outputs)
+    with pytest.raises(ValueError, match=r"'other\.weight' is not among the parameters that adapt"):
+        maml_of(model, chosen, sparse=["other.weight"])
+
+
+def test_a_defect_of_vmap_concerns_shared_parameters(textbook, regression):
+    """The gradient of what `torch.select_scatter` writes is lost by torch.vmap: here, that of a shared parameter."""
+
+    class Scatter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+            self.head = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.head(LostUnderVmap.apply(x, self.scale))
+
+    torch.manual_seed(0)
+    model = Scatter().double()
+    maml = maml_of(model, "head")
+    with pytest.warns(UserWarning, match="by torch.vmap are not those of one task after the other"):
+        out = maml(regression)
+    expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=HEAD)
+    variables = list(model.parameters())
+    wanted, found = (torch.autograd.grad(v, variables) for v in (expected.mean(), out.loss))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+
+class LostUnderVmap(torch.autograd.Function):
+    """A product whose gradient in the factor is lost under torch.vmap."""
+
+    @staticmethod
+    def forward(x, scale):
+        return x * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum()
+
+    @staticmethod
+    def vmap(info, in_dims, x, scale):
+        return x * scale.detach(), 0
