@@ -3,5 +3,16 @@
 from metagrad.models.conv4 import Conv4
 from metagrad.models.mlp import MLP
 from metagrad.models.norms import batch_norm, composite_norms, instance_norm, layer_norm
+from metagrad.models.resnet12 import ResNet12
+from metagrad.models.transformer import Transformer
 
-__all__ = ["MLP", "Conv4", "batch_norm", "composite_norms", "instance_norm", "layer_norm"]
+__all__ = [
+    "MLP",
+    "Conv4",
+    "ResNet12",
+    "Transformer",
+    "batch_norm",
+    "composite_norms",
+    "instance_norm",
+    "layer_norm",
+]

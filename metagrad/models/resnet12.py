@@ -1,0 +1,104 @@
+"""The twelve-layer residual network of few-shot image classification."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.models.conv4 import NORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+SLOPE = 0.1  # of the leaky ReLU for negative inputs
+
+
+class ResNet12(nn.Module):
+    r"""Classify images by four residual blocks of three 3x3 convolutions, each of which halves the image.
+
+    .. math:: y = \mathrm{pool}(\sigma(N(C_3\,\sigma(N(C_2\,\sigma(N(C_1 x)))))) + N(C_0 x)))
+
+    with 1x1 convolutions :math:`C_0` and leaky ReLUs :math:`\sigma` of slope 0.1; a linear layer sees the mean of the
+    features over space. There is no DropBlock, which would draw other masks whenever a step is recomputed.
+
+    Args:
+        ways: Number of classes.
+        in_channels: Channels of an image.
+        widths: Filters of each block: of Lee et al. by default, `(64, 128, 256, 512)` of Oreshkin et al., and a
+            quarter of that is enough for Omniglot.
+        norm: As of :class:`Conv4`: `"batch"` (by the statistics of the batch at hand, transductive), `"group"` or
+            `"none"`.
+
+    It is differentiable twice and runs under `torch.vmap`, as :class:`Conv4` does; what is said there of third
+    derivatives through batch normalisation holds here.
+
+    Raises:
+        ValueError: For sizes below one, no widths, or an unknown norm.
+
+    Examples:
+        >>> import torch
+        >>> model = ResNet12(5, widths=(8, 16, 32, 64))
+        >>> model(torch.zeros(10, 1, 28, 28)).shape
+        torch.Size([10, 5])
+        >>> sum(p.numel() for p in ResNet12(5, in_channels=3).parameters())
+        12427525
+
+    References:
+        Oreshkin et al., TADAM: Task dependent adaptive metric for improved few-shot learning, 2018.
+        Lee, Maji, Ravichandran, Soatto, Meta-Learning with Differentiable Convex Optimization, 2019, section 4.1.
+    """
+
+    def __init__(
+        self,
+        ways: int,
+        in_channels: int = 1,
+        widths: Sequence[int] = (64, 160, 320, 640),
+        *,
+        norm: str = "batch",
+    ) -> None:
+        super().__init__()
+        if not widths or min(ways, in_channels, *widths) < 1:
+            raise ValueError(
+                f"ResNet12: ways, in_channels and all widths must be at least 1, got {ways}, {in_channels} and "
+                f"{list(widths)}."
+            )
+        if norm not in NORMS:
+            raise ValueError(f"ResNet12: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}.")
+        self.in_channels, self.least_size = in_channels, 2 ** len(widths)
+        self.blocks = nn.Sequential(*(_Block(a, b, norm) for a, b in pairwise([in_channels, *widths])))
+        self.head = nn.Linear(widths[-1], ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images [batch, in_channels, height, width] to logits [batch, ways].
+
+        Raises:
+            ValueError: When x has another shape, or is too small to be halved by every block.
+        """
+        if x.dim() != 4 or x.shape[1] != self.in_channels or min(x.shape[2:]) < self.least_size:
+            raise ValueError(
+                f"ResNet12(x): x must be [batch, {self.in_channels}, height, width], height and width at least "
+                f"{self.least_size}, got {list(x.shape)}."
+            )
+        return self.head(self.blocks(x).mean((-2, -1)))
+
+
+class _Block(nn.Module):
+    def __init__(self, in_channels: int, width: int, norm: str) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for channels in (in_channels, width, width):
+            layers += [
+                nn.Conv2d(channels, width, 3, padding=1, bias=False),
+                NORMS[norm](width),
+                nn.LeakyReLU(SLOPE),
+            ]
+        self.residual = nn.Sequential(*layers[:-1])
+        self.shortcut = nn.Sequential(nn.Conv2d(in_channels, width, 1, bias=False), NORMS[norm](width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(F.leaky_relu(self.residual(x) + self.shortcut(x), SLOPE), 2)
