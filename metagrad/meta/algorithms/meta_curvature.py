@@ -59,7 +59,8 @@ class MetaCurvature(MAML):
     ) -> None:
         super().__init__(model, loss_fn, inner=inner, steps=steps, **arguments)
         matrices = {
-            name: _identities(p, is_table=name in self.sparse) for name, p in self._cache.adapted().items()
+            name: _identities(p, is_table=name in self.sparse)
+            for name, p in self._adapted_parameters().items()
         }
         self.inner = chain(axis_products(matrices, psd=psd), inner)
 

@@ -58,8 +58,9 @@ class MetaSGD(MAML):
         if per not in PER:
             raise ValueError(f"MetaSGD(..., per): expected one of {', '.join(map(repr, PER))}, got {per!r}.")
         super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)
-        rule = sgd(lr=_rates(self._cache.adapted(), lr, per, steps))
-        self.sparse = check_tables(model, self.sparse, rule)
+        params = self._adapted_parameters()
+        rule = sgd(lr=_rates(params, lr, per, steps))
+        self.sparse = check_tables(model, self.sparse, rule, params)
         self.inner = rule
 
 

@@ -38,11 +38,11 @@ def perturbed(maml):
     return maml
 
 
-def textbook(maml, loss_fn, batch, step, *, steps, order):
+def textbook(maml, loss_fn, batch, step, *, steps, order, adapt):
     """The loop over tasks; ``step(t, name, gradient)`` is what is taken off a parameter."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
-        fast = dict(maml.model.named_parameters())
+        fast = {name: p for name, p in maml.model.named_parameters() if name.startswith(adapt)}
         for t in range(steps):
             loss = loss_fn(functional_call(maml.model, fast, (x,)), y)
             grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2)
@@ -105,9 +105,9 @@ WAYS = [
 ]
 
 
-def assert_is_the_textbook(maml, loss_fn, batch, step, steps=2, order=2):
+def assert_is_the_textbook(maml, loss_fn, batch, step, steps=2, order=2, adapt=""):
     wanted = list(maml.parameters())
-    expected = textbook(maml, loss_fn, batch, step, steps=steps, order=order)
+    expected = textbook(maml, loss_fn, batch, step, steps=steps, order=order, adapt=adapt)
     loss = maml(batch).loss
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
     got, reference = (torch.autograd.grad(value, wanted) for value in (loss, expected))
@@ -121,6 +121,14 @@ def test_meta_gradients_are_those_of_the_textbook(regression, name, options):
     make, more, step = ALGORITHMS[name]
     maml = make(net(), F.mse_loss, steps=2, **more, **options)
     assert_is_the_textbook(maml, F.mse_loss, regression, step(maml), order=options.get("order", 2))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_does_not_adapt_has_nothing_of_its_own(regression, name):
+    make, more, step = ALGORITHMS[name]
+    maml = make(net(), F.mse_loss, steps=2, adapt="2.*", **more)
+    assert not [key for key, _ in maml.named_parameters() if "inner" in key and "0_weight" in key]
+    assert_is_the_textbook(maml, F.mse_loss, regression, step(maml), adapt="2")
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
