@@ -50,7 +50,8 @@ class MetaOutput:
     """The outcome of a meta-batch; everything is differentiable with respect to the meta-parameters.
 
     Attributes:
-        loss: The meta-objective, a scalar: for MAML the mean query loss after adaptation.
+        loss: The meta-objective, a scalar: for MAML the mean query loss after adaptation, or of the
+            weighted sums of the query losses after each step.
         query_losses: The query loss of each task after adaptation, ``[tasks]``.
         query_outputs: The prediction for the query inputs after adaptation, ``[tasks, queries, ...]``; where the
             model returns anything but a tensor, that, with tensors ``[tasks, ...]``.

@@ -24,6 +24,13 @@ from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.objective.query_weights import (
+    QueryWeights,
+    check_query_weights,
+    count_before_the_last,
+    weighted,
+    weights_at,
+)
 from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.selection import Adapt, select_parameters
@@ -76,6 +83,11 @@ class MAML(nn.Module):
             up: the same result at a cost that does not depend on V, and the gradient of the table is a
             :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
             ones do. The model runs once more on each batch, to find the rows.
+        query_weights: What the query loss after each inner step counts in ``out.loss``, which is then their weighted
+            sum (multi-step loss): a sequence or a tensor with a weight for each of ``steps``, or a function of the
+            number of the step, from 0; None counts the last alone. A tensor may be learned. A call with another
+            number of steps than there are weights counts the last alone. With ``truncate``, losses after steps
+            that are taken as first-order MAML takes them pass their gradients on likewise.
         nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
@@ -88,9 +100,10 @@ class MAML(nn.Module):
             as it is, with one warning that says why.
 
     Raises:
-        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk`` or ``compile`` is
-            out of range; no parameter of the model requires grad; ``adapt`` names something that the model does not
-            have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each of its rows.
+        ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
+            ``query_weights`` is out of range; no parameter of the model requires grad; ``adapt`` names something that the
+            model does not have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each
+            of its rows.
         TypeError: ``model`` is not a module, ``adapt`` is of another type, or ``sparse`` is a string.
 
     Example:
@@ -122,6 +135,7 @@ class MAML(nn.Module):
         tolerance: float | None = None,
         task_chunk: int | None = None,
         sparse: Sequence[str] = (),
+        query_weights: QueryWeights | None = None,
         nonfinite: Nonfinite = "raise",
         compile: Compile = False,
     ) -> None:
@@ -136,6 +150,7 @@ class MAML(nn.Module):
         self.truncate = truncate
         self.tolerance = tolerance
         self.task_chunk = task_chunk
+        self.query_weights: QueryWeights | None = query_weights
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
         self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
@@ -188,8 +203,9 @@ class MAML(nn.Module):
         executor = self._executor(steps, tasks)
         results, skipped, _ = executor.run(tasks)
         assert isinstance(results, Evaluation)
-        losses, used, query_losses, predictions = results
-        counted = query_losses[~skipped] if self.nonfinite == "skip" else query_losses
+        losses, used, query_losses, predictions, path = results
+        judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
+        counted = judged[~skipped] if self.nonfinite == "skip" else judged
         return MetaOutput(counted.mean(), query_losses, restored(predictions), losses, used, skipped)
 
     def adapt(
@@ -251,6 +267,7 @@ class MAML(nn.Module):
             self.tolerance,
             chain(self.model, self.loss_fn) if is_block else None,
             self._cache.compiled,
+            judges_each=count_before_the_last(weights_at(self.query_weights, steps)),
         )
         return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)
 
@@ -271,6 +288,7 @@ class MAML(nn.Module):
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
         check_memory(self.memory, self._compile, self.sparse)
         check_ends(self.truncate, self.tolerance)
+        check_query_weights(self.query_weights, self.steps)
         check_nonfinite(self.nonfinite)
         if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
             self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)

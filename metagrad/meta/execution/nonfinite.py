@@ -39,21 +39,43 @@ def check_nonfinite(policy: object) -> None:
 
 
 def refuse_nonfinite(losses: Tensor, steps: int, name: str = "MAML") -> None:
-    """Raise for the first task and step whose loss, of ``[tasks, steps (and the query)]``, is NaN or infinite."""
+    """Raise for the first task whose losses are not all finite, and name the first step where one is not.
+
+    Args:
+        losses: Before each step; on the query examples after each step but the last, if these were computed; on the
+            query examples at the end, if there are any: ``[tasks, losses]``.
+        steps: The number of steps.
+        name: Of the algorithm.
+    """
     losses = losses.detach()
     if math.isfinite(losses.sum().item()):
         return
     finite = torch.isfinite(losses)
     if finite.all():
         return
-    task, step = (int(i) for i in (~finite).nonzero()[0])
-    where = f"at inner step {step}" if step < steps else "on its query examples, after the last step"
+    task = int((~finite).any(1).nonzero()[0])
+    places = _places(losses.shape[1], steps)
+    number = min((~finite[task]).nonzero().flatten().tolist(), key=lambda number: places[number].time)
     remedy = "Lower the inner learning rate, or look" if steps else "Look"
     raise FloatingPointError(
-        f"{name}: the loss of task {task} is {losses[task, step].item()} {where} (tasks and steps count from 0; "
-        f"{int((~finite).any(1).sum())} of {len(losses)} tasks are affected). {remedy} "
+        f"{name}: the loss of task {task} is {losses[task, number].item()} {places[number].words} (tasks and steps "
+        f"count from 0; {int((~finite).any(1).sum())} of {len(losses)} tasks are affected). {remedy} "
         'at the data of that task; with nonfinite="skip" such tasks are left out and counted.'
     )
+
+
+class _Place(NamedTuple):
+    """When a loss is computed, and how to say so."""
+
+    time: float
+    words: str
+
+
+def _places(num_losses: int, steps: int) -> list[_Place]:
+    on_query = "on its query examples, after"
+    places = [_Place(t, f"at inner step {t}") for t in range(steps)]
+    places += [_Place(t + 0.5, f"{on_query} inner step {t}") for t in range(num_losses - steps - 1)]
+    return [*places, _Place(steps, f"{on_query} the last step")]
 
 
 class LossCheck:

@@ -15,6 +15,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.blocks.block_gradient import block_gradient
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.compiled import unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
@@ -58,19 +59,23 @@ class Evaluation(NamedTuple):
     Attributes:
         losses: The support loss before each step, ``[tasks, steps]``.
         used: How many steps were taken, ``[tasks]``, int64.
-        query_losses: ``[tasks]``.
-        predictions: ``[tasks, queries, ...]``.
+        query_losses: After the last step, ``[tasks]``.
+        predictions: After the last step, ``[tasks, queries, ...]``.
+        path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` or None where the
+            last alone counts.
     """
 
     losses: Tensor
     used: Tensor
     query_losses: Tensor
     predictions: Nested
+    path: Tensor | None = None
 
     @property
     def all_losses(self) -> Tensor:
-        """Every loss that was computed, ``[tasks, steps and the query]``."""
-        return torch.cat([self.losses, self.query_losses.unsqueeze(1)], dim=1)
+        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss."""
+        path = [] if self.path is None else [self.path]
+        return torch.cat([self.losses, *path, self.query_losses.unsqueeze(1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class InnerLoop:
         chain: The model by blocks and its loss, where gradients are taken block by block.
         compiled: What has been compiled; None compiles nothing.
         stacked: Whether tasks have an axis of their own, in front.
+        judges_each: Whether query losses are computed after every step, and not after the last alone.
     """
 
     objective: Objective
@@ -100,6 +106,7 @@ class InnerLoop:
     chain: Chain | None = None
     compiled: CompiledMAML | None = None
     stacked: bool = False
+    judges_each: bool = False
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
         """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
@@ -111,7 +118,7 @@ class InnerLoop:
 
     def adapt(self, params: Params, tasks: Tasks) -> Adaptation:
         """Adapt to support examples."""
-        adapted, losses, used = self.run(params, tasks)
+        adapted, losses, used, _ = self.run(params, tasks)
         rows = tasks.rows
         if not self.stacked:
             adapted, rows = with_task_axis((adapted, rows))
@@ -119,16 +126,18 @@ class InnerLoop:
 
     def evaluate(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Evaluation:
         """Adapt to support examples, and compute the loss of query examples; takes what :meth:`run` does."""
-        adapted, losses, used = self.run(params, tasks, rule)
+        adapted, losses, used, path = self.run(params, tasks, rule)
         loss: Loss = self._loss(tasks)
         if self.compiled is not None:
             loss = functools.partial(self.compiled.query_loss, loss)
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         query_losses, predictions = query if self.stacked else with_task_axis(query)
-        return Evaluation(losses, used, query_losses, predictions)
+        return Evaluation(losses, used, query_losses, predictions, path)
 
-    def run(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> tuple[Params, Tensor, Tensor]:
+    def run(
+        self, params: Params, tasks: Tasks, rule: Rule | None = None
+    ) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Take the steps; differentiable where grad mode is on.
 
         Args:
@@ -137,32 +146,38 @@ class InnerLoop:
             rule: The rule with other hyper-parameters, as compiled code is handed it.
 
         Returns:
-            Adapted parameters, losses ``[tasks, steps]`` and numbers of steps taken ``[tasks]``.
+            Adapted parameters, losses ``[tasks, steps]``, numbers of steps taken ``[tasks]``, and query losses on
+            the way ``[tasks, steps - 1]``, or ``[tasks, 0]``.
         """
         count = num_tasks(tasks.support_x) if self.stacked else None
         start = start_values(params, tasks.rows, count)
         first_param = next(iter(start.values()))
         used = torch.zeros(() if count is None else (count,), dtype=torch.int64, device=first_param.device)
         if self.steps == 0:
-            return start, first_param.new_zeros((used.numel(), 0)), used.reshape(-1)
+            none = first_param.new_zeros((used.numel(), 0))
+            return start, none, used.reshape(-1), none
         _refuse_inference_mode()
         if self.compiled is not None:
             rule = self.compiled.rule(self.rule, start, self.steps)
-        loss, x, y = self._loss(tasks), tasks.support_x, tasks.support_y
-        state, args = (start, self.rule.init(start), used), (x, y) if rule is None else (x, y, rule)
-        first, collected = self.steps - self.num_differentiated, []
+        judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
+        args = _arguments(tasks, rule, judged)
+        loss, state = self._loss(tasks), (start, self.rule.init(start), used)
+        first, reports = self.steps - self.num_differentiated, []
         if first:
-            with torch.no_grad():
-                state, losses = self._loop(self._step(loss, keep_graph=False), range(first))(state, *args)
-            state = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
-            state = (with_history_of(start, state[0]), *state[1:])
-            collected.append(losses)
+            step = self._step(loss, keep_graph=False, passes_on=judged)
+            with contextlib.nullcontext() if judged else torch.no_grad():
+                state, report = self._loop(step, range(first))(state, *args)
+            reports.append(report)
+            if not judged:
+                state = _constant(state)
+                state = (with_history_of(start, state[0]), *state[1:])
         if first < self.steps:
             step = self._step(loss, keep_graph=torch.is_grad_enabled())
-            state, losses = self._loop(step, range(first, self.steps))(state, *args)
-            collected.append(losses)
+            state, report = self._loop(step, range(first, self.steps))(state, *args)
+            reports.append(report)
         params, _, used = state
-        return params, torch.cat(collected).reshape(self.steps, used.numel()).t(), used.reshape(-1)
+        losses, path = _columns(reports, used.numel(), judged)
+        return params, losses, used.reshape(-1), path
 
     @property
     def num_differentiated(self) -> int:
@@ -198,7 +213,7 @@ class InnerLoop:
         objective = replace(self.objective, rows=tasks.rows)
         return objective.stacked if self.stacked else objective.single
 
-    def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple, Tensor]]:
+    def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple, Tree]]:
         """Return what runs the steps, given a state and arguments: traced, eager, or of a compiled step."""
         if torch.compiler.is_compiling():
             return functools.partial(_traced, step, times)
@@ -211,23 +226,46 @@ class InnerLoop:
             compiled, step, state, args, times, memory, owner=compiled, around=around
         )
 
-    def _step(self, loss: Loss, keep_graph: bool) -> Step:
+    def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
+        """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
         create_graph = self.order == 2 and keep_graph
 
         def step(
-            state: tuple, t: int, x: Nested, y: Nested, rule: Rule | None = None
-        ) -> tuple[tuple, Tensor]:
+            state: tuple,
+            t: int,
+            x: Nested,
+            y: Nested,
+            rule: Rule | None = None,
+            query: tuple[Nested, Nested] | None = None,
+        ) -> tuple[tuple, Tree]:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
                 losses, grads, curvature = self._gradients(loss, params, x, y, create_graph, t)
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
+                if passes_on:
+                    moved = _constant(moved)
+                    moved = (with_history_of(params, moved[0]), *moved[1:])
                 if self.tolerance is None:
-                    return (*moved, used + 1), losses
-                active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
-                return (*where_active(active, moved, (params, rule_state)), used + active), losses
+                    new = (*moved, used + 1)
+                else:
+                    active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
+                    new = (*where_active(active, moved, (params, rule_state)), used + active)
+                if query is None:
+                    return new, losses
+                return new, (losses, self._query_losses(loss, new[0], losses, t, *query))
 
         return step
+
+    def _query_losses(
+        self, loss: Loss, params: Params, losses: Tensor, t: int, x: Nested, y: Nested
+    ) -> Tensor:
+        """Return the query loss after a step; after the last one :meth:`evaluate` computes it, with predictions."""
+        if not isinstance(t, Tensor) and t == self.steps - 1:
+            return torch.zeros_like(losses)
+        if self.chain is not None:
+            return checkpoint(lambda *args: loss(*args)[0], params, x, y)
+        return loss(params, x, y)[0]
 
     def _gradients(
         self, loss: Loss, params: Params, x: Nested, y: Nested, create_graph: bool, t: int
@@ -284,18 +322,40 @@ def _refuse_inference_mode() -> None:
         )
 
 
-def _traced(step: Step, times: range, state: tuple, *args: object) -> tuple[tuple, Tensor]:
+def _traced(step: Step, times: range, state: tuple, *args: object) -> tuple[tuple, Tree]:
     """Run the loop as part of a graph; what :func:`metagrad.unroll` looks at has been looked at before."""
-    collected = []
+    collected, report = [], None
     for t in times:
-        state, losses = step(state, t, *args)
-        collected.append(losses)
-    return state, torch.stack(collected)
+        state, report = step(state, t, *args)
+        collected.append(report)
+    if isinstance(report, Tensor):
+        return state, torch.stack(collected)
+    return state, tuple(torch.stack(column) for column in zip(*collected, strict=True))
 
 
 def _from(step: Step, first: int) -> Step:
     """Count the steps of a loop from a number on."""
     return lambda state, t, *args: step(state, first + t, *args)
+
+
+def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple:
+    """Return what steps take beside their state."""
+    args = (tasks.support_x, tasks.support_y)
+    if judged:
+        return (*args, rule, (tasks.query_x, tasks.query_y))
+    return args if rule is None else (*args, rule)
+
+
+def _columns(reports: list, num_tasks: int, judged: bool) -> tuple[Tensor, Tensor]:
+    """Return the losses ``[tasks, steps]``, and the query losses after each step but the last."""
+    parts = list(zip(*reports, strict=True)) if judged else [reports]
+    losses, *query = (torch.cat(part).reshape(-1, num_tasks).t() for part in parts)
+    return losses, query[0][:, :-1] if query else losses.new_zeros((num_tasks, 0))
+
+
+def _constant(state: tuple) -> tuple:
+    """Cut every tensor of a state from its graph."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
 
 
 def with_history_of(starts: Params, values: Params) -> Params:
