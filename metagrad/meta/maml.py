@@ -101,9 +101,9 @@ class MAML(nn.Module):
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
-            ``query_weights`` is out of range; no parameter of the model requires grad; ``adapt`` names something that the
-            model does not have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each
-            of its rows.
+            ``query_weights`` is out of range; no parameter of the model requires grad; ``adapt`` names something
+            that the model does not have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a
+            value for each of its rows.
         TypeError: ``model`` is not a module, ``adapt`` is of another type, or ``sparse`` is a string.
 
     Example:

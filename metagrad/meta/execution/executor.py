@@ -99,7 +99,7 @@ class TaskExecutor:
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
         run = inner.adapt if tasks.query_x is None else inner.evaluate
         run = run if inner.compiled is None else functools.partial(_compiled, inner)
-        return concatenated([run(params, part) for part in parts])
+        return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
         """Compute a task eagerly, with all graphs, and leave buffers as they were."""
