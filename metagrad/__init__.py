@@ -4,7 +4,7 @@ from metagrad import autograd, curvature, memory, meta, models, optim, sparse, t
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
-from metagrad.meta import MAML, MetaCurvature, MetaSGD
+from metagrad.meta import MAML, MetaCurvature, MetaSGD, ProtoMAML
 
 __version__ = "0.1.0"
 
@@ -13,6 +13,7 @@ __all__ = [
     "MemoryTracker",
     "MetaCurvature",
     "MetaSGD",
+    "ProtoMAML",
     "autograd",
     "checkpoint",
     "curvature",

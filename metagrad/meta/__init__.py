@@ -3,6 +3,8 @@
 from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
+from metagrad.meta.algorithms.proto_maml import ProtoMAML
+from metagrad.meta.inner.prototypes import Prototypes
 from metagrad.meta.maml import MAML
 
 __all__ = [
@@ -12,4 +14,6 @@ __all__ = [
     "MetaCurvature",
     "MetaOutput",
     "MetaSGD",
+    "ProtoMAML",
+    "Prototypes",
 ]

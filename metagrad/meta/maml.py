@@ -24,6 +24,7 @@ from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.inner.start import Start, own_start
 from metagrad.meta.objective.query_weights import (
     QueryWeights,
     check_query_weights,
@@ -79,6 +80,12 @@ class MAML(nn.Module):
         tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
             this; ``out.steps`` counts the steps that each task took.
         task_chunk: How many tasks run together; None means all, 1 is a loop.
+        start: What some parameters start from in each task, instead of the value of the meta-parameter: a mapping of
+            names or patterns (``"head.*"``) to ``"zeros"``, or to a function of ``(model, x, y)``, the model at the
+            meta-parameters and the support examples of one task, that returns the value of the parameter, or
+            several by name; or one such function for all, as :class:`metagrad.meta.Prototypes` is. The
+            meta-gradient goes through what it computes, also with ``order=1`` or ``truncate``. Several tasks are
+            computed by ``torch.vmap``. One that is a module is a part of this one, and its parameters are learned.
         sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
             up: the same result at a cost that does not depend on V, and the gradient of the table is a
             :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
@@ -102,9 +109,9 @@ class MAML(nn.Module):
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
             ``query_weights`` is out of range; no parameter of the model requires grad; ``adapt`` names something
-            that the model does not have; a name in ``sparse`` is not a table that is adapted, or ``inner`` has a
-            value for each of its rows.
-        TypeError: ``model`` is not a module, ``adapt`` is of another type, or ``sparse`` is a string.
+            that the model does not have; a name in ``start`` is none that is adapted, or a table in ``sparse``; a
+            name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each of its rows.
+        TypeError: ``model`` is not a module, ``adapt`` or ``start`` is of another type, or ``sparse`` is a string.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -134,6 +141,7 @@ class MAML(nn.Module):
         truncate: int | None = None,
         tolerance: float | None = None,
         task_chunk: int | None = None,
+        start: Start | None = None,
         sparse: Sequence[str] = (),
         query_weights: QueryWeights | None = None,
         nonfinite: Nonfinite = "raise",
@@ -151,11 +159,13 @@ class MAML(nn.Module):
         self.tolerance = tolerance
         self.task_chunk = task_chunk
         self.query_weights: QueryWeights | None = query_weights
+        self.start = start
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
         self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
         self.sparse = check_tables(model, sparse, inner, self._adapted_parameters())
         self._check()
+        own_start(start, model, self._adapted_parameters(), self.sparse)
         if memory == "block":
             chain(model, loss_fn)
         self.inner = inner
@@ -254,6 +264,9 @@ class MAML(nn.Module):
         refuse_transforms(list(params.values()))
         if self.sparse:
             self.sparse = check_tables(self.model, self.sparse, rule, params)
+        start = own_start(self.start, self.model, params, self.sparse)
+        if start is not None:
+            start.check(self.model, tasks)
         is_block = self.memory == "block"
         if is_block and not tasks.are_tensors:
             raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
@@ -267,6 +280,7 @@ class MAML(nn.Module):
             self.tolerance,
             chain(self.model, self.loss_fn) if is_block else None,
             self._cache.compiled,
+            start=start,
             judges_each=count_before_the_last(weights_at(self.query_weights, steps)),
         )
         return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)

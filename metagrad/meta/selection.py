@@ -51,12 +51,11 @@ def _terms(adapt: object) -> list[str | nn.Module]:
 
 
 def _chosen(model: nn.Module, terms: list[str | nn.Module], trained: list[str]) -> list[str]:
-    names = _all_names(model)
     # Where all parts exclude, they do so from everything.
     chosen = set(trained) if terms and all(map(_is_excluding, terms)) else set[str]()
     excluded = set[str]()
     for term in terms:
-        (excluded if _is_excluding(term) else chosen).update(_matching(model, term, names, trained))
+        (excluded if _is_excluding(term) else chosen).update(parameters_of(_CALL, model, term, trained))
     return [name for name in trained if name in chosen - excluded]
 
 
@@ -64,22 +63,34 @@ def _is_excluding(term: str | nn.Module) -> bool:
     return isinstance(term, str) and term.startswith("!")
 
 
-def _matching(
-    model: nn.Module, term: str | nn.Module, names: Mapping[str, list[str]], trained: list[str]
+def parameters_of(
+    call: str, model: nn.Module, term: str | nn.Module, trained: Collection[str], kind: str = "require grad"
 ) -> set[str]:
-    """Return the parameters that a name, a pattern or a module stands for; refuse one that stands for none."""
+    """Return the parameters that a name, a pattern or a module stands for.
+
+    Args:
+        call: What errors begin with.
+        model: The model.
+        term: The name, pattern or module.
+        trained: The names of the parameters that it may stand for.
+        kind: What these do.
+
+    Raises:
+        ValueError: It stands for none of them.
+    """
     if isinstance(term, nn.Module):
         own = {id(p) for p in term.parameters()}
         every = {name for name, p in model.named_parameters() if id(p) in own}
         shown = f"the module {type(term).__name__}"
     else:
         pattern, shown = term.removeprefix("!"), repr(term)
-        every = {name for name, aliases in names.items() if any(_matches(pattern, a) for a in aliases)}
+        names = _all_names(model).items()
+        every = {name for name, aliases in names if any(_matches(pattern, a) for a in aliases)}
     found = every.intersection(trained)
     if not found:
-        why = "does not require grad" if every else "is no parameter of the model"
+        why = f"does not {kind}" if every else "is no parameter of the model"
         raise ValueError(
-            f"{_CALL}: what {shown} stands for {why}. The parameters that require grad are {trained}."
+            f"{call}: what {shown} stands for {why}. The parameters that {kind} are {list(trained)}."
         )
     return found
 

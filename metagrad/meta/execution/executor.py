@@ -113,13 +113,15 @@ class TaskExecutor:
         if self.inner.chain is not None:
             return 1
         objective, order = self.inner.objective, self.inner.order
-        return self.stacking.chunk_size(Comparison(objective, self.params, tasks, self.sparse, order))
+        start = self.inner.start
+        return self.stacking.chunk_size(Comparison(objective, self.params, tasks, self.sparse, order, start))
 
     @property
     def _modules(self) -> list[nn.Module]:
-        """The model, and beside it the loss, if it is a module: its parameters are not adapted, but learned."""
-        objective = self.inner.objective
-        return [part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)]
+        """The model, and beside it a loss and a start that are modules: their parameters are learned alone."""
+        objective, start = self.inner.objective, self.inner.start
+        modules = [part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)]
+        return modules if start is None else [*modules, *start.modules]
 
 
 def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
@@ -148,6 +150,10 @@ def _refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
         )
     if needs_curvature(inner.rule, 0):
         raise UncompilableError("its rule asks for curvature, which is taken from the tape")
+    if inner.compiled is not None and inner.compiled.options.whole and inner.start and inner.start.functions:
+        raise UncompilableError(
+            "start= calls a function, which belongs to no graph of a meta-batch (compile=True takes it)"
+        )
     refuse_model(inner.objective.model, tasks.rows)
     if not tasks.are_tensors:
         raise UncompilableError("inputs or targets are not single tensors")

@@ -9,6 +9,7 @@ values, gradients or gradients of gradients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -24,6 +25,7 @@ from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.meta.execution.tables import find_rows
+from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.task_loss import Objective
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import NotStackableError
@@ -68,7 +70,7 @@ class Stacking:
         count = comparison.tasks.count
         if count == 1 or self.task_chunk == 1 or self._must_loop:
             return 1
-        structure = _structure(comparison.objective.model)
+        structure = _structure(comparison.objective.model), comparison.functions
         if structure not in self._stackable:
             if len(self._stackable) == _MOST_STRUCTURES:
                 self._stackable.clear()
@@ -200,6 +202,7 @@ class Comparison:
         tasks: Two tasks or more.
         sparse: The names of tables of which tasks have rows.
         order: Of the derivatives of the loss: 2 compares a gradient of the gradient too.
+        start: What parameters start from in each task; None means from the meta-parameters.
     """
 
     objective: Objective
@@ -207,6 +210,12 @@ class Comparison:
     tasks: Tasks
     sparse: Sequence[str]
     order: int
+    start: OwnStart | None = None
+
+    @property
+    def functions(self) -> tuple[int, ...]:
+        """What tells the functions that compute what parameters start from."""
+        return () if self.start is None else tuple(id(function) for _, function in self.start.functions)
 
     def difference(self) -> str | None:
         """Say why tasks must run one after the other, or None if they may be stacked.
@@ -214,7 +223,8 @@ class Comparison:
         It leaves nothing behind: buffers, attributes of modules and random generators are set back.
         """
         with unrecorded(), torch.enable_grad():
-            state = WatchedModules([self.objective.model, self.objective.loss_fn])
+            watched = () if self.start is None else self.start.modules
+            state = WatchedModules([self.objective.model, self.objective.loss_fn, *watched])
             generators, (tasks, starts) = RandomState(), self._two()
             with generators.watched():
                 expected = _attempt(lambda: self._each(tasks, starts, between=state.note_attributes))
@@ -244,7 +254,7 @@ class Comparison:
         losses = []
         for i, task in enumerate(tasks.split(1)):
             objective = dataclasses.replace(self.objective, rows=task.rows)
-            params = {name: start[i] for name, start in starts.items()}
+            params = {name: start[i] for name, start in starts.items()} | self._own(task, stacked=False)
             losses.append(objective.single(params, task.support_x, task.support_y)[0])
             if i == 0:
                 between()
@@ -253,18 +263,36 @@ class Comparison:
     def _shared(self) -> list[Tensor]:
         """Return the parameters of the model and the loss that are learned, but not adapted."""
         adapted = {id(p) for p in self.params.values()}
-        modules = [m for m in (self.objective.model, self.objective.loss_fn) if isinstance(m, nn.Module)]
+        own = () if self.start is None else self.start.modules
+        modules = [
+            m for m in (self.objective.model, self.objective.loss_fn, *own) if isinstance(m, nn.Module)
+        ]
         every = {id(p): p for module in modules for p in module.parameters()}
         return [p for key, p in every.items() if p.requires_grad and key not in adapted]
 
     def _together(self, tasks: Tasks, starts: Params) -> Derivatives:
         """Compute both at once."""
         objective = dataclasses.replace(self.objective, rows=tasks.rows)
-        losses, _ = objective.stacked(starts, tasks.support_x, tasks.support_y)
+        params = starts | self._own(tasks, stacked=True)
+        losses, _ = objective.stacked(params, tasks.support_x, tasks.support_y)
         return self._derivatives(losses, list(starts.values()))
+
+    def _own(self, tasks: Tasks, *, stacked: bool) -> Params:
+        """Return what some parameters start from instead."""
+        if self.start is None:
+            return {}
+        return self.start.values(self.objective.model, self._meta_params, tasks, stacked=stacked)
+
+    @functools.cached_property
+    def _meta_params(self) -> Params:
+        """The parameters as variables, but for tables, of which tasks have rows."""
+        detached = {name: p.detach() for name, p in self.params.items()}
+        return {name: p if name in self.sparse else p.requires_grad_() for name, p in detached.items()}
 
     def _derivatives(self, losses: Tensor, starts: list[Tensor]) -> Derivatives:
         variables = [*starts, *self._shared()]
+        if self.start is not None:
+            variables += [p for p in self._meta_params.values() if p.requires_grad]
         grads = _gradients(losses.sum(), variables, create_graph=self.order == 2)
         found = {"losses": [losses], "gradients": grads}
         if self.order == 2:

@@ -25,6 +25,7 @@ from metagrad.core.structured import Nested
 from metagrad.core.tree import Tree, detached, tree_map
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import inner_curvature, observed_layers
+from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.task_loss import Loss, Objective
 from metagrad.meta.objective.tasks import Tasks, num_tasks, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
@@ -92,6 +93,7 @@ class InnerLoop:
         tolerance: The gradient norm at which a task stops; None means that it never does.
         chain: The model by blocks and its loss, where gradients are taken block by block.
         compiled: What has been compiled; None compiles nothing.
+        start: What parameters start from in each task; None means from the meta-parameters.
         stacked: Whether tasks have an axis of their own, in front.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
     """
@@ -105,6 +107,7 @@ class InnerLoop:
     tolerance: float | None = None
     chain: Chain | None = None
     compiled: CompiledMAML | None = None
+    start: OwnStart | None = None
     stacked: bool = False
     judges_each: bool = False
 
@@ -150,7 +153,7 @@ class InnerLoop:
             the way ``[tasks, steps - 1]``, or ``[tasks, 0]``.
         """
         count = num_tasks(tasks.support_x) if self.stacked else None
-        start = start_values(params, tasks.rows, count)
+        start = self._start(params, tasks, count)
         first_param = next(iter(start.values()))
         used = torch.zeros(() if count is None else (count,), dtype=torch.int64, device=first_param.device)
         if self.steps == 0:
@@ -208,6 +211,16 @@ class InnerLoop:
             active = {name: where_active(used > t, moved[name], params[name]) for name in rows}
             params = {**moved, **active}
         return {name: params[name] for name in rows}
+
+    def _start(self, params: Params, tasks: Tasks, count: int | None) -> Params:
+        """Return what tasks start from."""
+        if self.start is None:
+            return start_values(params, tasks.rows, count)
+        with phase("start"):
+            own = self.start.values(self.objective.model, params, tasks, stacked=self.stacked)
+        others = {name: p for name, p in params.items() if name not in own}
+        values = {**start_values(others, tasks.rows, count, apart=True), **own}
+        return {name: values[name] for name in params}
 
     def _loss(self, tasks: Tasks) -> Loss:
         objective = replace(self.objective, rows=tasks.rows)
@@ -379,19 +392,21 @@ def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
     return tree_map(choose, moved, stayed)
 
 
-def start_values(params: Params, rows: Params, num_tasks: int | None) -> Params:
+def start_values(params: Params, rows: Params, num_tasks: int | None, *, apart: bool = False) -> Params:
     """Return what tasks start from, to be differentiated with respect to in any grad mode.
 
     Args:
         params: The parameters.
         rows: Of tables, which rows to take instead.
         num_tasks: How many tasks are stacked; None means one, without an axis of its own.
+        apart: Whether other values are computed of the parameters, which an inner gradient is to pass by.
     """
+    apart = apart or bool(rows)
 
     def start(name: str, p: Tensor) -> Tensor:
         if name in rows:
             return look_up(p, rows[name])
-        return _apart(p, rows) if num_tasks is None else _repeated(p, num_tasks)
+        return _variable(p, apart) if num_tasks is None else _repeated(p, num_tasks)
 
     return {name: start(name, p) for name, p in params.items()}
 
@@ -402,12 +417,12 @@ def look_up(table: Tensor, rows: Tensor) -> Tensor:
     return values if values.requires_grad else values.requires_grad_()
 
 
-def _apart(param: Tensor, rows: Params) -> Tensor:
-    """Add a view beside tables, so that autograd does not traverse the upstream graph of those for its gradient."""
+def _variable(param: Tensor, apart: bool) -> Tensor:
+    """Add a view beside values that are computed, so that the inner gradient does not go into their graph."""
     # Without grad mode there is no such node, and a view would be one that gradients pass by.
     if _is_constant(param):
         return param.detach().requires_grad_()
-    return param.view_as(param) if rows and torch.is_grad_enabled() else param
+    return param.view_as(param) if apart and torch.is_grad_enabled() else param
 
 
 def _repeated(param: Tensor, num_tasks: int) -> Tensor:

@@ -1,0 +1,177 @@
+"""Proto-MAML against a loop over tasks, and as the prototypical network that it starts from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined
+
+WAYS = 3
+sgd = mg.optim.rules.sgd
+
+
+class Net(nn.Module):
+    """A classifier whose embedding is no output of a module."""
+
+    def __init__(self, bias=True, calls=1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.calls = nn.Linear(2, 4), calls
+        self.head = nn.Linear(4, WAYS, bias=bias)
+        self.double()
+
+    def embedding(self, x):
+        return torch.tanh(self.enter(x)).sin()
+
+    def forward(self, x):
+        return 0.5 * torch.stack([self.head(self.embedding(x)) for _ in range(self.calls)]).mean(0)
+
+
+def draw(tasks, labels):
+    labels = torch.tensor(labels)
+    generator = torch.Generator().manual_seed(len(labels))
+    x = torch.randn(tasks, len(labels), 2, generator=generator, dtype=torch.float64)
+    shuffled = torch.stack([labels[torch.randperm(len(labels), generator=generator)] for _ in range(tasks)])
+    return Examples(x + shuffled.unsqueeze(-1), shuffled)
+
+
+@pytest.fixture
+def batch():
+    """Tasks with classes of unequal size."""
+    return Batch(draw(4, [0, 0, 0, 1, 2, 2]), draw(4, [0, 1, 2, 2, 1]))
+
+
+def textbook(model, batch, *, lr, steps, order=2):
+    losses = []
+    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
+        h = model.embedding(x)
+        prototypes = torch.stack([h[y == k].mean(0) for k in range(WAYS)])
+        fast = {name: p.clone() for name, p in model.named_parameters()}
+        fast |= {"head.weight": 2 * prototypes, "head.bias": -prototypes.pow(2).sum(1)}
+        for _ in range(steps):
+            loss = F.cross_entropy(functional_call(model, fast, (x,)), y)
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2, retain_graph=True)
+            fast = {name: p - lr * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+        losses.append(F.cross_entropy(functional_call(model, fast, (query_x,)), query_y))
+    return torch.stack(losses)
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+
+
+def make(model=None, **options):
+    return mg.ProtoMAML(model or Net(), F.cross_entropy, **{"inner": sgd(lr=0.3), "steps": 3, **options})
+
+
+def is_fast(memory, order, task_chunk):
+    return memory == ("full" if order == 2 else "step") and task_chunk != 3
+
+
+@pytest.mark.parametrize(
+    ("memory", "order", "task_chunk"),
+    combined(["full", "step", "sqrt", "160KiB"], [1, 2], [None, 1, 3], fast=is_fast),
+)
+def test_meta_gradient_equals_the_textbook_loop(batch, memory, order, task_chunk):
+    learner = make(memory=memory, order=order, task_chunk=task_chunk)
+    expected = textbook(learner.model, batch, lr=0.3, steps=3, order=order)
+    out = learner(batch)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-9, atol=1e-12)
+    got = gradients(out.loss, learner.model)
+    torch.testing.assert_close(got, gradients(expected.mean(), learner.model), rtol=1e-9, atol=1e-12)
+    assert float(got[0].norm()) > 1e-3
+    assert not any(float(g.norm()) for g in got[2:])
+
+
+def test_without_steps_it_is_the_prototypical_network(batch):
+    body, head = nn.Linear(2, 4), nn.Linear(4, WAYS)
+    learner, (x, y) = make(nn.Sequential(body, head).double(), head="1"), batch.support
+    with torch.no_grad():
+        logits = learner(batch, steps=0).query_outputs
+        for i in range(4):
+            prototypes = torch.stack([body(x[i, y[i] == k]).mean(0) for k in range(WAYS)])
+            distances = torch.cdist(body(batch.query.x[i]), prototypes)
+            torch.testing.assert_close(logits[i].log_softmax(-1), (-distances.square()).log_softmax(-1))
+
+
+@pytest.mark.slow
+def test_a_convolutional_network_stacked_and_in_a_loop():
+    torch.manual_seed(0)
+    model = mg.models.Conv4(3, hidden=4, image_size=16, norm="group").double()
+    batch = Batch(
+        *(Examples(torch.randn(2, 6, 1, 16, 16).double(), torch.arange(3).repeat(2, 2)) for _ in range(2))
+    )
+    losses = [make(model, steps=2, task_chunk=chunk)(batch).loss for chunk in (2, 1)]
+    torch.testing.assert_close(*(gradients(loss, model) for loss in losses), rtol=1e-9, atol=1e-12)
+
+
+def test_padding_belongs_to_no_class(batch):
+    padded = Examples(
+        F.pad(batch.support.x, (0, 0, 0, 2), value=7.0), F.pad(batch.support.y, (0, 2), value=-100)
+    )
+    learner = make()
+    torch.testing.assert_close(learner(Batch(padded, batch.query)).loss, learner(batch).loss)
+
+
+def test_prototypes_stay_in_float32(batch):
+    batch = Batch(*(Examples(part.x.float(), part.y) for part in batch))
+    learner = make(Net().float())
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = learner.adapt(batch.support)
+    assert {p.dtype for p in fast.params.values()} == {torch.float32}
+
+
+def test_a_class_without_an_example(batch):
+    labels = batch.support.y.clone()
+    labels[2][labels[2] == 1] = 0
+    with pytest.raises(ValueError, match="class 1 of task 2 has no support example"):
+        make()(Batch(Examples(batch.support.x, labels), batch.query))
+
+
+def test_labels_that_are_no_classes(batch):
+    x, labels = batch.support.x, batch.support.y.clone()
+    labels[1, 3] = WAYS
+    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2, .* example 3 of task 1 has 3"):
+        make()(Batch(Examples(x, labels), batch.query))
+    with pytest.raises(TypeError, match=r"must be class labels, integers .* got a torch.float64 \(4, 6\)"):
+        make().adapt(Examples(x, labels.double()))
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "error", "message"),
+    [
+        (
+            Net(),
+            "classifier",
+            ValueError,
+            "the model has no module 'classifier'. The linear layers .* 'enter', 'head'",
+        ),
+        (Net(bias=False), "head", TypeError, "'head' is a Linear without bias"),
+        (
+            nn.Sequential(nn.Linear(2, 3), nn.ReLU()),
+            "1",
+            TypeError,
+            "'1' is a ReLU. The linear layers .* are '0'",
+        ),
+    ],
+    ids=["name", "bias", "kind"],
+)
+def test_a_head_that_prototypes_do_not_make(model, head, error, message):
+    with pytest.raises(error, match=message):
+        make(model, head=head)
+
+
+def test_a_head_that_is_called_otherwise(batch):
+    with pytest.raises(ValueError, match=r"must call 'head' once, .*, \(6, 4\), but it was called 2 times"):
+        make(Net(calls=2))(batch)
+
+
+def test_another_start_is_refused():
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'start'"):
+        make(start={"head.*": "zeros"})
