@@ -1,7 +1,35 @@
 """Distributions over tasks, and the batches they hand to a meta-learner."""
 
-from metagrad.tasks.batch import Batch, Examples, TaskDistribution
+from metagrad.tasks.batch import PADDING, Batch, Examples, TaskDistribution
+from metagrad.tasks.fewshot import FewShot, Imbalanced
 from metagrad.tasks.omniglot import Omniglot
-from metagrad.tasks.sinusoid import Sinusoid
+from metagrad.tasks.regression import (
+    Curves,
+    Functions,
+    GaussianProcess,
+    Harmonic,
+    Linear,
+    Regression,
+    Sinusoid,
+    SinusoidOrLine,
+    Step,
+)
 
-__all__ = ["Batch", "Examples", "Omniglot", "Sinusoid", "TaskDistribution"]
+__all__ = [
+    "PADDING",
+    "Batch",
+    "Curves",
+    "Examples",
+    "FewShot",
+    "Functions",
+    "GaussianProcess",
+    "Harmonic",
+    "Imbalanced",
+    "Linear",
+    "Omniglot",
+    "Regression",
+    "Sinusoid",
+    "SinusoidOrLine",
+    "Step",
+    "TaskDistribution",
+]

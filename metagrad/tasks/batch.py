@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from metagrad.core.tree import tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    import torch
+PADDING = -100  # the label of examples that are none; losses over classes ignore it by default
 
 
 class Examples(NamedTuple):
     """Hold the inputs and targets of a batch of tasks.
+
+    Tasks of unequal length are padded at their end: x with zeros, y with the label -100, which
+    `F.cross_entropy` and `F.nll_loss` ignore, so that the loss of a padded task is that of the task alone.
 
     Args:
         x: Inputs, [tasks, examples, ...]; or a dict or tuple of the arguments of a model, tensors [tasks, ...].
@@ -25,10 +28,19 @@ class Examples(NamedTuple):
         >>> moved = examples.to(dtype=torch.float64)
         >>> moved.x.dtype, moved.y.dtype
         (torch.float64, torch.int64)
+        >>> Examples(x=torch.zeros(1, 3, 1), y=torch.tensor([[0, 1, -100]])).mask
+        tensor([[ True,  True, False]])
     """
 
     x: Any
     y: Any
+
+    @property
+    def mask(self) -> Tensor:
+        """Which examples are real and no padding, bool, of the shape of y, which must be one tensor."""
+        if self.y.is_floating_point():
+            return torch.ones_like(self.y, dtype=torch.bool)
+        return self.y != PADDING
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Examples:
         """Return the examples on a device and in a floating-point type.
@@ -38,13 +50,15 @@ class Examples(NamedTuple):
             dtype: Data type of the floating-point tensors; integer ones (labels, ids) keep theirs.
 
         Returns:
-            New examples; a tensor that needs no change is not copied.
+            New examples; a tensor that needs no change is not copied, and the copy of one in pinned memory
+            does not wait.
         """
 
         def moved(part: object) -> object:
             if not isinstance(part, Tensor):
                 return part
-            return part.to(device=device, dtype=dtype if part.is_floating_point() else None)
+            dtype_of_part = dtype if part.is_floating_point() else None
+            return part.to(device=device, dtype=dtype_of_part, non_blocking=part.is_pinned())
 
         return Examples(*tree_map(moved, tuple(self)))
 

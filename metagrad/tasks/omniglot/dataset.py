@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
-from metagrad.tasks.batch import Batch, Examples
-from metagrad.tasks.episodes import draw_episodes
+from metagrad.tasks._checks import check_counts, check_float_dtype
+from metagrad.tasks.fewshot import FewShot
 from metagrad.tasks.omniglot.drawings import read_drawings
 from metagrad.tasks.omniglot.files import find_files
 from metagrad.tasks.omniglot.resize import RESIZERS
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
     from metagrad.tasks.omniglot.splits import Character
 
-MAX_LEVEL = 255  # of the stored images; a sampled image is its levels divided by this
+MAX_LEVEL = 255  # of the stored images
 BLOCK = 64  # characters resized at once, 56 MB as float32; one at a time is slow, being all thread start-up
 
 
-class Omniglot:
+class Omniglot(FewShot):
     r"""Classify handwritten characters, each task among a few characters seen a few times.
 
     A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` drawings of each to
@@ -109,68 +108,35 @@ class Omniglot:
         characters = SPLITS[split].characters
         _check_ways(ways, len(characters) * (4 if rotations else 1), split)
 
-        self.ways, self.shots, self.queries = ways, shots, queries
-        self.split, self.rotations, self.resize = split, rotations, resize
-        self.dtype = dtype
-        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.rotations, self.resize = rotations, resize
         self.files = find_files(root, SPLITS[split], download=download)
         images = load_images(self.files, characters, size=size, resize=resize)
-        self.images = (add_rotations(images) if rotations else images).to(self.device)
+        images = add_rotations(images) if rotations else images
+        labels = torch.arange(len(images), device="cpu").repeat_interleave(NUM_DRAWERS)
+        drawings = images.flatten(0, 1).unsqueeze(1), labels
+        super().__init__(drawings, ways, shots, queries, device=device, dtype=dtype)
+        self.split = split
 
     @property
-    def num_classes(self) -> int:
-        """The number of classes that tasks are made of."""
-        return self.images.shape[0]
+    def images(self) -> Tensor:
+        """Levels 0 to 255 of all classes, [classes, 20, size, size] uint8."""
+        assert self._x is not None
+        return self._x.view(self.num_classes, NUM_DRAWERS, *self._x.shape[-2:])
 
     @property
     def protocol_description(self) -> str:
         """What a result must be printed with to be comparable."""
         size = self.images.shape[-1]
+        ways, shots, queries = self.composition
         rotated = "with rotations by 90, 180 and 270 degrees" if self.rotations else "without rotations"
         return (
-            f"Omniglot {self.ways}-way {self.shots}-shot, {self.queries} queries per class, "
+            f"Omniglot {ways}-way {shots}-shot, {queries} queries per class, "
             f"{self.split} split of {SPLITS[self.split].origin} "
             f"({len(SPLITS[self.split].characters)} characters, "
             f"{self.num_classes} classes {rotated}), "
             f"{size}x{size} by {self.resize} from {DRAWING_SIZE}x{DRAWING_SIZE}, ink = 1, "
             f"from {' and '.join(path.name for path in self.files)}"
         )
-
-    def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
-        """Draw tasks.
-
-        Args:
-            num_tasks: Number of tasks.
-            generator: Source of the random numbers, on the device of the tasks; None is torch's global one.
-
-        Returns:
-            A batch; support.x is [tasks, ways * shots, 1, size, size], support.y is [tasks, ways * shots]
-            int64, and query likewise with `queries` in place of `shots`. No drawing is in both.
-
-        Raises:
-            ValueError: When num_tasks is below one, or the generator is on another device.
-        """
-        check_counts("Omniglot.sample", {"num_tasks": num_tasks})
-        check_generator("Omniglot.sample", generator, self.device)
-        classes, drawers = draw_episodes(
-            num_tasks,
-            num_classes=self.num_classes,
-            class_size=NUM_DRAWERS,
-            ways=self.ways,
-            examples=self.shots + self.queries,
-            generator=generator,
-            device=self.device,
-        )
-        drawings = classes.unsqueeze(-1) * NUM_DRAWERS + drawers
-        return Batch(*(self._examples(part) for part in drawings.split([self.shots, self.queries], dim=-1)))
-
-    def _examples(self, drawings: Tensor) -> Examples:
-        """Gather images by their positions among all drawings, [tasks, ways, examples]."""
-        num_tasks, ways, per_class = drawings.shape
-        levels = self.images.flatten(0, 1).index_select(0, drawings.flatten())
-        x = levels.to(self.dtype).div_(MAX_LEVEL).view(num_tasks, ways * per_class, 1, *levels.shape[1:])
-        labels = torch.arange(ways, device=self.device).repeat_interleave(per_class)
-        return Examples(x, labels.repeat(num_tasks, 1))
 
 
 def load_images(paths: Sequence[Path], characters: Sequence[Character], *, size: int, resize: str) -> Tensor:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metagrad.tasks import Sinusoid
-from metagrad.tasks.sinusoid import SinusoidFunctions
+from metagrad.tasks.regression.curves import _sinusoid
+from metagrad.tasks.regression.family import Curves
 
 counts = st.integers(1, 7)
 
@@ -33,7 +34,7 @@ def test_examples_lie_on_the_curve_of_their_task():
     batch = tasks.sample_examples(functions, generator=seeded(1))
     for examples in batch:
         for task in range(4):
-            curve = functions.amplitude[task] * torch.sin(examples.x[task] - functions.phase[task])
+            curve = functions.parameters["amplitude"][task] * torch.sin(examples.x[task] - functions.parameters["phase"][task])
             torch.testing.assert_close(examples.y[task], curve, rtol=0, atol=1e-15)
 
 
@@ -54,8 +55,8 @@ def test_ranges_are_kept_and_filled():
     functions = tasks.sample_functions(2000, generator=seeded())
     x = tasks.sample(1, generator=seeded()).support.x
     for drawn, low, high in (
-        (functions.amplitude, 0.1, 5.0),
-        (functions.phase, 0.0, math.pi),
+        (functions.parameters["amplitude"], 0.1, 5.0),
+        (functions.parameters["phase"], 0.0, math.pi),
         (x, -5.0, 5.0),
     ):
         width = high - low
@@ -67,7 +68,7 @@ def test_ranges_are_kept_and_filled():
 
 def test_a_range_of_one_point_is_a_constant():
     functions = Sinusoid(amplitude=(2.0, 2.0)).sample_functions(3, generator=seeded())
-    assert torch.equal(functions.amplitude, torch.full((3,), 2.0))
+    assert torch.equal(functions.parameters["amplitude"], torch.full((3,), 2.0))
 
 
 def test_the_generator_decides_alone():
@@ -88,7 +89,9 @@ def test_without_a_generator_the_global_one_is_used():
 
 
 def test_evaluate_takes_points_common_to_all_tasks():
-    functions = SinusoidFunctions(torch.tensor([2.0, 3.0]), torch.tensor([0.0, math.pi / 2]))
+    functions = Curves(
+        _sinusoid, {"amplitude": torch.tensor([2.0, 3.0]), "phase": torch.tensor([0.0, math.pi / 2])}
+    )
     y = functions.evaluate(torch.tensor([[0.0], [math.pi / 2]]))
     torch.testing.assert_close(y.squeeze(-1), torch.tensor([[0.0, 2.0], [-3.0, 0.0]]), rtol=0, atol=1e-6)
 

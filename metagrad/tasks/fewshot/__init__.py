@@ -1,0 +1,6 @@
+"""Few-shot classification: tasks of a few classes, each seen a few times."""
+
+from metagrad.tasks.fewshot.episodes import Imbalanced
+from metagrad.tasks.fewshot.few_shot import FewShot
+
+__all__ = ["FewShot", "Imbalanced"]

@@ -1,0 +1,242 @@
+"""Which classes, and which of their members, make few-shot tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from metagrad.tasks.batch import PADDING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Imbalanced:
+    r"""Draw how many support and query examples each class of a task has, as Meta-Dataset does.
+
+    With :math:`n_c` members in class c of a task's classes C, there are as many query examples of each,
+
+    .. math::
+        q = \min\{Q, \lfloor \tfrac12 \min_c n_c \rfloor\},
+
+    where Q are the `queries` of the distribution, and of support examples
+
+    .. math::
+        |S| = \min\{M, \sum_c \lceil \beta \min\{m, n_c - q\} \rceil\}, \quad \beta \sim U(0, 1], \\
+        k_c = \min\{\lfloor R_c (|S| - |C|) \rfloor + 1, \; n_c - q\}, \quad
+        R_c = \frac{e^{a_c} n_c}{\sum_{c'} e^{a_{c'}} n_{c'}}, \quad a_c \sim U[\log 0.5, \log 2).
+
+    Meta-Dataset also chooses classes along a hierarchy, where there is one; here they are uniform.
+
+    Args:
+        per_class: What a class adds to the number of support examples at most, m.
+        total: Support examples of a task at most, M; not below the number of ways.
+
+    Raises:
+        ValueError: For a number below one.
+
+    References:
+        Triantafillou et al., Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples, 2020,
+        section 3.2, and `meta_dataset/data/sampling.py` of its code.
+    """
+
+    per_class: int = 100
+    total: int = 500
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"Imbalanced: {name} must be at least 1, got {value}.")
+
+
+Count = int | tuple[int, int]
+"""A number, or the lowest and the highest of uniform ones."""
+
+
+class Composition(NamedTuple):
+    """Say how many classes a task has, and how many examples of each.
+
+    Args:
+        ways: Classes of a task.
+        shots: Support examples of each class.
+        queries: Query examples of each class; with `Imbalanced` shots at most.
+    """
+
+    ways: Count
+    shots: Count | Imbalanced
+    queries: int
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether all tasks have the same numbers of examples, so that nothing is padded."""
+        return isinstance(self.ways, int) and isinstance(self.shots, int)
+
+    @property
+    def fewest_examples(self) -> int:
+        """How many members a class must have."""
+        if isinstance(self.shots, Imbalanced):
+            return 2
+        return (self.shots if isinstance(self.shots, int) else self.shots[0]) + self.queries
+
+    @property
+    def fewest_ways(self) -> int:
+        """How many classes there must be."""
+        return self.ways if isinstance(self.ways, int) else self.ways[0]
+
+    def most_ways(self, num_classes: int) -> int:
+        """How many classes a task has at most."""
+        return self.ways if isinstance(self.ways, int) else min(self.ways[1], num_classes)
+
+    def most_examples(self, largest: int) -> int:
+        """How many members of a class a task has at most, where the largest class has so many."""
+        if isinstance(self.shots, Imbalanced):
+            most = self.shots.total
+        else:
+            most = self.shots if isinstance(self.shots, int) else self.shots[1]
+        return min(most + self.queries, largest)
+
+
+class Members(NamedTuple):
+    """Hold the members of a part (support or query) of a batch of tasks.
+
+    Args:
+        items: Positions in the data set, [tasks, examples] int64; -1 is padding.
+        labels: 0 to ways - 1, [tasks, examples] int64; -100 is padding.
+    """
+
+    items: Tensor
+    labels: Tensor
+
+
+class Classes:
+    """The members of the classes that tasks are made of.
+
+    Args:
+        codes: The class of each item of the data set, [items] int64; negative are items of no class.
+        num_classes: How many classes there are.
+        device: Where episodes are drawn.
+    """
+
+    def __init__(self, codes: Tensor, num_classes: int, device: torch.device) -> None:
+        kept = (codes >= 0).nonzero().squeeze(1)
+        order = codes[kept].argsort(stable=True)
+        sizes = torch.bincount(codes[kept], minlength=num_classes)
+        self.num_classes, self.largest = num_classes, int(sizes.max())
+        self.items = kept[order].to(device)
+        self.sizes = sizes.to(device)
+        self.starts = self.sizes.cumsum(0) - self.sizes
+
+    def draw(
+        self, num_tasks: int, composition: Composition, generator: torch.Generator | None
+    ) -> tuple[Members, Members]:
+        """Draw the support and the query members of tasks.
+
+        Classes are drawn without replacement for each task, and members without replacement for each class. The
+        positions of the k largest of n independent uniform keys are a uniform draw of k out of n in uniform
+        order, so that a whole batch is two calls of `topk`. Keys are float64: ties are then too rare to favour
+        anything.
+
+        Args:
+            num_tasks: Number of tasks.
+            composition: How many classes and members.
+            generator: Source of the random numbers; None is torch's global one.
+        """
+        device, most_ways = self.sizes.device, composition.most_ways(self.num_classes)
+        keys = torch.rand(num_tasks, self.num_classes, generator=generator, dtype=torch.float64, device=device)
+        classes = keys.topk(most_ways, dim=-1).indices
+        counts = None if composition.is_balanced else self._draw_counts(classes, composition, generator)
+        most = composition.most_examples(self.largest)
+        members = draw_distinct(self.sizes[classes], self.largest, most, generator)
+        places = self.starts[classes].unsqueeze(-1) + members
+        items = self.items[places.clamp(max=len(self.items) - 1)]
+        if counts is None:
+            assert isinstance(composition.shots, int)
+            support, query = (_labelled(part) for part in items.split([composition.shots, composition.queries], -1))
+            return support, query
+        shots, queries = (count.unsqueeze(-1) for count in counts)
+        place = torch.arange(most, device=device)
+        return _kept(items, place < shots), _kept(items, (place >= shots) & (place < shots + queries))
+
+    def _draw_counts(
+        self, classes: Tensor, composition: Composition, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw how many support and query examples each class has, [tasks, ways] each; zero is no class."""
+        num_tasks, most_ways = classes.shape
+        ways = _uniform(composition.ways, (num_tasks, 1), generator, classes.device, most=most_ways)
+        is_real = torch.arange(most_ways, device=classes.device) < ways
+        sizes = self.sizes[classes]
+        if isinstance(composition.shots, Imbalanced):
+            shots, queries = _imbalanced(composition.shots, composition.queries, sizes, is_real, generator)
+        else:
+            shots = _uniform(composition.shots, classes.shape, generator, classes.device)
+            queries = torch.full_like(shots, composition.queries)
+            shots = torch.minimum(shots, sizes - queries)
+        return shots * is_real, queries * is_real
+
+
+def draw_distinct(sizes: Tensor, largest: int, count: int, generator: torch.Generator | None) -> Tensor:
+    """Draw distinct members, [..., count], of sets of the given sizes; after all members come positions beyond them.
+
+    Args:
+        sizes: How many members each set has, [...].
+        largest: The largest of these, or more.
+        count: How many are drawn of each.
+        generator: Source of the random numbers; None is torch's global one.
+    """
+    shape = (*sizes.shape, largest)
+    keys = torch.rand(shape, generator=generator, dtype=torch.float64, device=sizes.device)
+    beyond = torch.arange(largest, device=sizes.device) >= sizes.unsqueeze(-1)
+    return keys.masked_fill_(beyond, -1.0).topk(count, dim=-1).indices
+
+
+def _uniform(
+    count: Count,
+    shape: tuple[int, ...],
+    generator: torch.Generator | None,
+    device: torch.device,
+    most: int | None = None,
+) -> Tensor:
+    if isinstance(count, int):
+        return torch.full(shape, count, device=device)
+    low, high = count[0], count[1] if most is None else min(count[1], most)
+    return torch.randint(low, high + 1, shape, generator=generator, device=device)
+
+
+def _imbalanced(
+    rule: Imbalanced, most_queries: int, sizes: Tensor, is_real: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draw shots and queries by the rule of Meta-Dataset; `sizes` and `is_real` are [tasks, ways]."""
+    uniform = torch.rand(
+        sizes.shape[0], sizes.shape[1] + 1, generator=generator, dtype=torch.float64, device=sizes.device
+    )
+    smallest = sizes.masked_fill(~is_real, torch.iinfo(sizes.dtype).max).amin(1, keepdim=True)
+    queries = (smallest // 2).clamp(max=most_queries)
+    left = sizes - queries
+    # floor(u x + 1), with u in [0, 1), is ceil(beta x) with beta = 1 - u in (0, 1].
+    contributions = (uniform[:, :1] * left.clamp(max=rule.per_class) + 1).floor() * is_real
+    total = contributions.sum(1, keepdim=True).clamp(max=rule.total)
+    weights = sizes * 0.5 * 4 ** uniform[:, 1:] * is_real
+    shares = weights / weights.sum(1, keepdim=True)
+    shots = (shares * (total - is_real.sum(1, keepdim=True))).floor().long() + 1
+    return torch.minimum(shots, left), queries.expand_as(shots)
+
+
+def _labelled(items: Tensor) -> Members:
+    """Label items [tasks, ways, examples] by their class."""
+    num_tasks, ways, examples = items.shape
+    labels = torch.arange(ways, device=items.device).repeat_interleave(examples)
+    return Members(items.flatten(1), labels.repeat(num_tasks, 1))
+
+
+def _kept(items: Tensor, keep: Tensor) -> Members:
+    """Label those items [tasks, ways, examples] that are kept, and pad tasks that have fewer at their end."""
+    members, keep = _labelled(items), keep.flatten(1)
+    order = keep.logical_not().byte().argsort(dim=1, stable=True)[:, : int(keep.sum(1).max())]
+    is_real = keep.gather(1, order)
+    return Members(
+        members.items.gather(1, order).where(is_real, -1),
+        members.labels.gather(1, order).where(is_real, PADDING),
+    )

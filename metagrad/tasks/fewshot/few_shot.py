@@ -1,0 +1,289 @@
+"""Few-shot classification tasks made of any labelled data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
+from metagrad.tasks._splits import choose_split
+from metagrad.tasks.batch import Batch, Examples
+from metagrad.tasks.fewshot.episodes import Classes, Composition, Count, Imbalanced
+from metagrad.tasks.fewshot.labels import read_labels
+from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+    from torch.utils.data import Dataset
+
+MAX_LEVEL = 255  # of images in uint8; a sampled image is its levels divided by this
+
+
+class FewShot:
+    r"""Classify among a few classes of a data set, each seen a few times.
+
+    A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` items of each to adapt to
+    and `queries` others of each to be judged on. Examples come ordered by label.
+
+    | where the items are | how |
+    | --- | --- |
+    | in memory, on the device | `FewShot((x, labels))`, or any data set with `in_memory=True` |
+    | loaded when they are drawn | `FewShot(dataset)`; with `workers=` in other processes, which load ahead |
+
+    Which tasks are drawn depends on the generator alone, not on where the items are or on how many processes
+    load them; what a transform draws at random (from torch, NumPy or Python) does so too.
+
+    **Imbalanced tasks.** `ways=(5, 50)` draws the number of classes of each task, `shots=(1, 10)` the number of
+    support examples of each class, and `shots=Imbalanced()` both support and query examples as Meta-Dataset does.
+    Shorter tasks are padded at their end: x with zeros, y with the label -100, which `F.cross_entropy` ignores;
+    `batch.support.mask` says what is real. The loss of a padded task is that of the task alone unless examples of a
+    task see each other, as in BatchNorm with the statistics of the batch. The model has outputs for the most ways.
+
+    Args:
+        dataset: A map-style `torch.utils.data.Dataset` of pairs (x, label), or a pair (x, labels) of tensors or
+            arrays, [items, ...] and [items].
+        ways: Classes of a task, or the lowest and the highest number of them.
+        shots: Support examples of each class, the lowest and the highest number of them, or `Imbalanced()`.
+        queries: Query examples of each class.
+        classes: Labels, or names where the data set has `classes`, that tasks are made of; or such lists by the
+            name of the split, `{"train": [...], "test": [...]}`; None takes those of the data set's `splits` if
+            it has them, or all.
+        split: Which split. Where nobody has split the classes, 64, 16 and 20 % of them are dealt out to
+            `"train"`, `"validation"` and `"test"`, always the same ones.
+        labels: The label of each item; None reads them from the data set: from `targets` or `labels`, else from
+            all the items, which may take long.
+        transform: Maps x of an item to a tensor, each time that the item is drawn.
+        small: What becomes of classes that have too few examples: `"raise"` names them, `"skip"` leaves them
+            out.
+        in_memory: Whether all items are loaded at once, without the transform.
+        workers: Processes that load items; 0 loads them here.
+        prefetch: Batches that each worker loads ahead, into pinned memory where there is CUDA. Useful with a
+            generator that draws tasks alone; with the global one, what was loaded ahead is dropped whenever
+            anything else draws.
+        device: Where tasks are; items in memory are kept there too. None is torch's default device.
+        dtype: Floating-point type of x; None is torch's default type for images, and else the type of x. Images in
+            uint8 are divided by 255; other integers are ids and stay as they are.
+
+    Attributes:
+        classes: The labels or names of the classes that tasks are made of.
+        skipped: Those that were left out since they are too small.
+
+    Raises:
+        ValueError: For an argument out of range, a data set without labels, classes that are not there, too few,
+            or too small.
+        TypeError: For a count that is not an int.
+
+    Examples:
+        >>> x, labels = torch.randn(100, 8), torch.arange(100) % 10
+        >>> tasks = FewShot((x, labels), ways=5, shots=1, queries=4, classes=[0, 1, 2, 3, 4, 5])
+        >>> batch = tasks.sample(32, generator=torch.Generator().manual_seed(0))
+        >>> batch.support.x.shape, batch.query.y.shape
+        (torch.Size([32, 5, 8]), torch.Size([32, 20]))
+        >>> padded = FewShot((x, labels), ways=(2, 5), shots=(1, 3), queries=4).sample(32)
+        >>> torch.equal(padded.query.mask.sum(1) // 4, padded.query.y.amax(1) + 1)
+        True
+
+    References:
+        Vinyals et al., Matching Networks for One Shot Learning, 2016, section 4.1.
+        Triantafillou et al., Meta-Dataset, 2020, section 3.2 (imbalanced tasks).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | tuple[Any, Any],
+        ways: Count = 5,
+        shots: Count | Imbalanced = 1,
+        queries: int = 15,
+        *,
+        classes: Sequence[Any] | Mapping[str, Sequence[Any]] | None = None,
+        split: str | None = None,
+        labels: Any = None,
+        transform: Callable[[Any], Any] | None = None,
+        small: str = "raise",
+        in_memory: bool = False,
+        workers: int = 0,
+        prefetch: int = 2,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._call = call = type(self).__name__
+        self.composition = Composition(
+            _checked_count(call, "ways", ways), _checked_count(call, "shots", shots), queries
+        )
+        check_counts(call, {"queries": queries, "prefetch": prefetch, "workers": workers + 1})
+        if small not in ("raise", "skip"):
+            raise ValueError(f"{call}: small must be 'raise' or 'skip', got {small!r}.")
+        if dtype is not None:
+            check_float_dtype(call, dtype)
+        self.split, self.dtype = split, dtype
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        is_pair = isinstance(dataset, (tuple, list))
+        self.dataset, labels = _of_pair(call, dataset) if is_pair else (dataset, labels)
+        self._find_classes(labels, classes, small)
+        self._find_items(transform, is_pair=is_pair, in_memory=in_memory, workers=workers, prefetch=prefetch)
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that tasks are made of."""
+        return len(self.classes)
+
+    @property
+    def protocol_description(self) -> str:
+        """What a result must be printed with to be comparable."""
+        ways, shots, queries = self.composition
+        split = "" if self.split is None else f"{self.split} split: "
+        name = type(self.dataset).__name__ if self._x is None else f"{len(self._x)} items in memory"
+        return (
+            f"{self._call} {_words(ways)}-way {_words(shots)}-shot, {queries} queries per class, {split}"
+            f"{self.num_classes} classes of {name}"
+        )
+
+    def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
+        """Draw tasks.
+
+        Args:
+            num_tasks: Number of tasks.
+            generator: Source of the random numbers, on the device of items in memory, else on the CPU; None is
+                torch's global one.
+
+        Returns:
+            A batch; support.x is [tasks, ways * shots, ...], support.y is [tasks, ways * shots] int64, and query
+            likewise with `queries` in place of `shots`, or less where tasks are imbalanced. No item is in both.
+
+        Raises:
+            ValueError: When num_tasks is below one, or the generator is on another device.
+        """
+        check_counts(f"{self._call}.sample", {"num_tasks": num_tasks})
+        check_generator(f"{self._call}.sample", generator, self._members.sizes.device)
+        if self._x is not None:
+            parts = self._members.draw(num_tasks, self.composition, generator)
+            return Batch(*(Examples(self._gather(part.items), part.labels) for part in parts))
+        generator = torch.default_generator if generator is None else generator
+        if self._ahead is not None:
+            batch = self._ahead.next(num_tasks, generator)
+        else:
+            batch = self._batches[self._plan(num_tasks, generator)]
+        batch = batch.to(device=self.device)
+        return Batch(*(part._replace(x=self._converted(part.x)) for part in batch))
+
+    def _find_classes(self, labels: Any, wanted: Any, small: str) -> None:
+        """Group items by class, and hold the numbers of both to what tasks need."""
+        call, fewest = self._call, self.composition.fewest_examples
+        codes, known = read_labels(call, self.dataset, labels)
+        if wanted is None and self.split is not None:
+            wanted = getattr(self.dataset, "splits", None) or None
+        chosen = choose_split(call, "classes", known, wanted, self.split)
+        counts = dict(zip(known, torch.bincount(codes, minlength=len(known)).tolist(), strict=True))
+        self.skipped = [name for name in chosen if counts[name] < fewest]
+        if self.skipped and small == "raise":
+            raise ValueError(_too_small(call, self.skipped, counts, self.composition))
+        self.classes: list[Hashable] = [name for name in chosen if counts[name] >= fewest]
+        _check_ways(call, self.composition, self.num_classes, self.split)
+        numbers = torch.full((len(known),), -1, device="cpu")
+        for number, name in enumerate(self.classes):
+            numbers[known.index(name)] = number
+        self._codes = numbers[codes]
+
+    def _find_items(
+        self,
+        transform: Callable[[Any], Any] | None,
+        *,
+        is_pair: bool,
+        in_memory: bool,
+        workers: int,
+        prefetch: int,
+    ) -> None:
+        """Keep items in memory, or prepare to load them when they are drawn."""
+        self._x: Tensor | None = None
+        self._ahead: Ahead | None = None
+        x = self.dataset.tensors[0] if is_pair else None
+        if in_memory and x is None:
+            drawn = (self._codes >= 0).nonzero().squeeze(1).tolist()
+            x = load_all(Items(self.dataset, None), drawn, workers)
+            self._codes = self._codes[drawn]
+            self.dataset = TensorDataset(x, self._codes)
+        if x is not None and transform is None:
+            self._x = x.to(self.device)
+        where = torch.device("cpu") if self._x is None else self.device
+        self._members = Classes(self._codes, self.num_classes, where)
+        self._batches = Batches(Items(self.dataset, transform))
+        if workers and self._x is None:
+            self._ahead = Ahead(self._batches, self._plan, workers=workers, prefetch=prefetch)
+
+    def _plan(self, num_tasks: int, generator: torch.Generator) -> Plan:
+        support, query = self._members.draw(num_tasks, self.composition, generator)
+        return Plan(support, query, torch.randint(2**62, (num_tasks,), generator=generator, device="cpu"))
+
+    def _gather(self, items: Tensor) -> Tensor:
+        """Return inputs by their positions, [tasks, examples, ...]; those of padding are zeros."""
+        assert self._x is not None
+        x = self._x.index_select(0, items.clamp(min=0).flatten())
+        x = self._converted(x).view(*items.shape, *x.shape[1:])
+        if self.composition.is_balanced:
+            return x
+        return x.masked_fill_((items < 0).view(*items.shape, *[1] * (x.ndim - 2)), 0)
+
+    def _converted(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8:
+            return x.to(self.dtype or torch.get_default_dtype()).div_(MAX_LEVEL)
+        return x.to(self.dtype) if x.is_floating_point() and self.dtype is not None else x
+
+
+def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
+    """Return a pair (x, labels) as a data set, and its labels."""
+    if len(pair) != 2:
+        raise ValueError(f"{call}: dataset must be a data set or a pair (x, labels), got {len(pair)} parts.")
+    x, labels = pair
+    x = x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device="cpu")
+    if len(x) != len(labels):
+        raise ValueError(f"{call}: x and labels must have one entry an item, got {len(x)} and {len(labels)}.")
+    return TensorDataset(x), labels
+
+
+def _checked_count(call: str, name: str, count: Any) -> Any:
+    if isinstance(count, Imbalanced) and name == "shots":
+        return count
+    if not isinstance(count, (tuple, list)):
+        check_counts(call, {name: count})
+        return count
+    if len(count) != 2:
+        raise ValueError(f"{call}: {name} must be a number or (lowest, highest), got {count}.")
+    check_counts(call, {f"{name}[0]": count[0], f"{name}[1]": count[1]})
+    if count[0] > count[1]:
+        raise ValueError(f"{call}: {name} must be (lowest, highest), got {tuple(count)}.")
+    return count[0] if count[0] == count[1] else tuple(count)
+
+
+def _check_ways(call: str, composition: Composition, num_classes: int, split: str | None) -> None:
+    if composition.fewest_ways > num_classes:
+        of_split = "" if split is None else f" of split {split!r}"
+        raise ValueError(
+            f"{call}: ways must be at most {num_classes}, the classes{of_split}, got {_words(composition.ways)}."
+        )
+    if isinstance(composition.shots, Imbalanced) and composition.shots.total < composition.most_ways(num_classes):
+        raise ValueError(
+            f"{call}: Imbalanced(total={composition.shots.total}) must be at least {composition.most_ways(num_classes)}, "
+            "the ways, for one support example of each class."
+        )
+
+
+def _too_small(call: str, skipped: list[Hashable], counts: dict[Hashable, int], composition: Composition) -> str:
+    described = ", ".join(f"{name!r} has {counts[name]}" for name in skipped[:5])
+    needed = (
+        "two examples"
+        if isinstance(composition.shots, Imbalanced)
+        else f"shots + queries = {composition.fewest_examples} examples"
+    )
+    return (
+        f"{call}: a class must have {needed}, and {len(skipped)} of {len(counts)} have fewer: {described}"
+        f"{', ...' if len(skipped) > 5 else ''}. Ask for fewer, choose others by classes=, or pass small='skip'."
+    )
+
+
+def _words(count: Count | Imbalanced) -> str:
+    return f"{count[0]} to {count[1]}" if isinstance(count, tuple) else str(count)

@@ -1,0 +1,205 @@
+"""Loading the items of tasks: here, or in other processes that work ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from metagrad.tasks.batch import Batch, Examples
+from metagrad.tasks.fewshot.episodes import Members
+
+
+class Plan(NamedTuple):
+    """Say what a batch of tasks consists of, before anything is loaded.
+
+    Args:
+        support: Items and labels.
+        query: Items and labels.
+        seeds: Of the random numbers that loading a task takes, [tasks] int64.
+    """
+
+    support: Members
+    query: Members
+    seeds: Tensor
+
+
+Draw = Callable[[int, torch.Generator], Plan]
+
+
+class Items(Dataset):
+    """The inputs of a data set, each after a transform, which draws the same random numbers for the same seed.
+
+    Args:
+        dataset: A map-style data set of pairs (x, label).
+        transform: Maps x to a tensor, or None.
+    """
+
+    def __init__(self, dataset: Any, transform: Callable[[Any], Any] | None) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return one input, from random numbers that depend on its position alone."""
+        with seeded(index):
+            return self.read(index)
+
+    def read(self, index: int) -> Tensor:
+        """Return one input as a tensor."""
+        x = self.dataset[index][0]
+        x = x if self.transform is None else self.transform(x)
+        if isinstance(x, Tensor):
+            return x
+        if isinstance(x, (np.ndarray, np.generic, int, float)):
+            return torch.as_tensor(x, device="cpu")
+        raise TypeError(
+            f"FewShot(dataset, transform=...): x of item {index} must be a tensor or an array, got a "
+            f"{type(x).__name__}. Pass a transform that returns one."
+        )
+
+
+class Batches(Dataset):
+    """Batches of tasks by their plans: a data set whose indices are plans."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __getitem__(self, plan: Plan) -> Batch:
+        """Load all examples of a batch, task by task."""
+        rows = zip(plan.support.items.tolist(), plan.query.items.tolist(), plan.seeds.tolist(), strict=True)
+        support, query = zip(*(self._task(*row) for row in rows), strict=True)
+        parts = zip((support, query), (plan.support.labels, plan.query.labels), strict=True)
+        return Batch(*(Examples(_padded_stack(tasks), labels) for tasks, labels in parts))
+
+    def _task(self, support: list[int], query: list[int], seed: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Load what is no padding, which is at the end."""
+        with seeded(seed):
+            return tuple([self.items.read(i) for i in part if i >= 0] for part in (support, query))  # type: ignore[return-value]
+
+
+class Ahead:
+    """Loads batches in worker processes, and beside the one that is asked for those that would follow it.
+
+    What follows is known, since a generator in a given state draws the same tasks: workers load what a copy of
+    the generator draws. Where the generator that comes next is in another state, or another number of tasks is
+    asked for, that work is dropped.
+
+    Args:
+        batches: What loads a plan.
+        draw: Draws a plan.
+        workers: Number of processes.
+        prefetch: How many batches each of them loads ahead.
+    """
+
+    def __init__(self, batches: Batches, draw: Draw, *, workers: int, prefetch: int) -> None:
+        self._plans = _Plans(draw)
+        self._loader = DataLoader(
+            batches,
+            sampler=self._plans,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=prefetch,
+            persistent_workers=True,
+            pin_memory=torch.cuda.is_available(),
+            collate_fn=as_it_is,
+            generator=torch.Generator(),
+        )
+        self._iterator: Iterator[Batch] | None = None
+        self._expected: tuple[int, Tensor] | None = None
+
+    def next(self, num_tasks: int, generator: torch.Generator) -> Batch:
+        """Return the batch that the generator gives in its state, and put it into the state after it."""
+        state = generator.get_state()
+        if self._expected is None or self._expected[0] != num_tasks or not torch.equal(self._expected[1], state):
+            self._plans.restart(num_tasks, state)
+            self._iterator = iter(self._loader)
+        assert self._iterator is not None
+        self._expected = None  # should a worker fail
+        batch = next(self._iterator)
+        self._expected = (num_tasks, self._plans.states.popleft())
+        generator.set_state(self._expected[1])
+        return batch
+
+
+class _Plans(Sampler):
+    """The plans of one batch after the other, without an end, and the states that the generator has after each."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.states: deque[Tensor] = deque()
+
+    def restart(self, num_tasks: int, state: Tensor) -> None:
+        self.num_tasks, self.states = num_tasks, deque()
+        self.generator = torch.Generator()
+        self.generator.set_state(state)
+
+    def __iter__(self) -> Iterator[Plan]:
+        generator, states = self.generator, self.states
+        while True:
+            plan = self.draw(self.num_tasks, generator)
+            states.append(generator.get_state())
+            yield plan
+
+
+def load_all(items: Items, indices: list[int], workers: int) -> Tensor:
+    """Load items into one tensor, [items, ...]."""
+    loader = DataLoader(
+        items,
+        sampler=indices,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=as_it_is,
+        generator=torch.Generator(),
+    )
+    loaded = iter(loader)
+    first = next(loaded)
+    everything = torch.empty(len(indices), *first.shape, dtype=first.dtype, device="cpu")
+    everything[0] = first
+    for place, x in zip(everything[1:], loaded, strict=True):
+        place.copy_(_of_shape(x, first.shape))
+    return everything
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Set the random numbers of torch (on the CPU), NumPy and Python, and put them back in the end."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def as_it_is(value: Any) -> Any:
+    """Return what is given; a function of a module, so that workers can be told of it."""
+    return value
+
+
+def _padded_stack(tasks: Sequence[list[Tensor]]) -> Tensor:
+    """Stack the inputs of tasks, [tasks, examples, ...], with zeros after the shorter ones."""
+    first = tasks[0][0]
+    x = torch.zeros(len(tasks), max(map(len, tasks)), *first.shape, dtype=first.dtype, device="cpu")
+    for row, task in zip(x, tasks, strict=True):
+        for place, value in zip(row, task, strict=False):
+            place.copy_(_of_shape(value, first.shape))
+    return x
+
+
+def _of_shape(x: Tensor, shape: torch.Size) -> Tensor:
+    if x.shape != shape:
+        raise ValueError(
+            f"FewShot: all inputs must have one shape, got {list(shape)} and {list(x.shape)}. Pass a transform that "
+            "resizes or crops them."
+        )
+    return x

@@ -1,0 +1,284 @@
+"""Families of curves with few parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from metagrad.tasks.regression.family import Curves, Range, Regression, check_not_negative, check_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sinusoid(Regression):
+    r"""Regression tasks y = amplitude * sin(x - phase), each with its own amplitude and phase.
+
+    .. math::
+        y = A \sin(x - \varphi), \quad A \sim U[0.1, 5], \; \varphi \sim U[0, \pi], \; x \sim U[-5, 5]
+
+    Args:
+        shots: Support examples of a task.
+        queries: Query examples of a task.
+        amplitude: Lowest and highest amplitude.
+        phase: Lowest and highest phase, in radians.
+        **arguments: As of `Regression`: x, noise, dtype and device.
+
+    Raises:
+        ValueError: For counts below one, a range that does not ascend, a type that is not floating.
+        TypeError: For a count that is not an int.
+
+    Examples:
+        >>> tasks = Sinusoid(shots=10, queries=5)
+        >>> batch = tasks.sample(25, generator=torch.Generator().manual_seed(0))
+        >>> batch.support.x.shape, batch.query.y.shape
+        (torch.Size([25, 10, 1]), torch.Size([25, 5, 1]))
+
+    References:
+        Finn, Abbeel, Levine, Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks, 2017,
+        section 5.1.
+    """
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        amplitude: Range = (0.1, 5.0),
+        phase: Range = (0.0, math.pi),
+        **arguments: Any,
+    ) -> None:
+        super().__init__(shots, queries, **arguments)
+        self.ranges = _checked("Sinusoid", {"amplitude": amplitude, "phase": phase})
+
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
+        """Draw the true curves alone; see `Regression.sample_functions`."""
+        return self.uniform_curves(_sinusoid, self.ranges, num_tasks, generator)
+
+
+class Linear(Regression):
+    r"""Regression tasks y = slope * x + intercept, each with its own slope and intercept.
+
+    .. math::
+        y = a x + b, \quad a, b \sim U[-3, 3], \; x \sim U[-5, 5]
+
+    Args:
+        shots: Support examples of a task.
+        queries: Query examples of a task.
+        slope: Lowest and highest slope.
+        intercept: Lowest and highest value at 0.
+        **arguments: As of `Regression`: x, noise, dtype and device.
+
+    Examples:
+        >>> lines = Linear(shots=5, slope=(2.0, 2.0), intercept=(1.0, 1.0))
+        >>> support = lines.sample(1).support
+        >>> torch.allclose(support.y, 2 * support.x + 1)
+        True
+
+    References:
+        Finn, Xu, Levine, Probabilistic Model-Agnostic Meta-Learning, 2018, section 5 (the lines of its tasks).
+    """
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        slope: Range = (-3.0, 3.0),
+        intercept: Range = (-3.0, 3.0),
+        **arguments: Any,
+    ) -> None:
+        super().__init__(shots, queries, **arguments)
+        self.ranges = _checked("Linear", {"slope": slope, "intercept": intercept})
+
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
+        """Draw the true lines alone; see `Regression.sample_functions`."""
+        return self.uniform_curves(_line, self.ranges, num_tasks, generator)
+
+
+class Step(Regression):
+    r"""Regression tasks that jump once, each from its own level to another, at its own place.
+
+    .. math::
+        y = \begin{cases} l & x < s \\ r & x \ge s \end{cases}, \quad
+        l, r \sim U[-3, 3], \; s \sim U[-2.5, 2.5], \; x \sim U[-5, 5]
+
+    The ranges are of this library, not of a paper. A network that adapts by gradients has to move a place, which
+    is harder than to scale what it has.
+
+    Args:
+        shots: Support examples of a task.
+        queries: Query examples of a task.
+        left: Lowest and highest level before the jump.
+        right: Lowest and highest level after it.
+        position: Lowest and highest place of the jump.
+        **arguments: As of `Regression`: x, noise, dtype and device.
+
+    Examples:
+        >>> steps = Step(shots=4, left=(0.0, 0.0), right=(1.0, 1.0), position=(2.0, 2.0))
+        >>> steps.sample_functions(1).evaluate(torch.tensor([[1.9], [2.0]])).flatten()
+        tensor([0., 1.])
+    """
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        left: Range = (-3.0, 3.0),
+        right: Range = (-3.0, 3.0),
+        position: Range = (-2.5, 2.5),
+        **arguments: Any,
+    ) -> None:
+        super().__init__(shots, queries, **arguments)
+        self.ranges = _checked("Step", {"left": left, "right": right, "position": position})
+
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
+        """Draw the true steps alone; see `Regression.sample_functions`."""
+        return self.uniform_curves(_step, self.ranges, num_tasks, generator)
+
+
+class SinusoidOrLine(Regression):
+    r"""Regression tasks of two modes: one half are sinusoids, one half are lines.
+
+    .. math::
+        y = \begin{cases} A \sin(x - \varphi) & \text{with probability } 1/2 \\ a x + b & \text{else} \end{cases}
+        + \varepsilon, \quad \varepsilon \sim N(0, 0.3^2)
+
+    with :math:`A \sim U[0.1, 5]`, :math:`\varphi \sim U[0, \pi]`, :math:`a, b \sim U[-3, 3]`,
+    :math:`x \sim U[-5, 5]`.
+
+    Args:
+        shots: Support examples of a task.
+        queries: Query examples of a task.
+        amplitude: Lowest and highest amplitude of the sinusoids.
+        phase: Lowest and highest phase of the sinusoids, in radians.
+        slope: Lowest and highest slope of the lines.
+        intercept: Lowest and highest value of the lines at 0.
+        probability: Of a sinusoid.
+        noise: Standard deviation of the normal noise of every target, query ones too.
+        **arguments: As of `Regression`: x, dtype and device.
+
+    Examples:
+        >>> tasks = SinusoidOrLine(shots=5, queries=10)
+        >>> tasks.sample(25).query.y.shape
+        torch.Size([25, 10, 1])
+
+    References:
+        Finn, Xu, Levine, Probabilistic Model-Agnostic Meta-Learning, 2018, section 5 and appendix.
+    """
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        amplitude: Range = (0.1, 5.0),
+        phase: Range = (0.0, math.pi),
+        slope: Range = (-3.0, 3.0),
+        intercept: Range = (-3.0, 3.0),
+        probability: float = 0.5,
+        noise: float = 0.3,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(shots, queries, noise=noise, **arguments)
+        self.ranges = _checked(
+            "SinusoidOrLine",
+            {"amplitude": amplitude, "phase": phase, "slope": slope, "intercept": intercept},
+        )
+        if not 0 <= probability <= 1:
+            raise ValueError(f"SinusoidOrLine: probability must lie in [0, 1], got {probability}.")
+        self.probability = probability
+
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
+        """Draw the true curves alone; see `Regression.sample_functions`."""
+        ranges = {**self.ranges, "mode": (0.0, 1.0)}
+        curves = self.uniform_curves(_sinusoid_or_line, ranges, num_tasks, generator)
+        modes = {"mode": curves.parameters["mode"] < self.probability}
+        return curves._replace(parameters={**curves.parameters, **modes})
+
+
+class Harmonic(Regression):
+    r"""Regression tasks y = a1 sin(w x + b1) + a2 sin(2 w x + b2), each with its own window of inputs.
+
+    .. math::
+        w \sim U[5, 7], \; b_1, b_2 \sim U[0, 2 \pi], \; a_1, a_2 \sim N(0, 1), \;
+        x \sim N(\mu, 1), \; \mu \sim U[-4, 4]
+
+    Args:
+        shots: Support examples of a task.
+        queries: Query examples of a task.
+        frequency: Lowest and highest frequency of the first sine, in radians; the second has twice that.
+        phase: Lowest and highest phase of both, in radians.
+        x: Lowest and highest mean of a task's inputs.
+        spread: Standard deviation of a task's inputs around their mean.
+        **arguments: As of `Regression`: noise, dtype and device.
+
+    Examples:
+        >>> batch = Harmonic(shots=10).sample(100)
+        >>> batch.support.x.std(1).mean() < batch.support.x.std()
+        tensor(True)
+
+    References:
+        Lacoste, Oreshkin, Chung, Boquet, Rostamzadeh, Krueger, Uncertainty in Multitask Transfer Learning, 2018
+        (arXiv:1806.07528).
+    """
+
+    def __init__(
+        self,
+        shots: int = 10,
+        queries: int = 10,
+        *,
+        frequency: Range = (5.0, 7.0),
+        phase: Range = (0.0, 2 * math.pi),
+        x: Range = (-4.0, 4.0),
+        spread: float = 1.0,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(shots, queries, x=x, **arguments)
+        self.ranges = _checked("Harmonic", {"frequency": frequency, "phase1": phase, "phase2": phase})
+        check_not_negative("Harmonic", "spread", spread)
+        self.spread = spread
+
+    def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
+        """Draw the true curves alone; see `Regression.sample_functions`."""
+        curves = self.uniform_curves(_harmonic, self.ranges, num_tasks, generator)
+        amplitudes = {name: self.normal((num_tasks,), generator) for name in ("amplitude1", "amplitude2")}
+        return curves._replace(parameters={**curves.parameters, **amplitudes})
+
+    def sample_inputs(self, num_tasks: int, generator: torch.Generator | None) -> Tensor:
+        """Draw the inputs of each task around a mean of its own."""
+        mean = self.uniform(self.x, (num_tasks, 1, 1), generator)
+        return mean + self.spread * self.normal((num_tasks, self.shots + self.queries, 1), generator)
+
+
+def _sinusoid(x: Tensor, amplitude: Tensor, phase: Tensor) -> Tensor:
+    return amplitude * torch.sin(x - phase)
+
+
+def _line(x: Tensor, slope: Tensor, intercept: Tensor) -> Tensor:
+    return slope * x + intercept
+
+
+def _step(x: Tensor, left: Tensor, right: Tensor, position: Tensor) -> Tensor:
+    return torch.where(x < position, left, right)
+
+
+def _sinusoid_or_line(x: Tensor, mode: Tensor, **parameters: Tensor) -> Tensor:
+    sinusoid = _sinusoid(x, parameters["amplitude"], parameters["phase"])
+    return torch.where(mode, sinusoid, _line(x, parameters["slope"], parameters["intercept"]))
+
+
+def _harmonic(
+    x: Tensor, frequency: Tensor, phase1: Tensor, phase2: Tensor, amplitude1: Tensor, amplitude2: Tensor
+) -> Tensor:
+    first = amplitude1 * torch.sin(frequency * x + phase1)
+    return first + amplitude2 * torch.sin(2 * frequency * x + phase2)
+
+
+def _checked(call: str, ranges: dict[str, Range]) -> dict[str, Range]:
+    for name, ends in ranges.items():
+        check_range(call, name, ends)
+    return {name: (low, high) for name, (low, high) in ranges.items()}
