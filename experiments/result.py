@@ -50,7 +50,8 @@ def describe(tasks: TaskDistribution) -> str:
     own = getattr(tasks, "protocol_description", None)
     if own is not None:
         return own
-    settings = {name: value for name, value in vars(tasks).items() if isinstance(value, (int, float, tuple))}
+    named = {**vars(tasks), **getattr(tasks, "ranges", {})}
+    settings = {name: value for name, value in named.items() if isinstance(value, (int, float, tuple))}
     return (
         f"{type(tasks).__name__}({', '.join(f'{name}={_short(value)}' for name, value in settings.items())})"
     )

@@ -9,7 +9,7 @@ import torch
 from experiments.build import generator
 from experiments.evaluate import accuracies, is_classification
 from experiments.plots.style import BLUE, FAINT, INK, MUTED, ORANGE, SKY, figure, legend_below
-from metagrad.tasks import Sinusoid
+from metagrad.tasks import Regression
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +23,13 @@ SHADES = {1: SKY, 5: BLUE, 10: "#00395A"}
 
 
 def adaptation(run: Run) -> Path:
-    """Draw test tasks before and after inner steps: curves for sinusoids, else a metric against the step."""
+    """Draw test tasks before and after inner steps: curves of a regression, else a metric against the step."""
     path = run.folder / "plots" / "adaptation.png"
     tasks = run.splits.test
-    return _curves(run, tasks, path) if isinstance(tasks, Sinusoid) else _progress(run, path)
+    return _curves(run, tasks, path) if isinstance(tasks, Regression) else _progress(run, path)
 
 
-def _curves(run: Run, tasks: Sinusoid, path: Path) -> Path:
+def _curves(run: Run, tasks: Regression, path: Path) -> Path:
     source, number = generator(run.config.seed, "test"), run.config.plots.tasks
     functions = tasks.sample_functions(number, generator=source)
     support = tasks.sample_examples(functions, generator=source).support

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
@@ -32,6 +33,8 @@ class Labels(NamedTuple):
 
     lowest: int
     highest: int
+    leave_out_examples: bool = False
+    """Whether an example has the label that the loss ignores, as padding of shorter tasks has."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Objective:
     labels: Labels | None = None
     rows: Params = field(default_factory=dict)
     name: str = "MAML"
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and self.labels.leave_out_examples:
+            _check_padding(self.name, self.model)
 
     def single(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
@@ -115,9 +122,22 @@ def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
     labels = [target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()]
     if not takes_classes or len(labels) < len(targets):
         return None
-    ignored = keywords.get("ignore_index", getattr(function, "ignore_index", -100))
-    bounds = [torch.aminmax(torch.where(target == ignored, 0, target)) for target in labels]
-    return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)))
+    index = keywords.get("ignore_index", getattr(function, "ignore_index", -100))
+    ignored = [target == index for target in labels]
+    bounds = [torch.aminmax(torch.where(out, 0, target)) for out, target in zip(ignored, labels, strict=True)]
+    leaves_out = any(bool(out.any()) for out, target in zip(ignored, labels, strict=True) if target.ndim == 2)
+    return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)), leaves_out)
+
+
+def _check_padding(name: str, model: nn.Module) -> None:
+    """Refuse examples that the loss ignores, and that would count in the statistics of a batch all the same."""
+    for path, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise ValueError(
+                f"{name}(batch): some labels are ignored by the loss, as padding is, but these examples would count "
+                f"in the batch statistics of {path or 'the model'} ({type(module).__name__}), so that the loss of a "
+                "padded task would not be that of the task alone. Use GroupNorm, or tasks of equal size."
+            )
 
 
 def _function_of(loss_fn: LossFn) -> LossFn:

@@ -126,8 +126,7 @@ class Classes:
         sizes = torch.bincount(codes[kept], minlength=num_classes)
         self.num_classes, self.largest = num_classes, int(sizes.max())
         self.items = kept[order].to(device)
-        self.sizes = sizes.to(device)
-        self.starts = self.sizes.cumsum(0) - self.sizes
+        self.sizes, self.starts = sizes.to(device), (sizes.cumsum(0) - sizes).to(device)
 
     def draw(
         self, num_tasks: int, composition: Composition, generator: torch.Generator | None
@@ -145,7 +144,9 @@ class Classes:
             generator: Source of the random numbers; None is torch's global one.
         """
         device, most_ways = self.sizes.device, composition.most_ways(self.num_classes)
-        keys = torch.rand(num_tasks, self.num_classes, generator=generator, dtype=torch.float64, device=device)
+        keys = torch.rand(
+            num_tasks, self.num_classes, generator=generator, dtype=torch.float64, device=device
+        )
         classes = keys.topk(most_ways, dim=-1).indices
         counts = None if composition.is_balanced else self._draw_counts(classes, composition, generator)
         most = composition.most_examples(self.largest)
@@ -154,7 +155,9 @@ class Classes:
         items = self.items[places.clamp(max=len(self.items) - 1)]
         if counts is None:
             assert isinstance(composition.shots, int)
-            support, query = (_labelled(part) for part in items.split([composition.shots, composition.queries], -1))
+            support, query = (
+                _labelled(part) for part in items.split([composition.shots, composition.queries], -1)
+            )
             return support, query
         shots, queries = (count.unsqueeze(-1) for count in counts)
         place = torch.arange(most, device=device)

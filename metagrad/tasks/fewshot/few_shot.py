@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,8 @@ class FewShot:
     task see each other, as in BatchNorm with the statistics of the batch. The model has outputs for the most ways.
 
     Args:
-        dataset: A map-style `torch.utils.data.Dataset` of pairs (x, label), or a pair (x, labels) of tensors or
-            arrays, [items, ...] and [items].
+        dataset: A map-style `torch.utils.data.Dataset`, or a list, of pairs (x, label); or a tuple (x, labels) of
+            tensors or arrays, [items, ...] and [items].
         ways: Classes of a task, or the lowest and the highest number of them.
         shots: Support examples of each class, the lowest and the highest number of them, or `Imbalanced()`.
         queries: Query examples of each class.
@@ -95,7 +96,7 @@ class FewShot:
 
     def __init__(
         self,
-        dataset: Dataset[Any] | tuple[Any, Any],
+        dataset: Dataset[Any] | Sequence[tuple[Any, Any]] | tuple[Any, Any],
         ways: Count = 5,
         shots: Count | Imbalanced = 1,
         queries: int = 15,
@@ -122,8 +123,8 @@ class FewShot:
             check_float_dtype(call, dtype)
         self.split, self.dtype = split, dtype
         self.device = torch.get_default_device() if device is None else torch.device(device)
-        is_pair = isinstance(dataset, (tuple, list))
-        self.dataset, labels = _of_pair(call, dataset) if is_pair else (dataset, labels)
+        is_pair = isinstance(dataset, tuple)
+        self.dataset, labels = _of_pair(call, dataset) if is_pair else (_map_style(call, dataset), labels)
         self._find_classes(labels, classes, small)
         self._find_items(transform, is_pair=is_pair, in_memory=in_memory, workers=workers, prefetch=prefetch)
 
@@ -212,12 +213,10 @@ class FewShot:
         where = torch.device("cpu") if self._x is None else self.device
         self._members = Classes(self._codes, self.num_classes, where)
         self._batches = Batches(Items(self.dataset, transform))
+        # No method of self: what refers to itself is freed late, and its workers then wait for seconds.
+        self._plan = functools.partial(_plan, self._members, self.composition)
         if workers and self._x is None:
             self._ahead = Ahead(self._batches, self._plan, workers=workers, prefetch=prefetch)
-
-    def _plan(self, num_tasks: int, generator: torch.Generator) -> Plan:
-        support, query = self._members.draw(num_tasks, self.composition, generator)
-        return Plan(support, query, torch.randint(2**62, (num_tasks,), generator=generator, device="cpu"))
 
     def _gather(self, items: Tensor) -> Tensor:
         """Return inputs by their positions, [tasks, examples, ...]; those of padding are zeros."""
@@ -232,6 +231,20 @@ class FewShot:
         if x.dtype == torch.uint8:
             return x.to(self.dtype or torch.get_default_dtype()).div_(MAX_LEVEL)
         return x.to(self.dtype) if x.is_floating_point() and self.dtype is not None else x
+
+
+def _plan(members: Classes, composition: Composition, num_tasks: int, generator: torch.Generator) -> Plan:
+    support, query = members.draw(num_tasks, composition, generator)
+    return Plan(support, query, torch.randint(2**62, (num_tasks,), generator=generator, device="cpu"))
+
+
+def _map_style(call: str, dataset: Any) -> Any:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return dataset
+    raise TypeError(
+        f"{call}: dataset must be a map-style data set, with __getitem__ and __len__, or a pair (x, labels), got a "
+        f"{type(dataset).__name__}."
+    )
 
 
 def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
@@ -249,7 +262,8 @@ def _checked_count(call: str, name: str, count: Any) -> Any:
     if isinstance(count, Imbalanced) and name == "shots":
         return count
     if not isinstance(count, (tuple, list)):
-        check_counts(call, {name: count})
+        numbers: dict[str, Any] = {name: count}
+        check_counts(call, numbers)
         return count
     if len(count) != 2:
         raise ValueError(f"{call}: {name} must be a number or (lowest, highest), got {count}.")
@@ -265,14 +279,18 @@ def _check_ways(call: str, composition: Composition, num_classes: int, split: st
         raise ValueError(
             f"{call}: ways must be at most {num_classes}, the classes{of_split}, got {_words(composition.ways)}."
         )
-    if isinstance(composition.shots, Imbalanced) and composition.shots.total < composition.most_ways(num_classes):
+    if isinstance(composition.shots, Imbalanced) and composition.shots.total < composition.most_ways(
+        num_classes
+    ):
         raise ValueError(
-            f"{call}: Imbalanced(total={composition.shots.total}) must be at least {composition.most_ways(num_classes)}, "
-            "the ways, for one support example of each class."
+            f"{call}: Imbalanced(total={composition.shots.total}) must be at least "
+            f"{composition.most_ways(num_classes)}, the ways, for one support example of each class."
         )
 
 
-def _too_small(call: str, skipped: list[Hashable], counts: dict[Hashable, int], composition: Composition) -> str:
+def _too_small(
+    call: str, skipped: list[Hashable], counts: dict[Hashable, int], composition: Composition
+) -> str:
     described = ", ".join(f"{name!r} has {counts[name]}" for name in skipped[:5])
     needed = (
         "two examples"

@@ -83,7 +83,6 @@ def _named(dataset: Any, values: list[Hashable]) -> list[Hashable]:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
-    are_positions = all(isinstance(value, int) for value in values)
-    if isinstance(names, Sequence) and are_positions and 0 <= min(values) and max(values) < len(names):  # type: ignore[type-var]
+    if isinstance(names, Sequence) and all(isinstance(v, int) and 0 <= v < len(names) for v in values):
         return [names[value] for value in values]  # type: ignore[index]
     return values

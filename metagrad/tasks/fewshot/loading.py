@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from metagrad.core.tree import tree_map
 from metagrad.tasks.batch import Batch, Examples
 from metagrad.tasks.fewshot.episodes import Members
 
@@ -72,6 +73,7 @@ class Batches(Dataset):
 
     def __getitem__(self, plan: Plan) -> Batch:
         """Load all examples of a batch, task by task."""
+        plan = tree_map(torch.as_tensor, plan)
         rows = zip(plan.support.items.tolist(), plan.query.items.tolist(), plan.seeds.tolist(), strict=True)
         support, query = zip(*(self._task(*row) for row in rows), strict=True)
         parts = zip((support, query), (plan.support.labels, plan.query.labels), strict=True)
@@ -116,7 +118,11 @@ class Ahead:
     def next(self, num_tasks: int, generator: torch.Generator) -> Batch:
         """Return the batch that the generator gives in its state, and put it into the state after it."""
         state = generator.get_state()
-        if self._expected is None or self._expected[0] != num_tasks or not torch.equal(self._expected[1], state):
+        if (
+            self._expected is None
+            or self._expected[0] != num_tasks
+            or not torch.equal(self._expected[1], state)
+        ):
             self._plans.restart(num_tasks, state)
             self._iterator = iter(self._loader)
         assert self._iterator is not None
@@ -144,7 +150,7 @@ class _Plans(Sampler):
         while True:
             plan = self.draw(self.num_tasks, generator)
             states.append(generator.get_state())
-            yield plan
+            yield tree_map(Tensor.numpy, plan)  # by value, where tensors would be shared memory
 
 
 def load_all(items: Items, indices: list[int], workers: int) -> Tensor:

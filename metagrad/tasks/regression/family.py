@@ -132,7 +132,9 @@ class Regression:
         Raises:
             ValueError: When num_tasks is below one, or the generator is on another device.
         """
-        raise NotImplementedError(f"{type(self).__name__}: a family of functions must define sample_functions.")
+        raise NotImplementedError(
+            f"{type(self).__name__}: a family of functions must define sample_functions."
+        )
 
     def sample(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Batch:
         """Draw tasks, and examples of each.
@@ -202,7 +204,9 @@ class Regression:
         """Draw numbers of mean 0 and variance 1."""
         return self._draw(torch.randn, shape, generator)
 
-    def _draw(self, draw: Callable[..., Tensor], shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    def _draw(
+        self, draw: Callable[..., Tensor], shape: tuple[int, ...], generator: torch.Generator | None
+    ) -> Tensor:
         check_generator(f"{type(self).__name__}.sample", generator, self.device)
         return draw(shape, generator=generator, dtype=self.dtype, device=self.device)
 
@@ -210,9 +214,7 @@ class Regression:
 def check_points(call: str, x: Tensor, num_tasks: int) -> None:
     """Raise unless points are those of each task, or of all."""
     if x.shape[-1:] != (1,) or x.dim() not in (2, 3) or x.shape[:-2] not in ((), (num_tasks,)):
-        raise ValueError(
-            f"{call}: x must be [points, 1] or [{num_tasks}, points, 1], got {list(x.shape)}."
-        )
+        raise ValueError(f"{call}: x must be [points, 1] or [{num_tasks}, points, 1], got {list(x.shape)}.")
 
 
 def check_range(call: str, name: str, ends: Range) -> None:

@@ -157,7 +157,11 @@ class GaussianProcess(Regression):
                 f"GaussianProcess: kernel must be one of {', '.join(map(repr, KERNELS))}, got {kernel!r}."
             )
         self.kernel = kernel
-        ranges = {"lengthscale": lengthscale, "scale": scale, **({} if period is None else {"period": period})}
+        ranges = {
+            "lengthscale": lengthscale,
+            "scale": scale,
+            **({} if period is None else {"period": period}),
+        }
         for name, ends in ranges.items():
             check_range("GaussianProcess", name, ends)
             if ends[0] <= 0:
@@ -181,7 +185,8 @@ class GaussianProcess(Regression):
         """
         check_counts("GaussianProcess.sample", {"num_tasks": num_tasks})
         drawn = {
-            name: self.uniform(ends, (num_tasks, 1, 1), generator).double() for name, ends in self.ranges.items()
+            name: self.uniform(ends, (num_tasks, 1, 1), generator).double()
+            for name, ends in self.ranges.items()
         }
         seed = torch.randint(2**62, (), generator=generator, device=self.device).item()
 

@@ -34,7 +34,9 @@ def test_examples_lie_on_the_curve_of_their_task():
     batch = tasks.sample_examples(functions, generator=seeded(1))
     for examples in batch:
         for task in range(4):
-            curve = functions.parameters["amplitude"][task] * torch.sin(examples.x[task] - functions.parameters["phase"][task])
+            curve = functions.parameters["amplitude"][task] * torch.sin(
+                examples.x[task] - functions.parameters["phase"][task]
+            )
             torch.testing.assert_close(examples.y[task], curve, rtol=0, atol=1e-15)
 
 

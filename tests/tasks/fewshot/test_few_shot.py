@@ -1,0 +1,322 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from metagrad.tasks import FewShot, Imbalanced, TaskDistribution
+
+SIZES = (6, 9, 12, 20)
+WORKERS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs that are (number of the item, its label), classes of unequal size, in mixed order."""
+    labels = torch.arange(4).repeat_interleave(torch.tensor(SIZES))[torch.randperm(47, generator=seeded())]
+    return torch.stack([torch.arange(47.0), labels.float()], 1), labels
+
+
+class Lazy(Dataset):
+    """The same items as a data set of pairs, which counts what is read."""
+
+    def __init__(self):
+        self.x, self.targets = data()
+        self.classes = ["ant", "bee", "cat", "dog"]
+        self.read = []
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self.x[index].numpy(), int(self.targets[index])
+
+
+class Noisy(Lazy):
+    """Adds random numbers of torch, NumPy and Python."""
+
+    def __getitem__(self, index):
+        x, label = super().__getitem__(index)
+        return x + float(torch.rand(())) + np.random.rand() + random.random(), label
+
+
+def same(one, other) -> bool:
+    return all(torch.equal(a, b) for p, q in zip(one, other, strict=True) for a, b in zip(p, q, strict=True))
+
+
+def test_it_is_a_task_distribution():
+    assert isinstance(FewShot(data(), ways=2, queries=2), TaskDistribution)
+
+
+@given(
+    num_tasks=st.integers(1, 4), ways=st.integers(1, 4), shots=st.integers(1, 3), queries=st.integers(1, 3)
+)
+@settings(max_examples=15, deadline=None)
+def test_shapes_and_balanced_labels(num_tasks, ways, shots, queries):
+    batch = FewShot(data(), ways, shots, queries).sample(num_tasks, generator=seeded())
+    for examples, per_class in zip(batch, (shots, queries), strict=True):
+        assert examples.x.shape == (num_tasks, ways * per_class, 2)
+        assert torch.equal(examples.y, torch.arange(ways).repeat_interleave(per_class).expand(num_tasks, -1))
+
+
+def test_a_label_is_one_class_and_no_item_is_drawn_twice():
+    batch = FewShot(data(), ways=3, shots=2, queries=4).sample(40, generator=seeded())
+    x = torch.cat([part.x.view(40, 3, -1, 2) for part in batch], 2)
+    assert (x[..., 1] == x[..., :1, 1]).all()
+    assert all(len(set(task.flatten().tolist())) == 18 for task in x[..., 0])
+    assert all(len(set(task.tolist())) == 3 for task in x[:, :, 0, 1])
+
+
+@pytest.mark.parametrize("shots", [2, (1, 3), Imbalanced(4, 12)], ids=str)
+def test_where_the_items_are_changes_nothing(shots):
+    ways = 3 if shots == 2 else (2, 4)
+    x, labels = data()
+    sources = [
+        FewShot((x, labels), ways, shots, 2),
+        FewShot((x.numpy(), labels.tolist()), ways, shots, 2),
+        FewShot(Lazy(), ways, shots, 2, in_memory=True),
+        FewShot(TensorDataset(x, labels), ways, shots, 2, in_memory=True),
+        FewShot(Subset(Lazy(), range(47)), ways, shots, 2, in_memory=True),
+    ]
+    first, *others = [tasks.sample(5, generator=seeded()) for tasks in sources]
+    assert all(same(first, other) for other in others)
+    loaded = FewShot(Lazy(), ways, shots, 2).sample(5, generator=seeded())
+    assert same(first, loaded)
+
+
+def test_padding_is_zeros_and_is_not_read():
+    dataset = Lazy()
+    tasks = FewShot(dataset, ways=(2, 4), shots=(1, 3), queries=2)
+    batch = tasks.sample(6, generator=seeded())
+    real = [examples.mask for examples in batch]
+    assert len(dataset.read) == sum(int(mask.sum()) for mask in real)
+    for examples, mask in zip(batch, real, strict=True):
+        assert not mask.all()
+        assert (examples.x[~mask] == 0).all()
+        assert torch.equal(examples.y[mask] >= 0, torch.ones(int(mask.sum()), dtype=torch.bool))
+    assert (FewShot(data(), ways=2, queries=2).sample(1).support.mask).all()
+
+
+def test_regression_targets_have_no_padding():
+    batch = FewShot(data(), ways=2, queries=2).sample(1)
+    assert batch.support._replace(y=batch.support.x).mask.all()
+
+
+@WORKERS
+def test_workers_change_nothing_and_load_ahead():
+    here, ahead = (FewShot(Noisy(), 2, 1, 2, workers=workers) for workers in (0, 2))
+    generators = seeded(), seeded()
+    for num_tasks in (3, 3, 2):
+        one, other = (
+            tasks.sample(num_tasks, generator=g) for tasks, g in zip((here, ahead), generators, strict=True)
+        )
+        assert same(one, other)
+        assert torch.equal(*(g.get_state() for g in generators))
+    assert same(here.sample(3, generator=seeded(7)), ahead.sample(3, generator=seeded(7)))
+    restored = torch.Generator()
+    restored.set_state(generators[0].get_state())
+    assert same(here.sample(3, generator=generators[0]), ahead.sample(3, generator=restored))
+
+
+@WORKERS
+@pytest.mark.slow  # torch waits five seconds for workers that a traceback refers to
+def test_what_workers_raise_is_raised():
+    class Broken(Lazy):
+        def __getitem__(self, index):
+            raise OSError("no such image")
+
+    with pytest.raises(OSError, match="no such image"):
+        FewShot(Broken(), 2, 1, 2, workers=1).sample(1)
+
+
+def test_random_transforms_depend_on_the_generator_alone():
+    tasks = FewShot(Noisy(), 2, 1, 2, transform=lambda x: torch.from_numpy(x) + torch.rand(2))
+    states = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    one, again, other = (tasks.sample(2, generator=seeded(seed)) for seed in (0, 0, 1))
+    assert same(one, again)
+    assert not same(one, other)
+    fraction = one.support.x[..., 1] % 1
+    assert len(fraction.unique()) == fraction.numel()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1])
+    assert random.getstate() == states[2]
+
+
+def test_without_a_generator_the_global_one_is_used():
+    for tasks in (FewShot(data(), 2, 1, 2), FewShot(Lazy(), 2, 1, 2)):
+        torch.manual_seed(3)
+        first = tasks.sample(2)
+        second = tasks.sample(2)
+        torch.manual_seed(3)
+        assert same(first, tasks.sample(2))
+        assert not same(first, second)
+
+
+def test_images_are_scaled_and_ids_are_not():
+    images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 2, 2)
+    labels = torch.arange(40) % 2
+    for tasks in (
+        FewShot((images, labels), 2, 1, 2),
+        FewShot(TensorDataset(images, labels), 2, 1, 2),
+    ):
+        x = tasks.sample(3, generator=seeded()).query.x
+        assert x.dtype == torch.float32
+        assert torch.equal((x * 255).round() / 255, x)
+        assert 0.02 < x.max() <= 39 / 255
+    assert FewShot((images, labels), 2, 1, 2, dtype=torch.float64).sample(1).query.x.dtype == torch.float64
+    assert FewShot((labels, labels), 2, 1, 2).sample(1).query.x.dtype == torch.int64
+    assert FewShot((images.double(), labels), 2, 1, 2).sample(1).query.x.dtype == torch.float64
+
+
+def test_classes_by_label_by_name_and_by_split():
+    assert FewShot(data(), 2, 1, 2, classes=[3, 1]).classes == [3, 1]
+    tasks = FewShot(Lazy(), 2, 1, 2, classes=["dog", "bee"])
+    assert set(tasks.sample(20, generator=seeded()).query.x[..., 1].unique().tolist()) == {1, 3}
+    splits = {"train": ["ant", "bee"], "val": ["cat"], "test": ["dog"]}
+    assert FewShot(Lazy(), 1, 1, 2, classes=splits, split="validation").classes == ["cat"]
+    dataset = Lazy()
+    dataset.splits = splits
+    assert FewShot(dataset, 2, 1, 2, split="train").classes == ["ant", "bee"]
+    assert FewShot(dataset, 2, 1, 2).num_classes == 4
+
+
+def test_classes_that_nobody_split_are_dealt_out():
+    x, labels = torch.zeros(300, 1), torch.arange(300) % 100
+    parts = [
+        FewShot((x, labels), 5, 1, 2, split=name, labels=None).classes for name in ("train", "val", "test")
+    ]
+    assert [len(part) for part in parts] == [64, 16, 20]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(100))
+
+
+def test_small_classes_are_left_out_when_told_to():
+    tasks = FewShot(Lazy(), 2, 4, 5, small="skip")
+    assert tasks.skipped == ["ant"]
+    assert tasks.classes == ["bee", "cat", "dog"]
+    assert (tasks.sample(20).support.x[..., 1] > 0).all()
+
+
+def test_the_protocol_is_spelled_out():
+    tasks = FewShot(Lazy(), 2, 1, 2, split="train", in_memory=True)
+    assert tasks.protocol_description == (
+        "FewShot 2-way 1-shot, 2 queries per class, train split: 3 classes of 27 items in memory"
+    )
+    tasks = FewShot(Lazy(), (2, 4), Imbalanced(), 2)
+    assert tasks.protocol_description == (
+        "FewShot 2 to 4-way Imbalanced(per_class=100, total=500)-shot, 2 queries per class, 4 classes of Lazy"
+    )
+
+
+class Unlabelled(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "error", "message"),
+    [
+        (None, {"ways": 0}, ValueError, "FewShot: ways must be at least 1, got 0"),
+        (None, {"shots": "1"}, TypeError, r"FewShot: shots must be an int, got '1' \(str\)"),
+        (None, {"queries": 0}, ValueError, "FewShot: queries must be at least 1, got 0"),
+        (None, {"ways": (3, 2)}, ValueError, r"ways must be \(lowest, highest\), got \(3, 2\)"),
+        (None, {"ways": (1, 2, 3)}, ValueError, r"ways must be a number or \(lowest, highest\), got"),
+        (None, {"ways": 5, "queries": 2}, ValueError, "ways must be at most 4, the classes, got 5"),
+        (None, {"ways": (5, 9), "queries": 2}, ValueError, "ways must be at most 4, .* got 5 to 9"),
+        (
+            None,
+            {"ways": 2, "shots": 5, "queries": 6},
+            ValueError,
+            r"shots \+ queries = 11 examples, and 2 of 4 have fewer: 0 has 6, 1 has 9\. Ask for fewer",
+        ),
+        (
+            None,
+            {"classes": [0, 7], "queries": 2},
+            ValueError,
+            "classes has 7, which .* there are 4: 0, 1, 2, 3",
+        ),
+        (None, {"classes": [0, 0], "queries": 2}, ValueError, "classes has 0 twice"),
+        (None, {"classes": [0], "split": "train"}, ValueError, "split='train' needs classes= by split"),
+        (None, {"classes": {"train": [0]}, "split": "test"}, ValueError, "split must be one of 'train', as"),
+        (None, {"classes": {"train": [0]}}, ValueError, "split must be one of 'train', .* got None"),
+        (
+            None,
+            {"classes": {"train": [0], "val": [0]}, "split": "val"},
+            ValueError,
+            "0 is in the splits 'train' and 'validation' of classes, which must have nothing in common",
+        ),
+        (
+            None,
+            {"split": "base"},
+            ValueError,
+            "split must be one of 'train', 'validation', 'test', got 'base'",
+        ),
+        (None, {"small": "drop"}, ValueError, "small must be 'raise' or 'skip', got 'drop'"),
+        (None, {"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
+        (
+            None,
+            {"ways": 3, "shots": Imbalanced(total=2)},
+            ValueError,
+            r"Imbalanced\(total=2\) must be at least 3, the ways",
+        ),
+        ((torch.zeros(3), torch.zeros(2)), {}, ValueError, "one entry an item, got 3 and 2"),
+        ((torch.zeros(3),), {}, ValueError, r"a data set or a pair \(x, labels\), got 1 parts"),
+        (
+            (torch.zeros(3), torch.zeros(3)),
+            {},
+            ValueError,
+            "one integer or name for each of the 3 items, .* float32",
+        ),
+        ((torch.zeros(3), torch.zeros(3, 2)), {}, ValueError, r"got shape \(3, 2\)"),
+        (
+            TensorDataset(torch.zeros(3, 2)),
+            {},
+            ValueError,
+            r"items of the data set must be \(x, label\), got",
+        ),
+        (Unlabelled(), {}, ValueError, r"must be \(x, label\), got a Tensor\. Pass labels="),
+    ],
+)
+def test_construction_errors(dataset, arguments, error, message):
+    with pytest.raises(error, match=message):
+        FewShot(data() if dataset is None else dataset, **arguments)
+
+
+def test_imbalance_below_one():
+    with pytest.raises(ValueError, match="Imbalanced: per_class must be at least 1, got 0"):
+        Imbalanced(per_class=0)
+
+
+def test_inputs_that_cannot_be_stacked():
+    uneven = [(torch.zeros(2 + (i == 3)), i % 2) for i in range(8)]
+    with pytest.raises(
+        ValueError, match=r"all inputs must have one shape, got \[\d\] and \[\d\]\. Pass a transform"
+    ):
+        FewShot(uneven, 2, 1, 3).sample(1)
+    names = TensorDataset(torch.zeros(8), torch.arange(8) % 2)
+    with pytest.raises(TypeError, match=r"x of item . must be a tensor or an array, got a str"):
+        FewShot(names, 2, 1, 2, transform=str).sample(1)
+
+
+def test_a_stream_is_refused():
+    with pytest.raises(TypeError, match=r"dataset must be a map-style data set, .* got a list_iterator"):
+        FewShot(iter([]), 2, 1, 2)  # type: ignore[arg-type]
+
+
+def test_sampling_errors():
+    tasks = FewShot(data(), 2, 1, 2)
+    with pytest.raises(ValueError, match=r"FewShot.sample: num_tasks must be at least 1, got 0"):
+        tasks.sample(0)
+    with pytest.raises(ValueError, match=r"FewShot.sample: the generator is on cpu, the tasks are on meta"):
+        FewShot(data(), 2, 1, 2, device="meta").sample(1, generator=seeded())
