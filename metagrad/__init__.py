@@ -4,16 +4,20 @@ from metagrad import autograd, curvature, memory, meta, models, optim, sparse, t
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
-from metagrad.meta import MAML, MetaCurvature, MetaSGD, ProtoMAML
+from metagrad.meta import LRD2, MAML, R2D2, MetaCurvature, MetaOptNet, MetaSGD, ProtoMAML, ProtoNet
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LRD2",
     "MAML",
+    "R2D2",
     "MemoryTracker",
     "MetaCurvature",
+    "MetaOptNet",
     "MetaSGD",
     "ProtoMAML",
+    "ProtoNet",
     "autograd",
     "checkpoint",
     "curvature",

@@ -1,6 +1,9 @@
-"""Meta-learning algorithms: MAML."""
+"""Meta-learning algorithms: MAML, and heads on a shared embedding."""
 
 from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
+from metagrad.meta.algorithms.heads.metaoptnet import MetaOptNet
+from metagrad.meta.algorithms.heads.protonet import ProtoNet
+from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
@@ -8,12 +11,16 @@ from metagrad.meta.inner.prototypes import Prototypes
 from metagrad.meta.maml import MAML
 
 __all__ = [
+    "LRD2",
     "MAML",
+    "R2D2",
     "Adapted",
     "Algorithm",
     "MetaCurvature",
+    "MetaOptNet",
     "MetaOutput",
     "MetaSGD",
     "ProtoMAML",
+    "ProtoNet",
     "Prototypes",
 ]

@@ -397,16 +397,18 @@ def check_steps(call: str, steps: object) -> None:
         raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
 
 
-def check_arguments(model: object, steps: int, order: int, task_chunk: int | None) -> None:
+def check_arguments(
+    model: object, steps: int, order: int, task_chunk: int | None, name: str = "MAML"
+) -> None:
     """Refuse arguments of MAML that mean nothing."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"MAML(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
     if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
         raise ValueError(
-            f"MAML(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
+            f"{name}(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
         )
 
 

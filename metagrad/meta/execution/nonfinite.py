@@ -32,10 +32,10 @@ Compute = Callable[[Params, Rule, Tasks], tuple]
 """Parameters, a rule and tasks to a tree of tensors ``[tasks, ...]``, and constants."""
 
 
-def check_nonfinite(policy: object) -> None:
+def check_nonfinite(policy: object, name: str = "MAML") -> None:
     """Refuse a policy that is none."""
     if policy not in get_args(Nonfinite):
-        raise ValueError(f'MAML(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
+        raise ValueError(f'{name}(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
 
 
 def refuse_nonfinite(losses: Tensor, steps: int, name: str = "MAML") -> None:

@@ -79,7 +79,7 @@ class Stacking:
 
     def _examine(self, comparison: Comparison) -> bool:
         model = comparison.objective.model
-        device_type = next(iter(comparison.params.values())).device.type
+        device_type = comparison.tasks.device.type
         if self.task_chunk is None and prefers_loop(model, device_type):
             return False
         reason = loop_reason(model)
@@ -296,7 +296,8 @@ class Comparison:
         grads = _gradients(losses.sum(), variables, create_graph=self.order == 2)
         found = {"losses": [losses], "gradients": grads}
         if self.order == 2:
-            norm = torch.stack([gradient.square().sum() for gradient in grads[: len(starts)]]).sum()
+            of = grads[: len(starts)] or grads
+            norm = torch.stack([losses.new_zeros(()), *(gradient.square().sum() for gradient in of)]).sum()
             found["second derivatives"] = _gradients(norm, variables) if norm.requires_grad else []
         return found
 
@@ -323,6 +324,8 @@ def _pair(param: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _gradients(value: Tensor, starts: list[Tensor], create_graph: bool = False) -> list[Tensor]:
+    if not starts:
+        return []
     grads = torch.autograd.grad(value, starts, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(s) if g is None else g for s, g in zip(starts, grads, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ class Objective:
 
     def single(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
-        prediction = call_with(self.model, values_for(self.model, params, self.rows), x)
+        prediction = self.call(params, x)
         self._check_examples(prediction, y, num_axes=0)
         loss = self.loss_fn(prediction, restored(y))
         self._check_loss(loss, num_axes=0)
@@ -70,7 +71,7 @@ class Objective:
 
     def stacked(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
-        predictions = forward_stacked(self.model, params, x, self.rows)
+        predictions = self.call_stacked(params, x)
         self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
         self._check_loss(losses, num_axes=1)
@@ -79,13 +80,21 @@ class Objective:
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters; with a ``chunk`` of 1 task by task."""
         if chunk != 1:
-            return forward_stacked(self.model, params, x, self.rows)
+            return self.call_stacked(params, x)
         predictions = []
         for i in range(num_tasks(x)):
             rows, own, inputs = tree_map(operator.itemgetter(i), (self.rows, params, x))
-            prediction = call_with(self.model, values_for(self.model, own, rows), inputs)
+            prediction = dataclasses.replace(self, rows=rows).call(own, inputs)
             predictions.append(structured(prediction, RESULT))
         return stacked(predictions)
+
+    def call(self, params: Params, x: Nested) -> Any:
+        """Return what the model makes of the inputs of one task."""
+        return call_with(self.model, values_for(self.model, params, self.rows), x)
+
+    def call_stacked(self, params: Params, x: Nested) -> Nested:
+        """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
+        return forward_stacked(self.model, params, x, self.rows)
 
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Refuse labels and targets that do not fit predictions, where these are tensors."""

@@ -1,0 +1,294 @@
+"""A shared embedding, and a head that is fitted to each task: what all such algorithms have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metagrad.core.structured import Nested, call_on, restored
+from metagrad.core.substitution import Slots
+from metagrad.meta.algorithm import Adapted, MetaOutput
+from metagrad.meta.execution.executor import TaskExecutor
+from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
+from metagrad.meta.execution.stacking import Comparison, Stacking
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
+from metagrad.meta.maml import check_arguments
+from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
+from metagrad.meta.objective.tasks import (
+    BatchLike,
+    ExamplesLike,
+    Tasks,
+    read_batch,
+    read_support,
+    with_task_axis,
+)
+from metagrad.meta.objective.vmap import forward_stacked
+from metagrad.optim.rules import Params, Rule, sgd
+
+_NO_STEPS = sgd(lr=0.0)
+
+
+class HeadAlgorithm(nn.Module):
+    """Base of the algorithms that embed by a shared model and fit a head to the support embeddings of each task.
+
+    The model is called once for the support examples of all tasks, and once for their query examples, with weights
+    that are not copied. What a layer computes of a batch (the statistics of batch normalisation) it computes of one
+    task and one set, as one call for each task would.
+
+    A subclass says what its head is: :meth:`fit` and :meth:`logits`, on the embeddings of many tasks at once.
+
+    Args:
+        model: The embedding: returns a tensor ``[examples, ...]``, of which all axes but the first are features.
+            Called as :class:`metagrad.MAML` calls its model. All its parameters that require grad are meta-learned.
+        loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
+        task_chunk: How many tasks run together; None means all, 1 is a loop.
+        nonfinite: As of :class:`metagrad.MAML`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        task_chunk: int | None = None,
+        nonfinite: Nonfinite = "raise",
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.task_chunk = task_chunk
+        self.nonfinite: Nonfinite = nonfinite
+        self._check()
+
+    def fit(self, features: Tensor, labels: Tensor) -> Params:
+        """Fit the head of each task.
+
+        Args:
+            features: Support embeddings ``[tasks, shots, features]``, floating, of at least single precision.
+            labels: Their classes as one-hot vectors ``[tasks, shots, ways]``, of the same dtype.
+
+        Returns:
+            What :meth:`logits` needs, ``[tasks, ...]`` each.
+        """
+        raise NotImplementedError
+
+    def logits(self, fitted: Params, features: Tensor) -> Tensor:
+        """Return the logits ``[tasks, n, ways]`` of embeddings ``[tasks, n, features]``."""
+        raise NotImplementedError
+
+    def forward(
+        self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
+    ) -> MetaOutput:
+        """Fit the head to every task's support examples and judge it on its query examples.
+
+        Args:
+            batch: In the forms that :class:`metagrad.MAML` takes; the targets of support examples are classes,
+                ``[tasks, shots]``, from 0 on, as many in every task, of which each may have another number of shots.
+            steps: None: there are no inner steps.
+
+        Raises:
+            ValueError: The batch is empty, its task axes differ, a task has no support example of some class, or
+                ``steps`` is given.
+            TypeError: The batch has another form, labels are no integers, or the model returns no tensor.
+            FloatingPointError: As :class:`metagrad.MAML` says.
+        """
+        call = f"{self._name}(batch)"
+        tasks = read_batch(batch, call)
+        found, skipped, _ = self._executor(tasks, call, steps).run(tasks)
+        assert isinstance(found, Evaluation)
+        losses, logits = found.query_losses, restored(found.predictions)
+        counted = losses[~skipped] if self.nonfinite == "skip" else losses
+        return MetaOutput(counted.mean(), losses, logits, found.losses, found.used, skipped)
+
+    def adapt(
+        self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
+    ) -> Adapted:
+        """Fit the head to every task's support examples; ``params`` of the result is what was fitted.
+
+        Raises:
+            ValueError: As :meth:`forward`, and so the other errors.
+        """
+        call = f"{self._name}.adapt(support)"
+        tasks = read_support(support, call)
+        executor = self._executor(tasks, call, steps)
+        results, skipped, chunk = executor.run(tasks)
+        assert isinstance(results, Adaptation)
+        objective, slots = executor.inner.objective, Slots([self])
+
+        def predict(fitted: Params, x: Nested) -> Nested:
+            with slots.restored({}):  # also after a ``functional_call`` has ended
+                return objective.predict(fitted, x, chunk)
+
+        return Adapted(results.params, results.losses, results.used, skipped, predict)
+
+    def extra_repr(self) -> str:
+        """Show what is not a submodule."""
+        return f"task_chunk={self.task_chunk}, nonfinite={self.nonfinite!r}"
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _executor(self, tasks: Tasks, call: str, steps: int | None) -> TaskExecutor:
+        """Return what runs tasks, as the attributes of this module say at present."""
+        self._check()
+        if steps is not None:
+            raise ValueError(
+                f"{call[:-1]}, steps): the head is fitted in closed form, so there are no inner steps to choose, got "
+                f"{steps!r}. Leave steps out."
+            )
+        ways = _count_classes(call, tasks, self.loss_fn)
+        loop = _HeadLoop(
+            _HeadObjective(self.model, self.loss_fn, name=self._name, head=self),
+            _NO_STEPS,
+            steps=0,
+            order=2,
+            memory="full",
+            ways=ways,
+        )
+        return _HeadExecutor(loop, {}, (), self.nonfinite, self._stacking, self._name)
+
+    def _check(self) -> None:
+        """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        check_arguments(self.model, 0, 2, self.task_chunk, self._name)
+        check_nonfinite(self.nonfinite, self._name)
+        stacking = self.__dict__.get("_stacking")
+        if stacking is None or stacking.task_chunk != self.task_chunk:
+            self._stacking = Stacking(self.task_chunk, self._name)
+
+
+def checked_positive(call: str, name: str, value: float) -> float:
+    """Refuse what is not a positive number."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{call}(..., {name}): expected a positive number, got {value!r}.")
+    return value
+
+
+@dataclass(frozen=True)
+class _HeadObjective(Objective):
+    """The loss of a head as a function of what was fitted: the embedding is shared by all tasks."""
+
+    head: HeadAlgorithm = field(kw_only=True)
+
+    def call(self, params: Params, x: Nested) -> Tensor:
+        """Return the logits ``[n, ways]`` of one task."""
+        return self._logits(with_task_axis(params), self.features(x, is_stacked=False)).squeeze(0)
+
+    def call_stacked(self, params: Params, x: Nested) -> Tensor:
+        """Return the logits ``[tasks, n, ways]``."""
+        return self._logits(params, self.features(x, is_stacked=True))
+
+    def features(self, x: Nested, *, is_stacked: bool) -> Tensor:
+        """Return the embeddings ``[tasks, n, features]``, of at least single precision."""
+        embedded = (
+            forward_stacked(self.model, {}, x) if is_stacked else with_task_axis(call_on(self.model, x))
+        )
+        if not isinstance(embedded, Tensor) or not embedded.is_floating_point() or embedded.ndim < 3:
+            raise TypeError(
+                f"{self.name}(model, ...): the model must return a floating tensor [examples, ...], its embedding, "
+                f"got {_described(embedded)}."
+            )
+        features = embedded.flatten(2)
+        return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+
+    def fitted(self, features: Tensor, labels: Tensor) -> Params:
+        """Fit the heads to features and one-hot labels."""
+        with without_autocast(features):
+            return self.head.fit(features, labels.to(features.dtype))
+
+    def _logits(self, params: Params, features: Tensor) -> Tensor:
+        with without_autocast(features):
+            return self.head.logits(params, features)
+
+
+@dataclass(frozen=True)
+class _HeadLoop(InnerLoop):
+    """What stands in the place of inner steps: one fit."""
+
+    ways: int = field(kw_only=True)
+
+    def run(
+        self, params: Params, tasks: Tasks, rule: Rule | None = None
+    ) -> tuple[Params, Tensor, Tensor, Tensor]:
+        """Fit the head; differentiable where grad mode is on."""
+        objective = self.objective
+        y = tasks.support_y if self.stacked else with_task_axis(tasks.support_y)
+        assert isinstance(objective, _HeadObjective)
+        assert isinstance(y, Tensor)
+        with phase("support"):
+            features = objective.features(tasks.support_x, is_stacked=self.stacked)
+            if features.shape[:2] != y.shape:
+                raise ValueError(
+                    f"{objective.name}(model, ...): the model must return one embedding for each example, got "
+                    f"{features.shape[1]} for {y.shape[1]} labels of a task."
+                )
+            fitted = objective.fitted(features, F.one_hot(y.long(), self.ways))
+        if not self.stacked:
+            fitted = {name: value.squeeze(0) for name, value in fitted.items()}
+        none = features.new_zeros(len(y), 0)
+        return fitted, none, y.new_zeros(len(y), dtype=torch.int64), none
+
+
+class _HeadExecutor(TaskExecutor):
+    """Runs tasks whose heads are fitted, and which share all parameters."""
+
+    def _chunk_size(self, tasks: Tasks) -> int:
+        objective = self.inner.objective
+        embedding = Objective(objective.model, _probe, name=objective.name)
+        return self.stacking.chunk_size(Comparison(embedding, {}, tasks, self.sparse, order=2))
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        """The algorithm: the embedding, what is learned of the head, and a loss that is a module."""
+        assert isinstance(self.inner.objective, _HeadObjective)
+        return [self.inner.objective.head]
+
+
+def _probe(features: Tensor, y: Nested) -> Tensor:
+    """Return a loss that depends on every feature, also where these are normalised."""
+    return features.sin().mean()
+
+
+def without_autocast(tensor: Tensor) -> torch.autocast:
+    """Compute in the dtypes of the tensors: linear systems have no solution in half precision."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def _count_classes(call: str, tasks: Tasks, loss_fn: Callable) -> int:
+    """Return the number of classes; refuse labels that are none, and a task without a support example of one."""
+    y = tasks.support_y
+    if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.ndim != 2:
+        raise TypeError(
+            f"{call}: support.y must be the classes of the support examples, integers [tasks, shots], got "
+            f"{_described(y)}."
+        )
+    lowest, highest = (int(bound) for bound in torch.aminmax(y))
+    if lowest < 0:
+        raise ValueError(f"{call}: classes must be 0 or more, support.y has {lowest}. Relabel the classes.")
+    present = F.one_hot(y.long(), highest + 1).any(1)
+    if not bool(present.all()):
+        task, label = (int(i) for i in (~present).nonzero()[0])
+        raise ValueError(
+            f"{call}: every task needs a support example of each of the {highest + 1} classes, but task {task} has "
+            f"none of class {label} (tasks and classes count from 0). Relabel the classes of each task from 0 on, or "
+            "leave tasks with fewer classes out."
+        )
+    bounds = None if tasks.query_y is None else label_bounds(loss_fn, tasks.query_y)
+    if bounds is not None and (bounds.lowest < 0 or bounds.highest > highest):
+        raise ValueError(
+            f"{call}: labels of query examples must be classes of the support examples, 0..{highest}, but they reach "
+            f"from {bounds.lowest} to {bounds.highest}."
+        )
+    return highest + 1
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(restored(value)).__name__  # type: ignore[arg-type]

@@ -1,0 +1,462 @@
+"""Heads on a shared embedding: each equals a loop over tasks with the head of the textbook, at orders 1 and 2."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined
+
+TASKS, WAYS, FEATURES = 3, 3, 4
+LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 2], [2, 2, 2, 2, 1, 0, 0], [0, 0, 1, 1, 2, 0, 1]])  # unequal shots
+
+
+def prototypes(x, y, query, params):
+    means = torch.stack([x[y == k].mean(0) for k in range(WAYS)])
+    return -torch.stack([torch.stack([(q - mean).pow(2).sum() for mean in means]) for q in query])
+
+
+def cosines(x, y, query, params):
+    means = torch.stack([x[y == k].mean(0) for k in range(WAYS)])
+    cos = [torch.stack([q @ mean / (q.norm() * mean.norm()) for mean in means]) for q in query]
+    return params["scale"] * torch.stack(cos)
+
+
+def with_one(x):
+    return torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+
+
+def normal_equations(x, y, penalty):
+    return (
+        torch.linalg.inv(x.T @ x + penalty * torch.eye(x.shape[1], dtype=x.dtype))
+        @ x.T
+        @ F.one_hot(y).to(x.dtype)
+    )
+
+
+def ridge(x, y, query, params):
+    weight = normal_equations(with_one(x), y, params["log_penalty"].exp())
+    return params["log_scale"].exp() * with_one(query) @ weight + params["bias"]
+
+
+def ridge_without_intercept(x, y, query, params):
+    return params["scale"] * query @ normal_equations(x, y, 0.5)
+
+
+def newton(x, y, query, params):
+    x, columns = with_one(x), []
+    for k in range(WAYS):
+        target = (y == k).to(x.dtype)
+        w = torch.zeros(x.shape[1], dtype=x.dtype)
+        for _ in range(3):
+            mean = torch.sigmoid(x @ w)
+            gradient = x.T @ (mean - target) + params["log_penalty"].exp() * w
+            hessian = x.T @ torch.diag(mean * (1 - mean)) @ x + params["log_penalty"].exp() * torch.eye(
+                len(w)
+            )
+            w = w - torch.linalg.inv(hessian) @ gradient
+        columns.append(w)
+    return params["log_scale"].exp() * with_one(query) @ torch.stack(columns, 1) + params["bias"]
+
+
+class Case(NamedTuple):
+    make: object
+    textbook: object
+    features: int = FEATURES
+
+
+def cosine_protonet(model, **arguments):
+    return mg.ProtoNet(model, distance="cosine", scale=nn.Parameter(torch.tensor(3.0)), **arguments)
+
+
+CASES = {
+    "ProtoNet": Case(mg.ProtoNet, prototypes),
+    "ProtoNet, cosine": Case(cosine_protonet, cosines),
+    "R2D2": Case(mg.R2D2, ridge),
+    "R2D2, more features than shots": Case(mg.R2D2, ridge, features=9),
+    "LRD2": Case(lambda model, **arguments: mg.LRD2(model, newton_steps=3, **arguments), newton),
+    "MetaOptNet, ridge": Case(
+        lambda model, **arguments: mg.MetaOptNet(model, head="ridge", penalty=0.5, **arguments),
+        ridge_without_intercept,
+    ),
+}
+SVM = Case(mg.MetaOptNet, None)
+EVERY = {**CASES, "MetaOptNet": SVM}
+every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+
+
+def embedding(features=FEATURES):
+    """Statistics of the batch: of one task, and of support and query examples apart."""
+    norm = nn.BatchNorm1d(5, track_running_stats=False)
+    return nn.Sequential(nn.Linear(2, 5), norm, nn.Tanh(), nn.Linear(5, features)).double()
+
+
+def make(case, **arguments):
+    return case.make(embedding(case.features), **arguments).double()
+
+
+@pytest.fixture
+def batch():
+    x, query = torch.randn(TASKS, 7, 2).double(), torch.randn(TASKS, 5, 2).double()
+    return Batch(Examples(x, LABELS), Examples(query, torch.randint(WAYS, (TASKS, 5))))
+
+
+def textbook_losses(algorithm, textbook, batch):
+    params = dict(algorithm.named_parameters())
+    losses = []
+    for x, y, query, target in zip(*batch.support, *batch.query, strict=True):
+        logits = textbook(algorithm.model(x), y, algorithm.model(query), params)
+        losses.append(F.cross_entropy(logits, target))
+    return torch.stack(losses)
+
+
+def derivatives(losses, params):
+    """Gradients of a loss, and of a function of these that is not linear."""
+    first = torch.autograd.grad(losses.mean(), params, create_graph=True)
+    return first, torch.autograd.grad(sum(g.sin().sum() for g in first), params)
+
+
+def assert_close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"), combined(CASES, (None, 1, 2), fast=lambda name, chunk: chunk != 2 or name == "R2D2")
+)
+def test_losses_and_derivatives_are_those_of_the_textbook(name, chunk, batch):
+    algorithm = make(CASES[name], task_chunk=chunk)
+    params = list(algorithm.parameters())
+    out = algorithm(batch)
+    expected = textbook_losses(algorithm, CASES[name].textbook, batch)
+    assert_close(out.query_losses, expected)
+    assert_close(out.loss, expected.mean())
+    for found, wanted in zip(
+        derivatives(out.query_losses, params), derivatives(expected, params), strict=True
+    ):
+        assert_close(found, wanted)
+
+
+@every
+def test_tasks_together_are_tasks_one_by_one(case, batch):
+    together = make(case)
+    one_by_one = copy.deepcopy(together)
+    one_by_one.task_chunk = 1
+    found, expected = (
+        derivatives(a(batch).query_losses, list(a.parameters())) for a in (together, one_by_one)
+    )
+    assert_close(found, expected)
+
+
+@every
+def test_gradcheck_of_a_head_at_orders_one_and_two(case):
+    head = make(case)
+    labels = F.one_hot(LABELS[:1], WAYS).double()
+
+    def logits(features, query):
+        return head.logits(head.fit(features, labels), query)
+
+    inputs = [torch.randn(1, n, 3, dtype=torch.float64, requires_grad=True) for n in (7, 2)]
+    torch.autograd.gradcheck(logits, inputs)
+    torch.autograd.gradgradcheck(logits, inputs, nondet_tol=1e-12)
+
+
+@every
+def test_a_fitted_head_predicts_what_forward_does(case, batch):
+    algorithm = make(case)
+    out, fast = algorithm(batch), algorithm.adapt(batch.support)
+    assert isinstance(algorithm, mg.meta.Algorithm)
+    assert_close(fast(batch.query.x), out.query_outputs)
+    assert out.query_outputs.shape == (TASKS, 5, WAYS)
+    assert out.support_losses.shape == fast.support_losses.shape == (TASKS, 0)
+    assert out.steps.tolist() == fast.steps.tolist() == [0] * TASKS
+    assert not out.skipped.any()
+    assert all(value.shape[0] == TASKS for value in fast.params.values())
+
+
+@every
+def test_a_call_with_other_parameters(case, batch):
+    algorithm, other = make(case), make(case)
+    params = dict(other.named_parameters())
+    adapt = functional_call(
+        Adapting(algorithm), {f"algorithm.{k}": p for k, p in params.items()}, (batch.support,)
+    )
+    expected = other(batch)
+    assert_close(functional_call(algorithm, params, (batch,)).loss, expected.loss)
+    assert_close(adapt(batch.query.x), expected.query_outputs)
+    grads = torch.func.grad(lambda p: functional_call(algorithm, p, (batch,)).loss)(params)
+    assert_close(list(grads.values()), list(torch.autograd.grad(expected.loss, list(params.values()))))
+
+
+class Adapting(nn.Module):
+    def __init__(self, algorithm):
+        super().__init__()
+        self.algorithm = algorithm
+
+    def forward(self, support):
+        return self.algorithm.adapt(support)
+
+
+@every
+def test_states_copies_and_files(case, batch):
+    algorithm, other = make(case), make(case)
+    expected = algorithm(batch).loss
+    other.load_state_dict(algorithm.state_dict())
+    for twin in (other, copy.deepcopy(algorithm)):
+        assert_close(twin(batch).loss, expected)
+    if "lambda" not in getattr(case.make, "__name__", ""):
+        assert_close(pickle.loads(pickle.dumps(algorithm))(batch).loss, expected)
+
+
+@every
+def test_a_task_that_is_not_finite_is_told_or_left_out(case, batch):
+    algorithm = make(case)
+    batch.support.x[1, 0, 0] = torch.nan
+    with pytest.raises(
+        FloatingPointError, match=rf"^{algorithm._name}: the loss of task 1 is nan on its query"
+    ):
+        algorithm(batch)
+    algorithm.nonfinite = "skip"
+    out = algorithm(batch)
+    assert out.skipped.tolist() == [False, True, False]
+    rest = algorithm(Batch(*(Examples(part.x[::2], part.y[::2]) for part in batch)))
+    params = list(algorithm.parameters())
+    assert_close(torch.autograd.grad(out.loss, params), torch.autograd.grad(rest.loss, params))
+
+
+def test_a_gradient_that_is_not_finite_is_told(batch):
+    class Root(nn.Module):
+        def forward(self, x):
+            return x.abs().sqrt()
+
+    algorithm = mg.ProtoNet(nn.Sequential(nn.Linear(2, 2, bias=False), Root()).double())
+    batch.support.x[2, 3] = 0.0
+    with pytest.raises(FloatingPointError, match=r"^ProtoNet: the meta-gradient of task 2 is not finite"):
+        algorithm(batch).loss.backward()
+
+
+@every
+def test_single_precision_and_half(case, batch):
+    algorithm = make(case)
+    wide = algorithm(batch).query_outputs
+    narrow = algorithm.float()
+    single = Batch(*(Examples(part.x.float(), part.y) for part in batch))
+    out = narrow(single)
+    assert out.query_outputs.dtype == torch.float32
+    torch.testing.assert_close(out.query_outputs.double(), wide, rtol=1e-3, atol=1e-3)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = narrow(single)
+    assert half.query_outputs.dtype == torch.float32
+    half.loss.backward()
+
+
+def test_forms_of_a_batch(batch):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 4).double()
+
+        def forward(self, points):
+            return self.layer(points)
+
+    algorithm = mg.ProtoNet(Named())
+    expected = algorithm(batch).loss
+    named = {
+        name: {"x": {"points": part.x}, "y": part.y} for name, part in zip(Batch._fields, batch, strict=True)
+    }
+    assert_close(algorithm(named).loss, expected)
+    fast = algorithm.adapt(named["support"])
+    assert_close(fast({"points": batch.query.x}), algorithm(batch).query_outputs)
+
+
+def test_features_of_any_shape_are_flattened(images):
+    algorithm = mg.R2D2(nn.Conv2d(1, 2, 5, stride=4).double()).double()
+    out = algorithm(images)
+    assert algorithm.adapt(images.support).params["weight"].shape == (2, 2 * 3 * 3 + 1, 3)
+    flat = mg.R2D2(nn.Sequential(algorithm.model, nn.Flatten()), task_chunk=2).double()
+    assert_close(flat(images).loss, out.loss)
+
+
+def test_models_without_parameters_and_frozen_ones(batch):
+    nearest_mean = mg.ProtoNet(nn.Identity())
+    assert nearest_mean(batch).query_outputs.shape == (TASKS, 5, WAYS)
+    frozen = mg.R2D2(embedding().requires_grad_(False)).double()
+    frozen(batch).loss.backward()
+    assert all(p.grad is None for p in frozen.model.parameters())
+    assert frozen.log_penalty.grad is not None
+
+
+def test_running_statistics_are_those_of_tasks_one_by_one(batch):
+    model = nn.Sequential(nn.Linear(2, 5), nn.BatchNorm1d(5)).double()
+    expected = copy.deepcopy(model)
+    for x, query in zip(batch.support.x, batch.query.x, strict=True):
+        expected(x), expected(query)
+    algorithm = mg.ProtoNet(model)
+    with pytest.warns(
+        UserWarning, match="^ProtoNet: the tasks of a batch run one by one, because BatchNorm1d"
+    ):
+        algorithm(batch)
+    assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+    model.eval()
+    model[1].track_running_stats = True
+    logits = algorithm(batch).query_outputs
+    expected = prototypes(model(batch.support.x[0]), LABELS[0], model(batch.query.x[0]), {})
+    assert_close(logits[0], expected)
+
+
+def test_memory_is_tracked_as_an_outer_step(batch):
+    with mg.MemoryTracker() as memory:
+        make(CASES["R2D2"])(batch).loss.backward()
+    assert [record.name for record in memory.records()] == ["outer", "support", "query"]
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()).double())
+
+    def forward(self, logits, y):
+        return F.cross_entropy(logits / self.temperature, y)
+
+
+def test_a_loss_that_is_learned(batch):
+    algorithm = mg.ProtoNet(embedding(), Tempered())
+    out = algorithm(batch)
+    assert_close(out.query_losses, textbook_losses(algorithm, prototypes, batch))
+    out.loss.backward()
+    assert algorithm.loss_fn.temperature.grad is not None
+
+
+def changed(batch, part="support", **fields):
+    return batch._replace(**{part: getattr(batch, part)._replace(**fields)})
+
+
+@every
+def test_a_class_without_examples_is_told(case, batch):
+    algorithm = make(case)
+    labels = LABELS.clone()
+    labels[1, labels[1] == 1] = 2
+    with pytest.raises(ValueError, match=rf"^{algorithm._name}\(batch\): .* task 1 has none of class 1 "):
+        algorithm(changed(batch, y=labels))
+    with pytest.raises(
+        ValueError, match=rf"^{algorithm._name}.adapt\(support\): .* task 1 has none of class 1 "
+    ):
+        algorithm.adapt(changed(batch, y=labels).support)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda b: changed(b, y=LABELS - 1),
+            ValueError,
+            r"^R2D2\(batch\): classes must be 0 or more, .* has -1",
+        ),
+        (lambda b: changed(b, y=LABELS.double()), TypeError, r"must be the classes .*, got float64 \[3, 7\]"),
+        (lambda b: changed(b, y={"a": LABELS}), TypeError, r"must be the classes .*, got dict"),
+        (
+            lambda b: changed(b, "query", y=torch.full((TASKS, 5), 3)),
+            ValueError,
+            r"must be classes of the support examples, 0\.\.2, but they reach from 3 to 3",
+        ),
+        (
+            lambda b: changed(b, x=b.support.x[:2]),
+            ValueError,
+            r"^R2D2\(batch\): every part must have the same",
+        ),
+        (lambda b: b.support, TypeError, r"^R2D2\(batch\): the batch must be a pair|^R2D2\(batch\): support"),
+    ],
+)
+def test_batches_that_are_refused(change, error, message, batch):
+    with pytest.raises(error, match=message):
+        make(CASES["R2D2"])(change(batch))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            lambda: mg.ProtoNet(torch.sin),
+            TypeError,
+            r"ProtoNet\(model, ...\): model must be a torch.nn.Module",
+        ),
+        (
+            lambda: mg.ProtoNet(nn.Identity(), distance="l1"),
+            ValueError,
+            r'"euclidean" or "cosine", got \'l1\'',
+        ),
+        (lambda: mg.R2D2(nn.Identity(), task_chunk=0), ValueError, r"R2D2\(..., task_chunk\): expected None"),
+        (lambda: mg.R2D2(nn.Identity(), nonfinite="no"), ValueError, r"R2D2\(..., nonfinite\): expected"),
+        (
+            lambda: mg.R2D2(nn.Identity(), penalty=0.0),
+            ValueError,
+            r"R2D2\(..., penalty\): expected a positive",
+        ),
+        (lambda: mg.LRD2(nn.Identity(), scale=-1.0), ValueError, r"LRD2\(..., scale\): expected a positive"),
+        (
+            lambda: mg.LRD2(nn.Identity(), newton_steps=0),
+            ValueError,
+            r"LRD2\(..., newton_steps\): expected an",
+        ),
+        (
+            lambda: mg.MetaOptNet(nn.Identity(), C=0.0),
+            ValueError,
+            r"MetaOptNet\(..., C\): expected a positive",
+        ),
+        (
+            lambda: mg.MetaOptNet(nn.Identity(), damping=-1.0),
+            ValueError,
+            r"damping\): expected a number of at",
+        ),
+        (lambda: mg.MetaOptNet(nn.Identity(), head="mlp"), ValueError, r'"svm" or "ridge", got \'mlp\''),
+    ],
+)
+def test_arguments_that_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        arguments()
+
+
+class Returning(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.layer = nn.Linear(2, 3).double()
+
+    def forward(self, x):
+        return self.change(self.layer(x))
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda y: {"logits": y}, TypeError, r"must return a floating tensor \[examples, ...\].*, got dict"),
+        (lambda y: y.long(), TypeError, r"must return a floating tensor .*, got int64"),
+        (lambda y: y[:, 0], TypeError, r"must return a floating tensor .*, got float64"),
+        (lambda y: y[:-1], ValueError, r"one embedding for each example, got 6 for 7 labels"),
+    ],
+)
+def test_models_that_are_no_embeddings(change, error, message, chunk, batch):
+    with pytest.raises(error, match=rf"^ProtoNet\(model, \.\.\.\): .*{message}"):
+        mg.ProtoNet(Returning(change), task_chunk=chunk)(batch)
+
+
+def test_steps_and_a_loss_without_reduction_are_refused(batch):
+    algorithm = make(CASES["ProtoNet"])
+    with pytest.raises(ValueError, match=r"^ProtoNet\(batch, steps\): the head is fitted in closed form"):
+        algorithm(batch, steps=3)
+    with pytest.raises(
+        ValueError, match=r"^ProtoNet.adapt\(support, steps\): the head is fitted in closed form"
+    ):
+        algorithm.adapt(batch.support, steps=3)
+    algorithm.loss_fn = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ValueError, match=r"^ProtoNet\(model, loss_fn\): loss_fn must return a scalar"):
+        algorithm(batch)
