@@ -4,7 +4,7 @@ from metagrad import autograd, curvature, memory, meta, models, optim, sparse, t
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
-from metagrad.meta import LRD2, MAML, R2D2, MetaCurvature, MetaOptNet, MetaSGD, ProtoMAML, ProtoNet
+from metagrad.meta import LRD2, MAML, R2D2, MetaCurvature, MetaOptNet, MetaSGD, ProtoMAML, ProtoNet, preflight
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "meta",
     "models",
     "optim",
+    "preflight",
     "sparse",
     "tasks",
     "unroll",

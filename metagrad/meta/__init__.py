@@ -7,6 +7,8 @@ from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
+from metagrad.meta.checks.preflight import preflight
+from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.inner.prototypes import Prototypes
 from metagrad.meta.maml import MAML
 
@@ -16,11 +18,15 @@ __all__ = [
     "R2D2",
     "Adapted",
     "Algorithm",
+    "MemoryCost",
     "MetaCurvature",
     "MetaOptNet",
     "MetaOutput",
     "MetaSGD",
+    "ModuleFinding",
+    "Preflight",
     "ProtoMAML",
     "ProtoNet",
     "Prototypes",
+    "preflight",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,6 +247,13 @@ class MAML(nn.Module):
         # A ``functional_call`` may have ended when the adapted model is called.
         predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
+
+    def keeping(self, memory: Memory | Literal["block"]) -> MAML:
+        """Return one of the same modules and arguments that keeps something else, and compiles nothing."""
+        other = copy.copy(self)
+        other.memory, other._compile = memory, None
+        other._cache = _Cache(self.model, self.loss_fn, self.task_chunk, None)
+        return other
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""

@@ -1,8 +1,8 @@
 """Small reference models, and normalisations that can be differentiated to any order."""
 
+from metagrad.core.norms import batch_norm, composite_norms, instance_norm, layer_norm
 from metagrad.models.conv4 import Conv4
 from metagrad.models.mlp import MLP
-from metagrad.models.norms import batch_norm, composite_norms, instance_norm, layer_norm
 from metagrad.models.resnet12 import ResNet12
 from metagrad.models.transformer import Transformer
 

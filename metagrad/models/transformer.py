@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from metagrad.models.norms import layer_norm
+from metagrad.core.norms import layer_norm
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

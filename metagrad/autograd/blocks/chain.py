@@ -152,7 +152,7 @@ def _of_callable(index: int, block: Callable[[Tree], Tree], model: nn.Module, na
 def _verify(chain: Chain, example: Tree) -> None:
     model, random = chain.model, RandomState()
     names = {id(p): name for name, p in model.named_parameters()}
-    params = _perturbed(dict(model.named_parameters()))
+    params = perturbed(dict(model.named_parameters()))
     with torch.no_grad(), random.restored(), own_buffers(model.modules()):
         expected, _ = dissect(call_with(model, slots_of(model, names), params, example))
     with torch.no_grad(), random.restored(), own_buffers(model.modules()):
@@ -176,8 +176,9 @@ def _conjecture(chain: Chain) -> str:
     return f"the blocks {', '.join(shown)}"
 
 
-def _perturbed(params: Params) -> Params:
-    generator = torch.Generator().manual_seed(0)
+def perturbed(params: Params, seed: int = 0) -> Params:
+    """Move parameters a little at random, so that nothing is zero, or equal, by its initialisation."""
+    generator = torch.Generator().manual_seed(seed)
     values = {}
     for name, p in params.items():
         value = p.detach()

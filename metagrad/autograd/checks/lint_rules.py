@@ -8,6 +8,7 @@ is one of ``NativeLayerNormBackwardBackward0``, a node of the gradient's graph, 
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
@@ -317,3 +318,25 @@ _KNOWN: tuple[Rule, ...] = (
 
 RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)
 """The defects of the torch that is installed."""
+
+_PIECEWISE_LINEAR = (
+    *(
+        "ReluBackward?",
+        "LeakyReluBackward?",
+        "PreluKernelBackward?",
+        "RreluWithNoiseBackward?",
+        "AbsBackward?",
+    ),
+    *("ThresholdBackward?", "HardtanhBackward?", "HardshrinkBackward?", "SoftshrinkBackward?"),
+)
+
+
+def is_piecewise_linear(name: str) -> bool:
+    """Say whether a node is of an activation whose second derivative is zero where it exists: no defect.
+
+    Example:
+        >>> from metagrad.autograd.checks.lint_rules import is_piecewise_linear
+        >>> is_piecewise_linear("ReluBackward0"), is_piecewise_linear("TanhBackward0")
+        (True, False)
+    """
+    return any(fnmatchcase(name, pattern) for pattern in _PIECEWISE_LINEAR)

@@ -60,13 +60,18 @@ def recomputed(
     return plain(recomputed_step, state, args, times)
 
 
+def segments_of(steps: int) -> tuple[int, int]:
+    """Return the number of steps in a segment, and how many at first are left over."""
+    width = max(math.isqrt(steps), 1)
+    return width, steps % width
+
+
 def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
     """Keep every k-th state, k being the square root of the number of steps, and k states while sweeping one segment.
 
     Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
     """
-    width = max(math.isqrt(len(times)), 1)
-    remainder = len(times) % width
+    width, remainder = segments_of(len(times))
 
     def segment(state: Tree, number: int, *args: Tree) -> tuple[Tree, Tree]:
         first = times[remainder] + number * width

@@ -112,9 +112,12 @@ class TaskExecutor:
     def _chunk_size(self, tasks: Tasks) -> int:
         if self.inner.chain is not None:
             return 1
-        objective, order = self.inner.objective, self.inner.order
-        start = self.inner.start
-        return self.stacking.chunk_size(Comparison(objective, self.params, tasks, self.sparse, order, start))
+        return self.stacking.chunk_size(self.comparison(tasks))
+
+    def comparison(self, tasks: Tasks) -> Comparison:
+        """Return what shows whether tasks may be stacked."""
+        inner = self.inner
+        return Comparison(inner.objective, self.params, tasks, self.sparse, inner.order, inner.start)
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -132,7 +135,7 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
     eager = dataclasses.replace(inner, compiled=None)
 
     def attempt() -> Evaluation | Adaptation:
-        _refuse_uncompilable(inner, tasks)
+        refuse_uncompilable(inner, tasks)
         if compiled.options.whole and tasks.query_x is not None:
             count = num_tasks(tasks.support_x) if inner.stacked else None
             rule = compiled.rule(inner.rule, start_values(params, tasks.rows, count), inner.steps)
@@ -142,7 +145,7 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
     return compiled.attempt(attempt, lambda: run(eager, params, tasks))
 
 
-def _refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
+def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
     """Raise for what compiled code does not look at."""
     if inner.chain is not None:
         raise UncompilableError(

@@ -178,18 +178,28 @@ def loop_reason(model: nn.Module) -> str | None:
     """Say why torch.vmap cannot take a model, where that shows without trying."""
     if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
         return "torch.vmap passes the backward hooks of all modules by"
-    for name, module in model.named_modules():
-        kind = f"{type(module).__name__} ({name or 'the model itself'})"
-        if isinstance(module, nn.RNNBase):
-            return f"torch.vmap has no rule for {kind}"
-        if module._backward_hooks or module._backward_pre_hooks:
-            return f"torch.vmap passes the backward hooks of {kind} by"
-        if isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats:
-            return (
-                f"{kind} updates running statistics, which all tasks share "
-                "(with track_running_stats=False it uses those of each batch)"
-            )
+    reasons = (own_loop_reason(name, module) for name, module in model.named_modules())
+    return next(filter(None, reasons), None)
+
+
+def own_loop_reason(name: str, module: nn.Module) -> str | None:
+    """Say so of a module without its children."""
+    kind = f"{type(module).__name__} ({name or 'the model itself'})"
+    if isinstance(module, nn.RNNBase):
+        return f"torch.vmap has no rule for {kind}"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return f"torch.vmap passes the backward hooks of {kind} by"
+    if has_running_statistics(module):
+        return (
+            f"{kind} updates running statistics, which all tasks share "
+            "(with track_running_stats=False it uses those of each batch)"
+        )
     return None
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Say whether a call of a module updates running statistics."""
+    return isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Tasks(NamedTuple):
 def read_batch(batch: BatchLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML(batch)") -> Tasks:
     """Return the tasks of a batch in any of its forms; refuse what does not fit together."""
     support, query = _two(batch, ("support", "query"), f"{call}: the batch")
-    tasks = Tasks(*_read(support, call, "support"), *_read(query, call, "query"))
+    tasks = Tasks(*read_examples(support, call, "support"), *read_examples(query, call, "query"))
     _check_tasks(call, tasks)
     return tasks
 
@@ -101,7 +101,7 @@ def read_support(
     support: ExamplesLike | Sequence[Any] | Mapping[str, Any], call: str = "MAML.adapt(support)"
 ) -> Tasks:
     """Return tasks of support examples alone, likewise."""
-    tasks = Tasks(*_read(support, call, "support"))
+    tasks = Tasks(*read_examples(support, call, "support"))
     _check_tasks(call, tasks)
     return tasks
 
@@ -127,7 +127,8 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"
 
 
-def _read(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
+def read_examples(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
+    """Return inputs and targets in any of their forms."""
     x, y = _two(examples, ("x", "y"), f"{call}: {name}")
     return arguments(x, f"{call}: {name}.x"), arguments(y, f"{call}: {name}.y")
 

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+import metagrad as mg
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
+from metagrad.optim import rules
+
+
+class Detached(torch.autograd.Function):
+    """A square whose gradient takes the input for a constant, as one that keeps it on ``ctx`` does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x**2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.x
+
+
+class Wrong(torch.autograd.Function):
+    """A cube whose gradient is wrong already."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x**2
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return 2 * gradient * ctx.saved_tensors[0]
+
+
+class Raising(Wrong):
+    """A gradient that cannot be differentiated, of which no table knows."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if torch.is_grad_enabled():
+            raise RuntimeError("no second derivative here")
+        return 3 * gradient * ctx.saved_tensors[0] ** 2
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        z = self.project(x).view(-1, 1, 2, 4)
+        return self.head(F.scaled_dot_product_attention(z, z, z).flatten(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(x.unsqueeze(1))[0][:, -1])
+
+
+class Counting(nn.Linear):
+    """A layer that writes into a buffer and an attribute at each call."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("total", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.total += 1
+        self.calls += 1
+        return super().forward(x)
+
+
+def chain(*middle):
+    return nn.Sequential(nn.Linear(4, 4), *middle, nn.Linear(4, 2))
+
+
+def plain(examples=6):
+    return torch.randn(examples, 4), torch.randn(examples, 2)
+
+
+def meta_batch(tasks=3):
+    return tuple((torch.randn(tasks, 5, 4), torch.randn(tasks, 5, 2)) for _ in range(2))
+
+
+def seen(report):
+    return [(f.module, f.kind, f.verdict, f.order) for f in report.findings]
+
+
+def test_a_smooth_network_has_no_finding():
+    report = mg.preflight(chain(nn.Tanh()), F.mse_loss, plain(), order=3)
+    assert report.ok
+    assert not report.findings
+    assert not report.notes
+    assert list(report.memory) == ["order 1", "order 2", "order 3"]
+    report.raise_for_errors()
+    assert "compared with finite differences\nNo finding.\n" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict", "order"),
+    [(Detached, "wrong", 2), (Wrong, "wrong", 1), (Once, "wrong", 2), (Raising, "missing", 2)],
+)
+def test_a_custom_function_is_found_and_its_module_named(function, verdict, order):
+    model = nn.Sequential(nn.Linear(4, 4), chain(nn.Sequential(nn.Tanh(), Applied(function))))
+    report = mg.preflight(model, F.mse_loss, plain())
+    assert seen(report) == [("1.1.1", "Applied", verdict, order)]
+    assert not report.ok
+    with pytest.raises(MissingDerivative, match=rf"preflight: 1\.1\.1 \(Applied\).*order {order}"):
+        report.raise_for_errors()
+
+
+def test_at_order_one_a_gradient_that_is_right_has_no_finding():
+    assert mg.preflight(chain(Applied(Detached)), F.mse_loss, plain(), order=1).ok
+
+
+def test_a_function_between_modules_is_put_down_to_the_one_that_calls_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.last(Detached.apply(self.first(x)))
+
+    assert seen(mg.preflight(Model(), F.mse_loss, plain())) == [("", "Model", "wrong", 2)]
+
+
+def test_a_wrong_loss_is_named():
+    def loss(prediction, target):
+        return Detached.apply(prediction - target).mean()
+
+    assert seen(mg.preflight(chain(nn.Tanh()), loss, plain())) == [("loss_fn(...)", "loss", "wrong", 2)]
+
+
+def test_two_modules_are_both_named():
+    model = nn.Sequential(
+        nn.Linear(4, 4), Applied(Detached), nn.Linear(4, 4), Applied(Wrong), nn.Linear(4, 2)
+    )
+    assert {f.module for f in mg.preflight(model, F.mse_loss, plain()).findings} == {"1", "3"}
+
+
+def test_a_defect_behind_a_known_one_is_found():
+    report = mg.preflight(chain(Applied(Once), Applied(Detached)), F.mse_loss, plain())
+    assert {(f.module, f.verdict) for f in report.findings} == {("1", "wrong"), ("2", "wrong")}
+
+
+def test_attention_by_a_fused_kernel_has_no_second_derivative_and_a_remedy():
+    model, batch = nn.Sequential(Attention()), plain()
+    report = mg.preflight(model, F.mse_loss, batch)
+    assert seen(report) == [("0", "Attention", "missing", 2)]
+    assert report.findings[0].fixable
+    assert "the forward of 0 runs within torch.nn.attention.sdpa_kernel" in str(report)
+    with report.apply():
+        params = dict(model.named_parameters())
+        grads = mg.grad(F.mse_loss(model(batch[0]), batch[1]), params, create_graph=True)
+        assert mg.grad(grads["0.head.weight"].sum(), params)["0.project.weight"].isfinite().all()
+    assert not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)])
+def test_fused_norms_are_wrong_at_order_three_and_mended(layer):
+    model = chain(layer, nn.Tanh())
+    assert mg.preflight(model, F.mse_loss, plain()).ok
+    with mg.preflight(model, F.mse_loss, plain(), order=3, fix=True) as report:
+        assert report.ok
+        assert not report.findings
+        assert [(f.module, f.verdict, f.order) for f in report.fixed] == [("1", "wrong", 3)]
+        assert "Applied, until undo():" in str(report)
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert mg.preflight(copied, F.mse_loss, plain(), order=3).ok
+    assert seen(mg.preflight(model, F.mse_loss, plain(), order=3)) == [
+        ("1", type(layer).__name__, "wrong", 3)
+    ]
+
+
+def test_undo_takes_back_what_fix_did():
+    model = nn.Sequential(Attention())
+    report = mg.preflight(model, F.mse_loss, plain(), fix=True)
+    assert mg.preflight(model, F.mse_loss, plain()).ok
+    report.undo()
+    assert not mg.preflight(model, F.mse_loss, plain()).ok
+
+
+def test_dropout_and_relu_are_information():
+    report = mg.preflight(chain(nn.ReLU(), nn.Dropout(0.5)), F.mse_loss, plain())
+    assert report.ok
+    assert seen(report) == [("1", "ReLU", "right", 2), ("2", "Dropout", "right", 1)]
+    assert not mg.preflight(chain(nn.Dropout(0.5)).eval(), F.mse_loss, plain()).findings
+
+
+def test_alike_findings_share_a_row():
+    model = chain(*(layer for _ in range(5) for layer in (nn.ReLU(), nn.Linear(4, 4))))
+    assert "1, 3, 5 and 2 more" in str(mg.preflight(model, F.mse_loss, plain()))
+
+
+def test_kinks_and_zeros_raise_no_alarm():
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(36, 3),
+    )
+    nn.init.zeros_(list(model.parameters())[-2])
+    images = torch.randn(6, 1, 12, 12).clamp_min(0.5).sub(0.5)  # of which many pixels are zero
+    report = mg.preflight(model, F.cross_entropy, (images, torch.arange(6) % 3), order=3)
+    assert {f.verdict for f in report.findings} == {"right"}
+
+
+def test_a_connection_that_is_zero_at_first_hides_nothing():
+    model = chain(Applied(Detached))
+    nn.init.zeros_(list(model.parameters())[-2])
+    assert not mg.preflight(model, F.mse_loss, plain()).ok
+
+
+def test_structured_inputs_are_plain_data():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x, mask):
+            return {"logits": self.layer(x * mask)}
+
+    inputs = {"x": torch.randn(3, 4), "mask": torch.ones(3, 1)}
+    loss = lambda out, y: F.mse_loss(out["logits"], y)  # noqa: E731
+    assert mg.preflight(Two(), loss, (inputs, torch.randn(3, 2))).ok
+
+
+def test_what_float64_does_not_reach_is_a_note():
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.float()).float()
+
+    report = mg.preflight(nn.Sequential(Fixed(4, 2)), F.mse_loss, plain())
+    assert "cannot be computed in float64" in report.notes[0]
+    assert "looked up in the table of known defects" in str(report)
+
+
+@pytest.mark.parametrize("batch", [plain, meta_batch], ids=["plain", "meta"])
+def test_nothing_is_left_behind(batch):
+    model = nn.Sequential(Counting(), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.LayerNorm(4), nn.Linear(4, 2))
+    model[4].weight.requires_grad_(False)
+    model[0].weight.grad = torch.ones(4, 4)
+    before = copy.deepcopy(model)
+    generator, versions = torch.get_rng_state(), [p._version for p in model.parameters()]
+    options = {"inner": rules.sgd(lr=0.1), "steps": 2} if batch is meta_batch else {}
+    given = batch()
+    torch.set_rng_state(generator)
+    mg.preflight(model, F.mse_loss, given, order=3, **options)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert versions == [p._version for p in model.parameters()]
+    assert model[0].calls == 0
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in before.parameters()]
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before.state_dict(), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(model[0].weight.grad, torch.ones(4, 4))
+    assert all(p.grad is None for p in list(model.parameters())[1:])
+    for module in model.modules():
+        assert module.training
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_it_looks_in_grad_mode():
+    with torch.no_grad():
+        assert not mg.preflight(chain(Applied(Detached)), F.mse_loss, plain()).ok
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            lambda: (F.mse_loss, chain(), plain()),
+            {},
+            TypeError,
+            "must be a torch.nn.Module or a MAML, got function",
+        ),
+        (lambda: (chain(), plain()), {}, TypeError, "batch is missing"),
+        (
+            lambda: (chain(), F.mse_loss, plain()),
+            {"order": 4},
+            ValueError,
+            "order must be from 1 to 3, got 4",
+        ),
+        (
+            lambda: (chain(), F.mse_loss, meta_batch()),
+            {"steps": 3},
+            ValueError,
+            "inner and steps go together",
+        ),
+        (
+            lambda: (chain(), F.mse_loss, plain()),
+            {"steps": 3, "inner": rules.sgd(lr=0.1)},
+            ValueError,
+            "are of a meta-batch",
+        ),
+        (lambda: (chain().requires_grad_(False), F.mse_loss, plain()), {}, ValueError, "no parameter"),
+        (lambda: (chain(), F.mse_loss, torch.ones(3)), {}, TypeError, r"must be a pair \(x, y\)"),
+    ],
+)
+def test_bad_input_is_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        mg.preflight(*arguments(), **options)
