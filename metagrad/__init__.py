@@ -4,11 +4,23 @@ from metagrad import autograd, curvature, memory, meta, models, optim, sparse, t
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.memory import MemoryTracker
-from metagrad.meta import LRD2, MAML, R2D2, MetaCurvature, MetaOptNet, MetaSGD, ProtoMAML, ProtoNet, preflight
+from metagrad.meta import (
+    CAVIA,
+    LRD2,
+    MAML,
+    R2D2,
+    MetaCurvature,
+    MetaOptNet,
+    MetaSGD,
+    ProtoMAML,
+    ProtoNet,
+    preflight,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CAVIA",
     "LRD2",
     "MAML",
     "R2D2",

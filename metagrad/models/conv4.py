@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from metagrad.models.context import FiLM, new_context
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -37,6 +39,8 @@ class Conv4(nn.Module):
             running ones: predictions for a set of queries then depend on each other (transductive).
             `"group"` normalises each image by gcd(8, hidden) groups of channels. `"none"` does not.
         head: What the linear layer sees: `"flatten"`, all features, or `"mean"`, their mean over space.
+        context: Entries of a context vector, the parameter `context`, by which a `FiLM` layer modulates the
+            normalised channels of each block; 0 for none.
 
     Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. On torch 2.13
     third derivatives through `nn.BatchNorm2d` are wrong, the Hessian of a MAML objective among them: take
@@ -57,6 +61,7 @@ class Conv4(nn.Module):
         Vinyals et al., Matching Networks for One Shot Learning, 2016, section 4.1.1.
         Finn, Abbeel, Levine, Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks, 2017,
         section 5.2 and appendix A, with `pool="stride", head="mean"` as its code for Omniglot has it.
+        Zintgraf et al., Fast Context Adaptation via Meta-Learning, 2019, section 5.3, for the context.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Conv4(nn.Module):
         pool: str = "max",
         norm: str = "batch",
         head: str = "flatten",
+        context: int = 0,
     ) -> None:
         super().__init__()
         _check_sizes({"ways": ways, "in_channels": in_channels, "hidden": hidden, "image_size": image_size})
@@ -78,7 +84,8 @@ class Conv4(nn.Module):
         self.image_shape = (in_channels, image_size, image_size)
         self.head_input = head
         channels = [in_channels] + [hidden] * (NUM_BLOCKS - 1)
-        self.blocks = nn.Sequential(*(_make_block(c, hidden, pool, norm) for c in channels))
+        self.context = new_context("Conv4(..., context)", context) if context else None
+        self.blocks = nn.Sequential(*(_make_block(c, hidden, pool, norm, self.context) for c in channels))
         self.head = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,10 +102,13 @@ class Conv4(nn.Module):
         return self.head(features.mean((-2, -1)) if self.head_input == "mean" else features.flatten(1))
 
 
-def _make_block(in_channels: int, hidden: int, pool: str, norm: str) -> nn.Sequential:
+def _make_block(
+    in_channels: int, hidden: int, pool: str, norm: str, context: nn.Parameter | None
+) -> nn.Sequential:
     stride = 2 if pool == "stride" else 1
     convolution = nn.Conv2d(in_channels, hidden, kernel_size=3, stride=stride, padding=1)
-    layers = [convolution, NORMS[norm](hidden), nn.ReLU()]
+    modulation = [] if context is None else [FiLM(context, hidden)]
+    layers = [convolution, NORMS[norm](hidden), *modulation, nn.ReLU()]
     return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool == "max" else nn.Sequential(*layers)
 
 

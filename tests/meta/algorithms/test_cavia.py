@@ -1,0 +1,107 @@
+"""CAVIA against a loop over tasks, on models with a context beside the input or that modulates channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined
+
+sgd = mg.optim.rules.sgd
+
+
+def mlp():
+    torch.manual_seed(0)
+    model = mg.models.ContextMLP([2, 6, 3], context=4, activation=nn.Tanh).double()
+    nn.init.normal_(model.context.vector)  # which nothing depends on
+    return model
+
+
+def conv():
+    torch.manual_seed(0)
+    return mg.models.Conv4(3, hidden=2, image_size=16, norm="group", context=5).double()
+
+
+@pytest.fixture
+def batches(regression, images):
+    return {mlp: (regression, F.mse_loss), conv: (images, F.cross_entropy)}
+
+
+def textbook(model, name, loss_fn, batch, *, lr, steps, order=2):
+    losses = []
+    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
+        context = torch.zeros_like(dict(model.named_parameters())[name], requires_grad=True)
+        for _ in range(steps):
+            loss = loss_fn(functional_call(model, {name: context}, (x,)), y)
+            (gradient,) = torch.autograd.grad(loss, [context], create_graph=order == 2)
+            context = context - lr * gradient
+        losses.append(loss_fn(functional_call(model, {name: context}, (query_x,)), query_y))
+    return torch.stack(losses)
+
+
+def gradients(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+
+
+def is_fast(make, memory, order, task_chunk):
+    return make is mlp and memory == ("full" if order == 2 else "step") and task_chunk != 3
+
+
+@pytest.mark.parametrize(
+    ("make", "memory", "order", "task_chunk"),
+    combined([mlp, conv], ["full", "step", "sqrt", "2MiB"], [1, 2], [None, 1, 3], fast=is_fast),
+)
+def test_meta_gradient_equals_the_textbook_loop(batches, make, memory, order, task_chunk):
+    model, (batch, loss_fn) = make(), batches[make]
+    learner = mg.CAVIA(
+        model, loss_fn, inner=sgd(lr=0.3), steps=3, memory=memory, order=order, task_chunk=task_chunk
+    )
+    name = "context" if make is conv else "context.vector"
+    expected = textbook(model, name, loss_fn, batch, lr=0.3, steps=3, order=order)
+    out = learner(batch)
+    torch.testing.assert_close(out.query_losses, expected, rtol=1e-9, atol=1e-12)
+    got = gradients(out.loss, model)
+    torch.testing.assert_close(got, gradients(expected.mean(), model), rtol=1e-9, atol=1e-12)
+    assert not got[0].any()
+    assert float(got[-1].norm()) > 1e-2
+    fast = learner.adapt(batch.support)
+    assert set(fast.params) == {name}
+    torch.testing.assert_close(fast(batch.query.x), out.query_outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:MAML.*, compile")
+def test_compiled(regression):
+    model, rule = mlp(), sgd(lr=0.3)
+    eager, compiled = (
+        mg.CAVIA(model, F.mse_loss, inner=rule, steps=3, compile=options)
+        for options in (False, {"backend": "eager"})
+    )
+    pair = [gradients(learner(regression).loss, model) for learner in (eager, compiled)]
+    torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-12)
+
+
+def test_a_task_is_as_large_as_its_context():
+    """Memory that grows with the number of tasks by less than one copy of the body for each."""
+    torch.manual_seed(0)
+    wide = mg.models.ContextMLP([1, 64, 64, 1], context=2)
+    learner = mg.CAVIA(wide, F.mse_loss, inner=sgd(lr=0.1), steps=1)
+    peaks = []
+    for tasks in (8, 40):
+        batch = Batch(*(Examples(torch.ones(tasks, 2, 1), torch.ones(tasks, 2, 1)) for _ in range(2)))
+        learner(batch).loss.backward()
+        with mg.MemoryTracker() as tracker:
+            learner(batch).loss.backward()
+        peaks.append(tracker.peak)
+    body = sum(p.numel() * p.element_size() for p in wide.parameters())
+    assert (peaks[1] - peaks[0]) / 32 < body
+
+
+def test_a_context_that_is_not_there():
+    with pytest.raises(ValueError, match="what 'context' stands for is no parameter of the model"):
+        mg.CAVIA(mg.models.MLP([1, 1]), F.mse_loss, inner=sgd(lr=0.1), steps=1)
