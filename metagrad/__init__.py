@@ -1,8 +1,9 @@
 """Meta-learning and second-order optimization on PyTorch, right at every order."""
 
-from metagrad import autograd, curvature, memory, meta, models, optim, sparse, tasks
+from metagrad import autograd, curvature, hypergrad, memory, meta, models, optim, sparse, tasks
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
+from metagrad.hypergrad import hypergradient
 from metagrad.memory import MemoryTracker
 from metagrad.meta import (
     CAVIA,
@@ -39,6 +40,8 @@ __all__ = [
     "gradcheck",
     "hessian",
     "hvp",
+    "hypergrad",
+    "hypergradient",
     "linearize",
     "memory",
     "meta",

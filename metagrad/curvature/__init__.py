@@ -13,6 +13,7 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.nystrom import Nystrom, NystromPCG, nystrom
@@ -28,6 +29,7 @@ from metagrad.curvature.spectrum.quadrature import trace_of
 __all__ = [
     "CG",
     "MINRES",
+    "Dense",
     "Density",
     "Eigenpairs",
     "Estimate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor
 
 
 class LinearMap(Protocol):
-    """A symmetric map of n-vectors. Estimators and solvers see no more of a Hessian than this."""
+    """A symmetric map of n-vectors. Estimators and solvers see no more of a Hessian than this.
+
+    Solvers also take several matrices at once, as the Hessians of tasks are: a map with an attribute
+    ``num_matrices``, k, whose products are of rows ``[k, n]``, each with a matrix of its own.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -34,6 +39,17 @@ class LinearMap(Protocol):
 
 Rows: TypeAlias = Callable[[Tensor], Tensor]
 """A linear map of rows, [k, n] to [k, n]; of one operator, unless a function says that each row has its own."""
+
+
+@dataclass(frozen=True)
+class OwnMatrices:
+    """A linear map of rows in which each has a matrix of its own, so that all are multiplied or none."""
+
+    products: Rows
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Multiply."""
+        return self.products(rows)
 
 
 def checked_size(call: str, operator: LinearMap) -> int:

@@ -187,6 +187,43 @@ class Linearization:
         # layer_norm or batch_norm), so what goes on the tape is computed one by one.
         yield from self._together.pieces(product, vectors, chunk, one_by_one=create_graph)
 
+    def mixed(
+        self, v: Sequence[Tensor], others: Sequence[Tensor], *, create_graph: bool | None = None
+    ) -> list[Tensor | None]:
+        r"""Differentiate :math:`\langle g, v \rangle` with respect to what else the loss was computed from.
+
+        Args:
+            v: The coordinates ``[*shape]`` of each variable.
+            others: Tensors in the graph of the loss.
+            create_graph: As of :meth:`hvp`.
+
+        Returns:
+            :math:`\frac{\partial^2 L}{\partial o \, \partial \theta} v` for each of them; None where there is none.
+
+        Example:
+            >>> w, o = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+            >>> with metagrad.autograd.linearize(o * (w**2).sum(), w) as lin:
+            ...     lin.mixed([torch.ones(2)], [o])
+            [tensor(6.)]
+        """
+        self._refuse_closed()
+        on_tape = self.create_graph if create_graph is None else create_graph
+        with torch.set_grad_enabled(on_tape), named_if_missing("mixed(v, others)"):
+            outputs, cotangents = self._pairs(range(len(self.variables)), [part[None] for part in v])
+            cotangents = [c.squeeze(0) for c in cotangents]
+            if not outputs:
+                return [None] * len(others)
+            found = torch.autograd.grad(
+                outputs, others, cotangents, create_graph=on_tape, retain_graph=True, allow_unused=True
+            )
+        return list(found)
+
+    def gradient_on_tape(self) -> list[Tensor]:
+        """Return the coordinates ``[*shape]`` of the gradient with its graph, whatever ``create_graph`` is."""
+        self._refuse_closed()
+        with torch.enable_grad():
+            return coordinates(self.variables, self._parts)
+
     def close(self) -> None:
         """Free the graph; products raise from now on. The gradient stays, without graph."""
         self.is_closed = True
@@ -208,20 +245,25 @@ class Linearization:
         """Pull vectors, brought to the gradient, back to the variables."""
         variables = [self.variables[i] for i in chosen]
         with torch.set_grad_enabled(create_graph), named_if_missing("hvp(v)"):
-            pairs = [
-                (gradient, cotangent)
-                for i, variable, vector in zip(chosen, variables, vectors, strict=True)
-                for gradient, cotangent in zip(self._parts[i], variable.gather(vector), strict=True)
-                if gradient is not None and gradient.requires_grad
-            ]
+            outputs, cotangents = self._pairs(chosen, vectors)
             return pull_back(
-                [gradient for gradient, _ in pairs],
+                outputs,
                 variables,
-                [cotangent for _, cotangent in pairs],
+                cotangents,
                 count=len(vectors[0]),
                 together=together,
                 create_graph=create_graph,
             )
+
+    def _pairs(self, chosen: Sequence[int], vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of the gradient, and what vectors are at each of them, ``[k, ...]``."""
+        pairs = [
+            (gradient, cotangent)
+            for i, vector in zip(chosen, vectors, strict=True)
+            for gradient, cotangent in zip(self._parts[i], self.variables[i].gather(vector), strict=True)
+            if gradient is not None and gradient.requires_grad
+        ]
+        return [gradient for gradient, _ in pairs], [cotangent for _, cotangent in pairs]
 
     def _read(self, v: Tree) -> tuple[list[Tensor], bool]:
         entries, structure = tree_flatten(v)

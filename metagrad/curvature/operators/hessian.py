@@ -178,6 +178,27 @@ class HessianOperator(LossOperator):
     def __repr__(self) -> str:
         return f"HessianOperator(shape={self.shape}, dtype={self.dtype})"
 
+    def mixed(self, vector: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
+        r"""Differentiate :math:`\langle \nabla L, v \rangle` with respect to what else the loss was computed from.
+
+        Args:
+            vector: A flat vector ``[n]``, v.
+            others: Tensors in the graph of the loss.
+
+        Returns:
+            For each its derivative, on the tape with ``create_graph``; None where there is none.
+
+        Raises:
+            ValueError: The mode is not ``"reverse"``, and there is no graph.
+
+        Example:
+            >>> w, o = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+            >>> with metagrad.curvature.hessian(o * (w**2).sum(), {"w": w}) as H:
+            ...     H.mixed(torch.ones(2), [o])
+            [tensor(6.)]
+        """
+        raise ValueError(f'{_CALL}.mixed(vector, others): pass mode="reverse", which keeps the graph.')
+
     def _free(self) -> None:
         self.loss, self._gradient = self.loss.detach(), tree_map(torch.Tensor.detach, self._gradient)
 
@@ -192,6 +213,11 @@ class _Linearized(HessianOperator):
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self._block_products(self.space, vectors)
+
+    def mixed(self, vector: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
+        self._refuse_closed()
+        on_tape = self._lin.create_graph and torch.is_grad_enabled()
+        return self._lin.mixed(self.space.split(vector), others, create_graph=on_tape)
 
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         """Multiply rows of a diagonal block: the backward passes go no further than that."""

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.linear_map import OwnMatrices, Rows
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
 
@@ -65,6 +65,8 @@ def multiply(products: Rows, rows: Tensor, active: Tensor) -> Tensor:
     index = active.nonzero().squeeze(1)
     if len(index) == len(rows):
         return products(rows)
+    if isinstance(products, OwnMatrices):
+        return torch.where(active[:, None], products(rows), 0.0)
     return torch.zeros_like(rows).index_copy(0, index, products(rows[index]))
 
 

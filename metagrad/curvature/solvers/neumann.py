@@ -112,11 +112,17 @@ def _grows(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:
-    """Estimate the largest eigenvalue of a positive operator, from below: by half at worst, in all likelihood."""
+    """Estimate the largest eigenvalue of positive operators, from below: by half at worst, in all likelihood."""
     operator = system.undamped
-    v = draw(1, operator.shape[0], dtype=operator.dtype, device=operator.device, generator=system.generator)
+    v = draw(
+        operator.num_matrices or 1,
+        operator.shape[0],
+        dtype=operator.dtype,
+        device=operator.device,
+        generator=system.generator,
+    )
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):
         v = system.constant_products(v / norm(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
-        size = norm(v)[0]
+        size = norm(v).max()
     return float(size) if bool(size.isfinite()) else 0.0

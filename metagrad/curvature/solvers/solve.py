@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, norm
 from metagrad.curvature.solvers.minres import MINRES
@@ -33,7 +34,7 @@ from metagrad.curvature.solvers.system import (
     checked_damping,
 )
 
-Method = Literal["auto", "cg", "pcg", "minres", "neumann", "nystrom_pcg"]
+Method = Literal["auto", "cg", "pcg", "minres", "neumann", "nystrom_pcg", "dense"]
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results of values that approximate a solution, so that the implicit function theorem holds as far as they do."""
 
@@ -67,11 +68,12 @@ def solve(
     "nystrom_pcg" positive semi-definite, damped      the same with a Nystrom preconditioner
     "minres"      symmetric                           the least residual; indefinite and singular operators
     "neumann"     positive definite                   gradient descent; slow, for its truncation in hypergradients
+    "dense"       positive definite                   n products and a Cholesky factor; for few parameters
     "auto"        positive definite                   "pcg" where there is a preconditioner, else "cg"
     ============= =================================== ============================================================
 
-    A :class:`CG`, :class:`MINRES`, :class:`Neumann` or :class:`NystromPCG` in place of the name has options of its
-    own: a trust radius, Martens' stopping rule, the scale of the series, the rank.
+    A :class:`CG`, :class:`MINRES`, :class:`Neumann`, :class:`NystromPCG` or :class:`Dense` in place of the name has
+    options of its own: a trust radius, Martens' stopping rule, the scale of the series, the rank.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
@@ -82,7 +84,7 @@ def solve(
     computes, it differentiates exactly. Forward mode has the first derivative.
 
     Args:
-        operator: A symmetric map of n-vectors.
+        operator: A symmetric map of n-vectors; or k of them, each of which has one row of ``b``.
         b: The right-hand side [n], or k of them as rows [k, n], which are multiplied together and stop one by one.
         method: A name or a solver.
         damping: The number :math:`\mu`, 0 or more; may be a tensor with one element that requires grad.
@@ -98,7 +100,8 @@ def solve(
         differentiate: How.
         order: How many derivatives ``"implicit"`` provides for; each keeps the graph of one product. One too many
             raises. No limit where only ``b`` requires grad.
-        check_symmetry: Check the operator and the preconditioner on a random pair of vectors; two products.
+        check_symmetry: Check the operator, if it is one, and the preconditioner on a random pair of vectors; two
+            products.
 
     Returns:
         The solution in the shape of ``b``, with how it ended and what it cost. Residuals are recomputed at the end,
@@ -140,7 +143,7 @@ def solve(
     weight = checked_damping(damping)
     precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
     counted = Counted(operator)
-    if check_symmetry:
+    if check_symmetry and counted.num_matrices is None:
         check_symmetric(CALL, "operator", counted, counted.products)
     system = LinearSystem(counted, damping, weight, generator)
     solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
@@ -152,7 +155,7 @@ def solve(
         check_transforms()
         run = work.off_the_tape(rows, start, limits)
     else:
-        run = solver.run(system.products, rows, start, precondition, limits)
+        run = solver.run(system.rows, rows, start, precondition, limits)
     x, product = run.x, system.products(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
     results = tuple(RESULTS[index] for index in status.tolist())
@@ -183,9 +186,7 @@ class _Work:
     def off_the_tape(self, b: Tensor, x0: Tensor | None, limits: Limits) -> Run:
         with torch.no_grad():
             start = None if x0 is None else x0.detach()
-            return self.solver.run(
-                self.system.constant_products, b.detach(), start, self.precondition, limits
-            )
+            return self.solver.run(self.system.constant_rows, b.detach(), start, self.precondition, limits)
 
     def attached(
         self,
@@ -268,4 +269,6 @@ def _solver(method: Method | Solver, has_preconditioner: bool) -> Solver:
         return MINRES()
     if method == "neumann":
         return Neumann()
+    if method == "dense":
+        return Dense()
     return NystromPCG() if method == "nystrom_pcg" else CG()

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from metagrad.curvature.linear_map import LinearMap, shaped_products
+from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
 CALL = "solve(operator, b)"
@@ -23,6 +23,7 @@ class Counted:
     def __init__(self, operator: LinearMap) -> None:
         self.operator = operator
         self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self.num_matrices: int | None = getattr(operator, "num_matrices", None)
         self.matvecs = 0
 
     def products(self, vectors: Tensor) -> Tensor:
@@ -47,6 +48,17 @@ class LinearSystem:
         if isinstance(self.damping, Tensor) or self.damping:
             products = products + self.damping * vectors
         return products
+
+    @property
+    def rows(self) -> Rows:
+        """The products, as solvers are handed them."""
+        return self.products if self.undamped.num_matrices is None else OwnMatrices(self.products)
+
+    @property
+    def constant_rows(self) -> Rows:
+        """The same, off the tape."""
+        constant = self.constant_products
+        return constant if self.undamped.num_matrices is None else OwnMatrices(constant)
 
     def constant_products(self, vectors: Tensor) -> Tensor:
         """Multiply rows, off the tape."""
@@ -89,6 +101,11 @@ def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | 
         raise ValueError(
             f"{CALL}: operator is {tuple(operator.shape)}, so {name} must be [{n}] or rows [k, {n}], got "
             f"{list(vector.shape)}."
+        )
+    count = getattr(operator, "num_matrices", None)
+    if count is not None and vector.shape != (count, n):
+        raise ValueError(
+            f"{CALL}: operator has {count} matrices, so {name} must be rows [{count}, {n}], got {list(vector.shape)}."
         )
     if like is not None and vector.shape != like.shape:
         raise ValueError(

@@ -542,3 +542,28 @@ def test_missing_derivatives_are_named():
         pytest.raises(MissingDerivative, match="no second derivative: derivative for"),
     ):
         lin.hvp(torch.ones_like(x))
+
+
+def test_mixed_derivatives_are_those_of_the_tape():
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    o = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    unused = torch.zeros(2, requires_grad=True)
+    loss = (w.sin() * o.exp() * w).sum()
+    v = torch.randn(3, dtype=torch.float64)
+    with mg.autograd.linearize(loss, {"w": w}) as lin:
+        found, nothing = lin.mixed([v], [o, unused])
+        (slope,) = lin.gradient_on_tape()
+        (again,) = torch.autograd.grad(slope @ v, o, retain_graph=True)
+    expected = (w.sin() + w * w.cos()) * o.exp() * v
+    assert nothing is None
+    assert not found.requires_grad
+    assert torch.allclose(found, expected)
+    assert torch.allclose(again, expected)
+    with pytest.raises(ValueError, match="closed"):
+        lin.mixed([v], [o])
+
+
+def test_a_linear_loss_has_no_mixed_derivatives():
+    w, o = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with mg.autograd.linearize((w * 3).sum() + o.sum(), {"w": w}) as lin:
+        assert lin.mixed([torch.ones(2)], [o]) == [None]

@@ -495,3 +495,14 @@ def test_parameters_without_dimensions(mode):
         product = H @ {"a": torch.tensor(1.0).double(), "b": torch.zeros(2).double()}
         torch.testing.assert_close(product["a"], expected[0, 0], rtol=1e-7, atol=1e-7)
         torch.testing.assert_close(H["a"].to_dense(), expected[:1, :1], rtol=1e-7, atol=1e-7)
+
+
+def test_mixed_derivatives_need_the_graph():
+    w, o = torch.ones(2, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    with mg.hessian((o * w**2).sum(), {"w": w}) as H:
+        assert torch.equal(H.mixed(torch.ones(2), [o])[0], torch.tensor(4.0))
+    with (
+        mg.hessian(lambda p: (o * p["w"] ** 2).sum(), {"w": w}, mode="forward") as H,
+        pytest.raises(ValueError, match=r'mixed\(vector, others\): pass mode="reverse"'),
+    ):
+        H.mixed(torch.ones(2), [o])

@@ -29,6 +29,7 @@ METHODS = {
     "minres": {"method": "minres"},
     "neumann": {"method": Neumann(scale=0.4), "max_steps": 2000},
     "nystrom_pcg": {"method": NystromPCG(rank=4)},
+    "dense": {"method": "dense"},
 }
 
 
@@ -70,6 +71,56 @@ def test_rows_are_solved_as_one_by_one(name):
         assert alone.stats.steps.ndim == alone.stats.residual_norms.ndim == 0
         torch.testing.assert_close(together.value[row], alone.value, rtol=1e-6, atol=1e-9)
     assert together.stats.steps[2] == 0
+
+
+class Stack:
+    """Several matrices as one map, each of which has a row."""
+
+    def __init__(self, matrices):
+        self.matrices = matrices
+        self.num_matrices = len(matrices)
+        self.shape, self.dtype, self.device = matrices.shape[1:], matrices.dtype, matrices.device
+
+    def products(self, rows):
+        assert len(rows) == self.num_matrices
+        return torch.einsum("kij,kj->ki", self.matrices, rows)
+
+
+@pytest.mark.parametrize("name", ["cg", "minres", "neumann", "dense"])
+def test_rows_may_have_matrices_of_their_own(name):
+    matrices = torch.stack([matrix("flat", 8), matrix("step", 8) + torch.eye(8), torch.eye(8).double()])
+    b, options = random(3, 8), {**METHODS[name], "rtol": 1e-9}
+    found = solve(Stack(matrices), b, **options)
+    for i in range(3):
+        alone = solve(MatrixMap(matrices[i]), b[i], **options)
+        torch.testing.assert_close(found.value[i], alone.value, rtol=1e-8, atol=1e-9)
+        assert found.stats.steps[i] == alone.stats.steps
+    b = b.requires_grad_()
+    (slope,) = torch.autograd.grad(solve(Stack(matrices), b, **options).value.sum(), b)
+    expected = torch.linalg.solve(matrices, torch.ones(3, 8, 1).double())[..., 0]
+    torch.testing.assert_close(slope, expected, rtol=1e-7, atol=1e-8)
+
+
+def test_a_series_finds_one_scale_for_all_matrices():
+    matrices = torch.stack([torch.eye(4).double(), 9 * torch.eye(4).double()])
+    b = random(2, 4)
+    found = solve(Stack(matrices), b, method="neumann", max_steps=2000, generator=generator())
+    torch.testing.assert_close(found.value, b / torch.tensor([[1.0], [9.0]]).double(), rtol=1e-5, atol=0)
+
+
+def test_each_matrix_has_one_row():
+    with pytest.raises(
+        ValueError, match=r"operator has 2 matrices, so b must be rows \[2, 4\], got \[3, 4\]"
+    ):
+        solve(Stack(torch.eye(4).double().expand(2, 4, 4)), random(3, 4))
+
+
+def test_a_factorization_says_what_is_not_positive_definite():
+    A = torch.diag(torch.tensor([1.0, -1.0]).double())
+    assert solve(MatrixMap(A), random(2), method="dense").result is Result.NEGATIVE_CURVATURE
+    assert solve(MatrixMap(A * torch.nan), random(2), method="dense").result is Result.NON_FINITE
+    with pytest.raises(ValueError, match="a factorization needs none"):
+        solve(MatrixMap(A), random(2), method="dense", preconditioner=torch.ones(2).double())
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,0 +1,70 @@
+"""Solving with the matrix itself, written down column by column: for few parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import OwnMatrices, Rows
+from metagrad.curvature.solvers.iteration import RUNNING, Limits, Run, fill, initial, is_finite, norm, running
+from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.system import LinearSystem
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The Cholesky factor of the matrix: n products, for positive definite operators of few coordinates.
+
+    A matrix that is not positive definite ends its row as ``Result.NEGATIVE_CURVATURE``, without a direction.
+
+    Raises:
+        ValueError: In a solve, a preconditioner is given.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from metagrad.curvature.solvers.solve import solve
+        >>> A = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+        >>> operator = SimpleNamespace(
+        ...     shape=(2, 2), dtype=A.dtype, device=A.device, products=lambda rows: rows @ A
+        ... )
+        >>> solve(operator, torch.tensor([3.0, 3.0]), method="dense").value.round(decimals=3)
+        tensor([1., 1.])
+    """
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Dense, Rows | None]:
+        """Refuse a preconditioner; the matrix is written down in each run."""
+        if precondition is not None:
+            raise ValueError(
+                'solve(..., method="dense", preconditioner): a factorization needs none. Leave it out.'
+            )
+        return self, None
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        """Solve for every row of ``b``."""
+        x, r = initial(products, b, x0)
+        matrices = matrices_of(products, b)
+        are_sound = is_finite(matrices.flatten(1))
+        status = fill(running(b), ~(is_finite(r) & are_sound), Result.NON_FINITE)
+        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+        identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
+        symmetric = torch.where(are_sound[:, None, None], (matrices + matrices.mT) / 2, identity)
+        factors, info = torch.linalg.cholesky_ex(symmetric)
+        status = fill(status, info != 0, Result.NEGATIVE_CURVATURE)
+        factors = torch.where((info == 0)[:, None, None], factors, identity)
+        moves = status == RUNNING
+        x = x + torch.cholesky_solve(torch.where(moves[:, None], r, 0.0)[..., None], factors)[..., 0]
+        return Run(
+            x, moves.long(), fill(status, moves, Result.CONVERGED), torch.zeros_like(b, requires_grad=False)
+        )
+
+
+def matrices_of(products: Rows, b: Tensor) -> Tensor:
+    """Write down the matrix of a map, ``[1, n, n]``, or those of the rows of ``b``, ``[k, n, n]``."""
+    identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
+    if not isinstance(products, OwnMatrices):
+        return products(identity)[None]
+    return torch.stack([products(row.expand_as(b)) for row in identity], -1)

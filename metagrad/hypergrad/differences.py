@@ -1,0 +1,189 @@
+"""The mixed derivative by a difference of gradients, with the Hessian of the inner loss taken for the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
+from metagrad.hypergrad.unroll import refuse_tables, refuse_tape
+from metagrad.optim.curvature import needs_curvature
+from metagrad.optim.rule import Params, Rule
+
+_DIFFERENCE = "is a difference, which is not put on the tape"
+
+
+@dataclass(frozen=True)
+class FiniteDifference:
+    r"""DARTS: the derivative of one inner step, its mixed derivative by a central difference.
+
+    .. math::
+        \phi' = \phi - \xi \nabla_\phi g(\phi, \lambda), \qquad
+        \nabla_\lambda f(\phi', \lambda) - \xi \,
+        \frac{\nabla_\lambda g(\phi^+, \lambda) - \nabla_\lambda g(\phi^-, \lambda)}{2 \epsilon}, \qquad
+        \phi^\pm = \phi \pm \epsilon \, \nabla_{\phi'} f(\phi', \lambda)
+
+    It costs four gradients and no second derivative. Its error against ``FirstOrder(scale=lr)`` is of the order
+    :math:`\epsilon^2` and of rounding errors over :math:`\epsilon`; zero for an inner loss that is quadratic.
+
+    Args:
+        lr: The rate :math:`\xi` of the inner step, 0 or more; 0 leaves the second term out: first-order DARTS.
+        length: :math:`\epsilon` times the norm of the gradient of f.
+
+    Raises:
+        ValueError: ``lr`` is negative, or ``length`` not above 0.
+
+    Example:
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)},
+        ...     method=metagrad.hypergrad.FiniteDifference(lr=0.5),
+        ... )["lam"].round(decimals=2)
+        tensor(6.)
+
+    References:
+        Liu, Simonyan, Yang, "DARTS: differentiable architecture search", ICLR 2019, equations 7 and 8, and section
+        2.3 (0.01 for ``length``).
+    """
+
+    lr: float
+    _: KW_ONLY
+    length: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.lr >= 0:
+            raise ValueError(f"FiniteDifference(lr): expected 0 or more, got {self.lr}.")
+        _check_length("FiniteDifference(..., length)", self.length)
+
+    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+        """Take the step, and two gradients beside it."""
+        refuse_tables(problem, "FiniteDifference")
+        refuse_tape(problem, "FiniteDifference", _DIFFERENCE)
+        values, hyper = problem.variables(), problem.hyper_leaves()
+        slopes = _slopes(problem, values, hyper)
+        moved = {name: _leaf(v - self.lr * g) for (name, v), g in zip(values.items(), slopes, strict=True)}
+        direction, direct = problem.direct(moved, hyper)
+        if self.lr == 0:
+            return Estimate(direct)
+        mixed = mixed_difference(problem, values, hyper, direction, self.length)
+        scaled = [None if g is None else self.lr * g for g in mixed]
+        return Estimate([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
+
+
+@dataclass(frozen=True)
+class SAMA:
+    r"""The identity for the Hessian, and the inner optimizer's own derivative: adaptive rates are accounted for.
+
+    .. math::
+        \nabla_\lambda f - \frac{\nabla_\lambda g(\phi + \epsilon v, \lambda)
+            - \nabla_\lambda g(\phi - \epsilon v, \lambda)}{2 \epsilon}, \qquad
+        v = \left( \frac{\partial u}{\partial g} \right)^{\!\top} \nabla_\phi f, \qquad
+        \epsilon = \frac{\alpha}{|v|}
+
+    u is the update that the rule subtracts, as a function of the gradient, at its state. For Adam that is the closed
+    form of the paper; here it is a vector-Jacobian product of any rule, so of those with matrices too. It costs four
+    gradients. With ``sgd(lr)`` it is ``FirstOrder(scale=lr)``, but for the difference.
+
+    Args:
+        rule: The rule that moves the parameters; None is that of the loop which asks, as of :func:`metagrad.bilevel`.
+        state: Of the rule, as the loop has it; None is that before the first step.
+        length: The number :math:`\alpha`, above 0.
+
+    Raises:
+        ValueError: ``length`` is not above 0; in a call, no rule is known, or it asks for curvature.
+
+    Example:
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)},
+        ...     method=metagrad.hypergrad.SAMA(metagrad.optim.rules.sgd(lr=0.5)),
+        ... )
+        {'lam': tensor(6.)}
+
+    References:
+        Choe, Mehta, Ahn, Neiswanger, Xie, Strubell, Xing, "Making scalable meta learning practical", NeurIPS 2023,
+        section 3.1 (identity), 3.2 (adaptation), equation 5.
+    """
+
+    rule: Rule | None = None
+    _: KW_ONLY
+    state: Any = None
+    length: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_length("SAMA(..., length)", self.length)
+
+    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+        """Differentiate the update, and take two gradients along what comes of it."""
+        refuse_tables(problem, "SAMA")
+        refuse_tape(problem, "SAMA", _DIFFERENCE)
+        rule, state = self._optimizer(problem)
+        values, hyper = problem.variables(), problem.hyper_leaves()
+        slopes = {name: _leaf(g) for name, g in zip(values, _slopes(problem, values, hyper), strict=True)}
+        cotangents, direct = problem.direct(values, hyper)
+        start = {name: v.detach() for name, v in values.items()}
+        with torch.enable_grad():
+            state = rule.init(start) if state is None else state
+            moved = list(rule.update(slopes, state, start)[0].values())
+        found = torch.autograd.grad(
+            moved, list(slopes.values()), list(cotangents.values()), allow_unused=True
+        )
+        direction = {n: -zeros_if_none(g, values[n]) for n, g in zip(values, found, strict=True)}
+        mixed = mixed_difference(problem, values, hyper, direction, self.length)
+        return Estimate([minus(a, b) for a, b in zip(direct, mixed, strict=True)])
+
+    def _optimizer(self, problem: Problem) -> tuple[Rule, Any]:
+        rule, state = problem.optimizer or (None, None)
+        rule, state = (rule, state) if self.rule is None else (self.rule, self.state)
+        if rule is None:
+            raise ValueError(
+                "SAMA(): what moves the parameters is not known. Pass a rule, such as mg.optim.rules.adam(lr=0.01), "
+                "or one as the inner optimizer of bilevel."
+            )
+        if needs_curvature(rule, 0):
+            raise ValueError(
+                "SAMA(rule): the rule asks for curvature, on which its update depends too. Take a first-order rule."
+            )
+        return rule, state
+
+
+def mixed_difference(
+    problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params, length: float
+) -> list[Tensor | None]:
+    r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in direction.values()]))
+    if not bool(norm > 0):
+        return [None] * len(hyper)
+    epsilon = length / norm
+    ends = []
+    for sign in (1, -1):
+        at = {name: v.detach() + sign * epsilon * direction[name] for name, v in values.items()}
+        with torch.enable_grad():
+            loss = problem.inner(at, hyper)
+        ends.append(gradients(loss, hyper))
+    differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
+    return [None if d is None else d / (2 * epsilon) for d in differences]
+
+
+def _slopes(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of the inner loss."""
+    constants = [leaf.detach() for leaf in hyper]
+    with torch.enable_grad():
+        loss = problem.inner(values, constants)
+    found = gradients(loss, list(values.values()))
+    return [zeros_if_none(g, v) for g, v in zip(found, values.values(), strict=True)]
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_()
+
+
+def _check_length(call: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{call}: expected a number above 0, got {value}.")

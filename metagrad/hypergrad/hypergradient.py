@@ -1,0 +1,109 @@
+"""The derivative of an outer loss at the minimum of an inner one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.core.transforms import is_transformed
+from metagrad.core.tree import Tree, leaf_names, tree_leaves
+from metagrad.hypergrad.implicit import check_solution
+from metagrad.hypergrad.inverses import CG
+from metagrad.hypergrad.problem import CALL, BilevelLoss, Estimate, Method, Parameters, Problem, zeros_if_none
+
+
+def hypergradient(
+    outer_loss: BilevelLoss,
+    inner_loss: BilevelLoss,
+    params: Parameters,
+    hyper: Tree,
+    *,
+    method: Method | None = None,
+    sparse: Sequence[str] = (),
+    create_graph: bool = False,
+) -> Tree:
+    r"""Differentiate an outer loss with respect to what decides where an inner loss has its minimum.
+
+    .. math::
+        \frac{d}{d\lambda} f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
+
+    ========================== ================================== ====================================================
+    method                     cost                               what it is
+    ========================== ================================== ====================================================
+    ``Exact``                  n products with the Hessian        to rounding errors
+    ``CG``                     a product a step                   to the residual of its solve
+    ``Unroll``                 a gradient of a gradient a step    from ``params`` on; that of the steps, at any order
+    ``Neumann``                a product a step                   falls with :math:`(1 - \alpha \lambda_{\min})^k`
+    ``Nystrom``                ``rank`` products                  to the eigenvalues beyond the rank, and its damping
+    ``FirstOrder``             none, or a mixed derivative        as far as the Hessian is a multiple of the identity
+    ``FiniteDifference``       4 gradients                        the same, and the square of a difference
+    ``SAMA``                   4 gradients                        the same, with the rates of the inner optimizer
+    ``F2SA``, ``BOME``         two gradients a step               inverse to the penalty
+    ``EvolutionStrategies``    two unrolls a pair, no derivative  random, inverse to the root of the pairs
+    ========================== ================================== ====================================================
+
+    Args:
+        outer_loss: ``outer_loss(params, hyper)``, a tensor with one element.
+        inner_loss: ``inner_loss(params, hyper)``, likewise, and deterministic.
+        params: Parameters by name, where the inner loss is least; for the methods that take steps, where these begin.
+            A :class:`~metagrad.sparse.SparseTensor` stands for its values. They count as constants.
+        hyper: What is learned: a dict, or another tree, of floating point tensors or SparseTensors.
+        method: How; ``CG()`` where it is None.
+        sparse: Embedding tables in ``params`` to be taken by the rows that are looked up, as those with sparse
+            gradients are anyway; for methods with the Hessian.
+        create_graph: Put the derivative on the tape, to be differentiated with respect to ``hyper``: by ``Unroll`` as
+            often as you like, by ``CG`` and ``Exact`` once; once more is an error, as it is at once for all others.
+
+    Returns:
+        A tree as ``hyper``; what is a SparseTensor there has its derivative on the same pattern.
+
+    Raises:
+        ValueError: A loss is not one number; neither depends on a part of ``hyper``; the inner one does not depend on
+            a parameter; an operation lacks a derivative, or has a wrong one; the method's cannot be differentiated.
+        TypeError: ``params`` or ``hyper`` hold something else than floating point tensors.
+        SolveError: The Hessian of the inner loss is not positive definite, or a product with it not finite.
+
+    Example:
+        A penalty on :math:`\phi`: :math:`\phi^* = 1 / (1 + \lambda)`, and :math:`f = \phi` has
+        :math:`-1 / (1 + \lambda)^2`:
+
+        >>> def inner(params, hyper): return (params["phi"] - 1) ** 2 + hyper["lam"] * params["phi"] ** 2
+        >>> params, hyper = {"phi": torch.tensor(0.5)}, {"lam": torch.tensor(1.0)}
+        >>> metagrad.hypergradient(lambda params, hyper: params["phi"], inner, params, hyper)
+        {'lam': tensor(-0.2500)}
+
+    References:
+        Bengio, "Gradient-based optimization of hyperparameters", Neural Computation 12(8), 2000; Grazzi, Franceschi,
+        Pontil, Salzo, "On the iteration complexity of hypergradient computation", ICML 2020.
+    """
+    if is_transformed():
+        raise ValueError(
+            "hypergradient(...): inside a torch.func transform there is no tape. Pass create_graph=True, and "
+            "differentiate what it returns by metagrad.grad."
+        )
+    problem = Problem(outer_loss, inner_loss, params, hyper, tuple(sparse), create_graph)
+    return completed(problem, checked(CG() if method is None else method).estimate(problem))
+
+
+def checked(method: Method) -> Method:
+    """Refuse what is no method."""
+    if isinstance(method, type) or not hasattr(method, "estimate"):
+        raise TypeError(
+            f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."
+        )
+    return method
+
+
+def completed(problem: Problem, estimate: Estimate) -> Tree:
+    """Return an estimate as a tree like ``hyper``; refuse a failed solve and what is not finite."""
+    if estimate.solution is not None:
+        check_solution(CALL, estimate.solution, estimate.residual)
+    leaves = tree_leaves(problem.hyper)
+    found = [zeros_if_none(g, leaf) for g, leaf in zip(estimate.gradient, leaves, strict=True)]
+    for name, gradient in zip(leaf_names(problem.hyper, "hyper"), found, strict=True):
+        if not is_finite([gradient]):
+            raise ValueError(
+                f"{CALL}: the derivative of {name} has nan or inf. Look for them in the losses at params, and in "
+                "their derivatives."
+            )
+    return problem.hyper_of(found)

@@ -1,0 +1,188 @@
+r"""Derivatives of a minimum by the implicit function theorem, with some inverse of the Hessian.
+
+At :math:`\phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)` the gradient of g is zero for every :math:`\lambda`, hence
+
+.. math::
+    \frac{d}{d\lambda} f(\phi^*(\lambda), \lambda) = \nabla_\lambda f
+        - \frac{\partial^2 g}{\partial\lambda \, \partial\phi} \, u, \qquad
+    \frac{\partial^2 g}{\partial\phi^2} \, u = \nabla_\phi f.
+
+Methods differ in how they find u.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.variables import (
+    Variable,
+    coordinates,
+    find_variables,
+    grouped,
+    inputs_of,
+)
+from metagrad.core.tree import leaf_names
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.operators.hessian import HessianOperator, hessian
+from metagrad.curvature.operators.space import Coordinates
+from metagrad.curvature.solvers.solution import Result, Solution, SolveError
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
+from metagrad.optim.rule import Params
+
+LOOSE = 1e-2
+"""Residuals above this, relative to the right-hand side, are warned of."""
+
+_APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
+
+
+@dataclass(frozen=True)
+class ImplicitMethod:
+    """A method that is an inverse of the Hessian of the inner loss; :func:`attach` takes it too."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it solves the system, so that its derivative may be differentiated."""
+        return False
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether u is zero: nothing is derived of the minimum."""
+        return False
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Solve for rows, with the Hessian; with gradients enabled, on the tape if the products are.
+
+        Args:
+            operator: The Hessian; or those of k tasks, as ``num_matrices`` says.
+            b: A right-hand side ``[n]``, or one for each task, ``[k, n]``.
+        """
+        raise NotImplementedError
+
+    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+        """Estimate the derivative at the parameters of the problem."""
+        if problem.create_graph and not self.is_exact:
+            raise ValueError(
+                f"{CREATE}: {type(self).__name__} approximates the derivative, and what it leaves out has a "
+                "derivative too. Take CG, Exact or Unroll."
+            )
+        with torch.enable_grad():
+            values, hyper = problem.variables(), problem.hyper_leaves()
+            if problem.create_graph:
+                values = self._on_the_tape(problem, values, hyper)
+                # Others of the same numbers: partial derivatives do not go through the minimum.
+                hyper = [leaf.view_as(leaf) for leaf in hyper]
+            return self._estimate(problem, values, hyper)
+
+    def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Estimate:
+        variables, slopes, direct = _outer_gradients(problem, values, hyper)
+        if self.is_zero:
+            return Estimate(direct)
+        with _inner_hessian(problem, values, hyper) as H:
+            pairs = zip(H.space.entries, variables, slopes, strict=True)
+            b = H.space.join([_at_entry(entry, variable, slope) for entry, variable, slope in pairs])
+            solution = self.inverse(H, b)
+            mixed = H.mixed(solution.value, hyper)
+        _refuse_unused(problem, direct, mixed)
+        gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
+        return Estimate(gradient, solution, relative_residual(solution, b))
+
+    def _on_the_tape(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
+        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length."""
+        with _inner_hessian(problem, values, hyper) as H:
+            if any(entry.table is not None for entry in H.space.entries):
+                raise ValueError(
+                    f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
+                    "sparse, or use embeddings without sparse gradients."
+                )
+            step = self.inverse(H, -H.gradient)
+            check_solution(CALL, step)
+            point = H.space.split(H.space.join(list(values.values())) + step.value)
+        return dict(zip(values, point, strict=True))
+
+
+def relative_residual(solution: Solution, b: Tensor) -> float:
+    """Return the largest residual among those of the rows, relative to their right-hand sides."""
+    size = torch.linalg.vector_norm(b.detach(), dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
+    return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
+
+
+def check_solution(call: str, solution: Solution, residual: float = 0.0) -> None:
+    """Raise where a solve found no solution, and warn where it was to find one and is far from it.
+
+    Raises:
+        SolveError: The Hessian is not positive definite, the series diverged, or a product was not finite.
+    """
+    results = solution.stats.results
+    for row, result in enumerate(results):
+        if result not in _APPROXIMATE:
+            which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
+            raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {result.value}")
+    if residual > LOOSE and solution.result is not Result.PROGRESS:
+        warnings.warn(
+            f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "
+            "right-hand side, so the derivative is as far from that of the minimum. Take more steps, or damping.",
+            stacklevel=3,
+        )
+
+
+@contextlib.contextmanager
+def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Iterator[HessianOperator]:
+    """Open the Hessian of the inner loss; what is put on the tape keeps its graph."""
+    H = hessian(
+        problem.inner(values, hyper),
+        problem.wrapped(values),
+        sparse=problem.sparse,
+        create_graph=problem.create_graph,
+    )
+    assert isinstance(H, HessianOperator)
+    try:
+        yield H
+    finally:
+        if not problem.create_graph:
+            H.close()
+
+
+def _outer_gradients(
+    problem: Problem, values: Params, hyper: Sequence[Tensor]
+) -> tuple[list[Variable], list[Tensor], list[Tensor | None]]:
+    """Differentiate the outer loss; of tables it finds the rows that this looks up."""
+    loss = problem.outer(values, hyper)
+    if not loss.requires_grad:
+        raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
+    variables = find_variables(CALL, loss, problem.wrapped(values), problem.sparse)
+    inputs = inputs_of(variables)
+    found = torch.autograd.grad(loss, [*inputs, *hyper], create_graph=problem.create_graph, allow_unused=True)  # type: ignore[reportArgumentType, reportCallIssue]
+    slopes = coordinates(variables, grouped(variables, found[: len(inputs)]))
+    return variables, slopes, list(found[len(inputs) :])
+
+
+def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
+    """Return a gradient in the coordinates of the inner loss.
+
+    Rows of a table that it does not look up do not depend on ``hyper``, so what the outer loss says of them is left.
+    """
+    own = None if variable.lookups is None else variable.lookups.table.rows
+    if entry.rows is None:
+        return slope if own is None else slope.new_zeros(entry.shape).index_copy(0, own, slope)
+    if own is None:
+        return slope.index_select(0, entry.rows)
+    if not len(own):
+        return slope.new_zeros(entry.shape)
+    place = torch.searchsorted(own, entry.rows).clamp_(max=len(own) - 1)
+    known = (own[place] == entry.rows).view(-1, *[1] * (slope.ndim - 1))
+    return torch.where(known, slope.index_select(0, place), 0.0)
+
+
+def _refuse_unused(problem: Problem, direct: Sequence[Tensor | None], mixed: Sequence[Tensor | None]) -> None:
+    for name, *parts in zip(leaf_names(problem.hyper, "hyper"), direct, mixed, strict=True):
+        if all(part is None for part in parts):
+            raise ValueError(
+                f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
+            )

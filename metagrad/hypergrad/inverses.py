@@ -1,0 +1,325 @@
+"""Inverses of the Hessian of the inner loss: exact, iterative, of low rank, and none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from metagrad.curvature.linear_map import LinearMap, Rows
+from metagrad.curvature.solvers import cg, dense, neumann, nystrom
+from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver
+from metagrad.curvature.solvers.solution import Result, Solution
+from metagrad.curvature.solvers.solve import solve
+from metagrad.curvature.solvers.system import LinearSystem
+from metagrad.hypergrad.implicit import ImplicitMethod
+
+
+@dataclass(frozen=True)
+class CG(ImplicitMethod):
+    r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one product with the Hessian a step.
+
+    A row of tasks ends by itself, so tasks that run together have what they would have alone. A Hessian that is not
+    positive definite raises, and a residual above one hundredth after all steps is warned of.
+
+    Args:
+        steps: The most products, 1 or more.
+        damping: The number :math:`\mu`, 0 or more; it makes an indefinite Hessian definite, and biases u.
+        rtol: Residual, relative to :math:`\nabla_\phi f`, at which fewer steps are enough.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        The minimum of :math:`(\phi - \lambda)^2` is :math:`\lambda`, so :math:`f = \phi^2` has the derivative
+        :math:`2 \lambda`:
+
+        >>> params, hyper = {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)}
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     params, hyper, method=metagrad.hypergrad.CG(steps=5),
+        ... )
+        {'lam': tensor(6.)}
+
+    References:
+        Pedregosa, "Hyperparameter optimization with approximate gradient", ICML 2016; Rajeswaran, Finn, Kakade,
+        Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3.
+    """
+
+    steps: int = 20
+    _: KW_ONLY
+    damping: float = 0.0
+    rtol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        _check_count("CG(steps)", self.steps)
+        _check_number("CG(..., damping)", self.damping)
+        _check_number("CG(..., rtol)", self.rtol)
+
+    @property
+    def is_exact(self) -> bool:
+        """As far as it converges."""
+        return True
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Solve."""
+        # Beyond rounding errors, directions are of those alone.
+        rtol = max(self.rtol, 4 * torch.finfo(b.dtype).eps)
+        return _solved(operator, b, cg.CG(), self.damping, rtol=rtol, max_steps=self.steps)
+
+
+@dataclass(frozen=True)
+class Neumann(ImplicitMethod):
+    r"""The Neumann series :math:`u = \alpha \sum_{i < k} (I - \alpha (H + \mu I))^i \, \nabla_\phi f`, truncated.
+
+    It is what the unrolled derivative of the last k steps of gradient descent with rate :math:`\alpha` is at the
+    minimum. Its error falls by :math:`1 - \alpha \lambda_{\min}` a step.
+
+    Args:
+        steps: The number k of terms, 1 or more.
+        scale: The factor :math:`\alpha`: below 2 over the largest eigenvalue, or the series diverges, which raises.
+            None is 1 over that, of all tasks together, as 10 products estimate it.
+        damping: The number :math:`\mu`, 0 or more.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        With :math:`H = 2` and :math:`\alpha = 1/4`, each step halves the error:
+
+        >>> method = metagrad.hypergrad.Neumann(steps=7, scale=0.25)
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)}, method=method,
+        ... )
+        {'lam': tensor(5.9531)}
+
+    References:
+        Lorraine, Vicol, Duvenaud, "Optimizing millions of hyperparameters by implicit differentiation", AISTATS 2020,
+        algorithms 1 and 3.
+    """
+
+    steps: int = 20
+    scale: float | None = None
+    _: KW_ONLY
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_count("Neumann(steps)", self.steps)
+        _check_number("Neumann(..., damping)", self.damping)
+        neumann.Neumann(self.scale)  # checks it
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Sum the series."""
+        return _solved(operator, b, neumann.Neumann(self.scale), self.damping, max_steps=self.steps)
+
+
+@dataclass(frozen=True)
+class Exact(ImplicitMethod):
+    r"""The Hessian written down, and its Cholesky factor: for few parameters, as many products as there are.
+
+    Args:
+        damping: The number :math:`\mu` that is added to the diagonal, 0 or more.
+
+    Raises:
+        ValueError: ``damping`` is negative.
+
+    Example:
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)}, method=metagrad.hypergrad.Exact(),
+        ... )["lam"].round(decimals=3)
+        tensor(6.)
+
+    References:
+        Griewank, Walther, "Evaluating derivatives", 2008, section 15.1.
+    """
+
+    _: KW_ONLY
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_number("Exact(damping)", self.damping)
+
+    @property
+    def is_exact(self) -> bool:
+        """It is."""
+        return True
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Solve."""
+        return _solved(operator, b, dense.Dense(), self.damping)
+
+
+@dataclass(frozen=True)
+class Nystrom(ImplicitMethod):
+    r"""A Hessian of low rank, inverted in closed form: :math:`(\hat H_r + \rho I)^{-1} \nabla_\phi f`.
+
+    :math:`\hat H_r = (H \Omega)(\Omega^\top H \Omega)^\dagger (H \Omega)^\top` is made of r products with random
+    orthonormal vectors :math:`\Omega`, where the paper takes columns of the Hessian; there is no series to diverge
+    and no step to choose. The error is at most :math:`|E| / (\rho (\rho + |E|))` times :math:`|\nabla_\phi f|`, E the
+    error of the approximation. It is of one matrix: tasks of MAML take CG.
+
+    Args:
+        rank: Products to spend, from 1 to the number of parameters.
+        damping: The number :math:`\rho`, above 0.
+        generator: Draws the vectors.
+
+    Raises:
+        ValueError: An argument is out of its range, or the Hessian is not positive semi-definite.
+
+    Example:
+        A Hessian of this rank is met exactly, and :math:`\rho` is what remains:
+
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)},
+        ...     method=metagrad.hypergrad.Nystrom(rank=1, damping=1.0),
+        ... )["lam"].round(decimals=3)
+        tensor(4.)
+
+    References:
+        Hataya, Yamada, "Nystrom method for accurate and scalable implicit differentiation", AISTATS 2023, section 3;
+        Frangella, Tropp, Udell, SIAM J. Matrix Anal. Appl. 44(2), 2023, proposition 3.1 (the bound).
+    """
+
+    rank: int = 10
+    _: KW_ONLY
+    damping: float = 1e-2
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        _check_count("Nystrom(rank)", self.rank)
+        if not self.damping > 0:
+            raise ValueError(f"Nystrom(..., damping): expected a number above 0, got {self.damping}.")
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Approximate, and invert that."""
+        if getattr(operator, "num_matrices", None) is not None:
+            raise ValueError(
+                "Nystrom(...): it approximates one Hessian, and tasks have one each. Take CG, Neumann or Exact."
+            )
+        return _solved(operator, b, _LowRank(self.rank), self.damping, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class FirstOrder(ImplicitMethod):
+    r"""No inverse: the gradient of the outer loss alone, or a multiple of the identity in the place of it.
+
+    .. math:: \nabla_\lambda f - s \, \frac{\partial^2 g}{\partial\lambda \, \partial\phi} \nabla_\phi f
+
+    With ``scale`` :math:`s` the learning rate of the inner steps this is T1-T2, the derivative of the last step; with
+    0 it takes the minimum for a constant, and what is in the inner loss alone has a derivative of zero.
+
+    Args:
+        scale: The number s, 0 or more.
+
+    Raises:
+        ValueError: ``scale`` is negative.
+
+    Example:
+        >>> params, hyper = {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)}
+        >>> losses = lambda p, h: p["phi"] ** 2, lambda p, h: (p["phi"] - h["lam"]) ** 2
+        >>> metagrad.hypergradient(*losses, params, hyper, method=metagrad.hypergrad.FirstOrder())
+        {'lam': tensor(0.)}
+        >>> metagrad.hypergradient(*losses, params, hyper, method=metagrad.hypergrad.FirstOrder(scale=0.5))
+        {'lam': tensor(6.)}
+
+    References:
+        Luketina, Berglund, Greff, Raiko, "Scalable gradient-based tuning of continuous regularization
+        hyperparameters", ICML 2016, section 2.2 (T1-T2).
+    """
+
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_number("FirstOrder(scale)", self.scale)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there is no identity either."""
+        return self.scale == 0
+
+    def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
+        """Scale."""
+        return _solved(operator, b, _Identity(self.scale), 0.0)
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """The inverse of a Nystrom approximation, as a solver."""
+
+    rank: int
+    inverse: Rows | None = None
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[_LowRank, None]:
+        found = nystrom.nystrom(
+            system.undamped, min(self.rank, system.undamped.shape[0]), generator=system.generator
+        )
+        return _LowRank(self.rank, found.inverse(system.weight)), None
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        assert self.inverse is not None
+        return _approximate(self.inverse(b))
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """A multiple of the identity, as a solver."""
+
+    scale: float
+
+    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[_Identity, None]:
+        return self, None
+
+    def run(
+        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
+    ) -> Run:
+        return _approximate(self.scale * b)
+
+
+def _approximate(x: Tensor) -> Run:
+    status = torch.full((len(x),), RESULTS.index(Result.PROGRESS), dtype=torch.int64, device=x.device)
+    return Run(x, torch.zeros_like(status), status, torch.zeros_like(x, requires_grad=False))
+
+
+def _solved(
+    operator: LinearMap,
+    b: Tensor,
+    solver: Solver,
+    damping: float,
+    *,
+    rtol: float = 0.0,
+    max_steps: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Solution:
+    """Solve once differentiably: one derivative more than the hypergradient has itself."""
+    return solve(
+        operator,
+        b,
+        method=solver,
+        damping=damping,
+        rtol=rtol,
+        max_steps=max_steps,
+        generator=generator,
+        order=1,
+        check_symmetry=False,
+    )
+
+
+def _check_count(call: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{call}: expected an int of 1 or more, got {value!r}.")
+
+
+def _check_number(call: str, value: float) -> None:
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"{call}: expected a number of 0 or more, got {value!r}.")

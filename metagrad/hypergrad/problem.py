@@ -1,0 +1,159 @@
+"""A bilevel problem: two losses, the parameters that minimise the inner one, and what is learned by the outer one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.solvers.solution import Solution
+from metagrad.optim.rule import Params, Rule
+from metagrad.sparse.matrix.tensor import SparseTensor
+
+CREATE = "hypergradient(..., create_graph=True)"
+CALL = "hypergradient(outer_loss, inner_loss, params, hyper)"
+
+Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
+
+BilevelLoss: TypeAlias = Callable[[Any, Any], Tensor]
+"""``loss(params, hyper)``, a tensor with one element."""
+
+
+class Estimate(NamedTuple):
+    """What a method finds.
+
+    Attributes:
+        gradient: Of the leaves of ``hyper``; None where a loss does not depend on one.
+        solution: How the linear solve ended, and what it cost; None where there was none.
+        residual: That of the solve, relative to its right-hand side.
+        carry: What the method hands to itself for the next outer step.
+    """
+
+    gradient: list[Tensor | None]
+    solution: Solution | None = None
+    residual: float = 0.0
+    carry: Any = None
+
+
+class Method(Protocol):
+    """A hypergradient: a frozen dataclass of its hyper-parameters."""
+
+    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+        """Estimate the derivative; failure is a value."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A bilevel problem at one place.
+
+    Attributes:
+        outer_loss: ``outer_loss(params, hyper)``, one number.
+        inner_loss: ``inner_loss(params, hyper)``, one number, deterministic.
+        params: Parameters by name, constants: where the inner loss is least, or where steps begin.
+        hyper: A tree of what is learned.
+        sparse: Names of embedding tables in ``params`` that are taken by the rows that the inner loss looks up.
+        create_graph: Put the derivative on the tape.
+        optimizer: The rule that moves ``params``, and its state, where a loop has one.
+    """
+
+    outer_loss: BilevelLoss
+    inner_loss: BilevelLoss
+    params: Parameters
+    hyper: Tree
+    sparse: Sequence[str] = ()
+    create_graph: bool = False
+    optimizer: tuple[Rule, Any] | None = None
+
+    def __post_init__(self) -> None:
+        ParameterSpace(self.params)  # checks them
+        leaves = tree_leaves(self.hyper)
+        for name, leaf in zip(leaf_names(self.hyper, "hyper"), leaves, strict=True):
+            if not isinstance(leaf, Tensor) or not is_differentiable(leaf):
+                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise TypeError(f"{CALL}: {name} must be a floating point tensor, got {got}.")
+        if not leaves:
+            raise ValueError(f"{CALL}: hyper holds no tensor.")
+
+    def variables(self) -> Params:
+        """Return new leaves with the numbers of the parameters: of a SparseTensor its values."""
+        return {name: _values(p).detach().requires_grad_() for name, p in self.params.items()}
+
+    def hyper_leaves(self) -> list[Tensor]:
+        """Return the leaves of ``hyper``, themselves where the derivative goes on the tape, else new ones."""
+        leaves = tree_leaves(self.hyper)
+        return [leaf if self.create_graph and leaf.requires_grad else _fresh(leaf) for leaf in leaves]
+
+    def outer(self, values: Params, hyper: Sequence[Tensor]) -> Tensor:
+        """Evaluate the outer loss on leaves."""
+        return self._one_number("outer_loss", self.outer_loss, values, hyper)
+
+    def inner(self, values: Params, hyper: Sequence[Tensor]) -> Tensor:
+        """Evaluate the inner loss on leaves."""
+        return self._one_number("inner_loss", self.inner_loss, values, hyper)
+
+    def wrapped(self, values: Params) -> dict[str, Tensor | SparseTensor]:
+        """Return leaves in the form of the parameters."""
+        return {
+            name: p.with_values(values[name]) if isinstance(p, SparseTensor) else values[name]
+            for name, p in self.params.items()
+        }
+
+    def hyper_of(self, leaves: Sequence[Tensor]) -> Tree:
+        """Return leaves in the tree of ``hyper``."""
+        return tree_unflatten(list(leaves), tree_flatten(self.hyper)[1])
+
+    def direct(self, values: Params, hyper: Sequence[Tensor]) -> tuple[Params, list[Tensor | None]]:
+        """Differentiate the outer loss with respect to parameters and ``hyper``, each taken by itself."""
+        with torch.enable_grad():
+            loss = self.outer(values, hyper)
+        found = gradients(loss, [*values.values(), *hyper])
+        of_params = zip(values.items(), found, strict=False)
+        return {name: zeros_if_none(g, p) for (name, p), g in of_params}, found[len(values) :]
+
+    def _one_number(
+        self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]
+    ) -> Tensor:
+        loss = function(self.wrapped(values), self.hyper_of(hyper))
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            got = f"{tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"{CALL}: {what}(params, hyper) must return one real number, got {got}.")
+        return loss.reshape(())
+
+
+def gradients(
+    loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False, retain_graph: bool | None = None
+) -> list[Tensor | None]:
+    """Differentiate a loss; None where it does not depend on an input, or on any."""
+    if not loss.requires_grad:
+        return [None] * len(inputs)
+    return list(
+        torch.autograd.grad(
+            loss, inputs, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
+        )
+    )
+
+
+def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient, of zeros where there is none."""
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Subtract, where None is zero."""
+    if b is None:
+        return a
+    return -b if a is None else a - b
+
+
+def _values(param: Tensor | SparseTensor) -> Tensor:
+    return param.values if isinstance(param, SparseTensor) else param
+
+
+def _fresh(leaf: Tensor) -> Tensor:
+    return leaf.detach().requires_grad_()

@@ -1,0 +1,182 @@
+"""Steps of a rule on the inner loss, and the derivative through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.grad import grad
+from metagrad.autograd.unrolling.unroll import unroll
+from metagrad.core.budget import Memory, checked_memory
+from metagrad.core.tree import Tree
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradients
+from metagrad.optim.curvature import needs_curvature
+from metagrad.optim.objective import TapeObjective
+from metagrad.optim.rule import Params, Rule
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
+"""A rule, or a function of ``hyper`` that returns one, so that learning rates can be learned."""
+
+Loss: TypeAlias = Callable[[Params, Sequence[Tensor]], Tensor]
+"""Leaves of the parameters and of ``hyper``, to one number."""
+
+
+@dataclass(frozen=True)
+class Unroll:
+    r"""Differentiate through steps of a rule, from ``params`` on.
+
+    .. math:: \frac{d}{d\lambda} f(\phi_T(\lambda), \lambda), \qquad
+              \phi_{t+1} = U(\phi_t, \nabla_\phi g(\phi_t, \lambda)), \quad \phi_0 = \mathrm{params}
+
+    It is exact for these steps at any order; for the minimum as far as they converge. With ``truncate`` the last so
+    many are differentiated through, and those before taken as constants.
+
+    Args:
+        rule: A rule of :mod:`metagrad.optim.rules`; or a function of ``hyper`` that returns one, whose
+            hyper-parameters are then learned too.
+        steps: How many, 1 or more.
+        memory: What is kept, see :func:`metagrad.unroll`.
+        truncate: How many of the last steps are differentiated through; None means all.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        A step of rate 1/4 on :math:`(\phi - \lambda)^2` leads halfway to :math:`\lambda`, from 1 to 2:
+
+        >>> method = metagrad.hypergrad.Unroll(metagrad.optim.rules.sgd(lr=0.25), steps=1)
+        >>> metagrad.hypergradient(
+        ...     lambda p, h: p["phi"] ** 2,
+        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
+        ...     {"phi": torch.tensor(1.0)}, {"lam": torch.tensor(3.0)}, method=method,
+        ... )
+        {'lam': tensor(2.)}
+
+    References:
+        Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible learning", ICML
+        2015; Shaban, Cheng, Hatch, Boots, "Truncated back-propagation for bilevel optimization", AISTATS 2019.
+    """
+
+    rule: RuleOf
+    steps: int
+    _: KW_ONLY
+    memory: Memory = "full"
+    truncate: int | None = None
+
+    def __post_init__(self) -> None:
+        check_steps("Unroll(..., steps)", self.steps)
+        checked_memory("Unroll(...)", self.memory)
+        if self.truncate is not None and not 1 <= self.truncate <= self.steps:
+            raise ValueError(
+                f"Unroll(..., truncate): expected None or 1 to steps={self.steps}, got {self.truncate}."
+            )
+
+    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+        """Take the steps, and differentiate through them."""
+        refuse_tables(problem, "Unroll")
+        hyper = problem.hyper_leaves()
+        with torch.enable_grad():
+            values, _ = descend(
+                problem.inner,
+                problem.variables(),
+                hyper,
+                rule_for(self.rule, problem, hyper),
+                self.steps,
+                memory=self.memory,
+                truncate=self.truncate,
+            )
+            loss = problem.outer(values, hyper)
+        return Estimate(gradients(loss, hyper, create_graph=problem.create_graph))
+
+
+def descend(
+    loss: Loss,
+    values: Params,
+    hyper: Sequence[Tensor],
+    rule: Rule,
+    steps: int,
+    *,
+    state: Any = None,
+    first: int = 0,
+    memory: Memory = "full",
+    truncate: int | None = None,
+    create_graph: bool | None = None,
+) -> tuple[Params, Any]:
+    """Take steps of a rule down a loss; return parameters and the state of the rule.
+
+    Args:
+        loss: The loss.
+        values: Where to begin; leaves that require grad.
+        hyper: What else the loss takes.
+        rule: The rule.
+        steps: How many.
+        state: Of the rule; None begins with one.
+        first: The number of the first step, by which a rule says whether it asks for curvature.
+        memory: As of :func:`metagrad.unroll`.
+        truncate: Likewise.
+        create_graph: Likewise; False returns constants.
+    """
+    on_tape = torch.is_grad_enabled() if create_graph is None else create_graph
+
+    def step(state: tuple[Params, Any], t: int, hyper: list[Tensor], rule: Rule) -> tuple[Any, None]:
+        values, of_rule = state
+        if not on_tape:
+            values = {name: v.detach().requires_grad_() for name, v in values.items()}
+        number = first + t
+        return moved_by(lambda v: loss(v, hyper), values, rule, of_rule, number, create_graph=on_tape), None
+
+    start = (values, rule.init(values) if state is None else state)
+    options = {"memory": memory, "truncate": truncate, "create_graph": create_graph}
+    return unroll(step, start, list(hyper), rule, steps=steps, **options)[0]
+
+
+def moved_by(
+    loss: Callable[[Params], Tensor], values: Params, rule: Rule, state: Any, t: int, *, create_graph: bool
+) -> tuple[Params, Any]:
+    """Take the step of a rule whose number is ``t``."""
+    is_due = needs_curvature(rule, t)
+    value = loss(values)
+    slopes = grad(value, values, create_graph=create_graph or is_due, materialize_grads=True)
+    for name, slope in slopes.items():
+        if isinstance(slope, RowSparse) or slope.layout != torch.strided:
+            raise ValueError(
+                f"{CALL}: the gradient of the table {name!r} is sparse, and rules take whole ones. Take CG or "
+                "another method with the Hessian, or an embedding without sparse gradients."
+            )
+    curvature = None
+    if is_due:
+        curvature = TapeObjective.known(loss, values, value, slopes, create_graph=create_graph)
+    if not create_graph:
+        slopes = {name: slope.detach() for name, slope in slopes.items()}
+    return rule.update(slopes, state, values, curvature)
+
+
+def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
+    """Return the rule, made of ``hyper`` if it is a function of that."""
+    return rule if hasattr(rule, "update") else rule(problem.hyper_of(hyper))  # type: ignore[operator, return-value]
+
+
+def refuse_tables(problem: Problem, method: str) -> None:
+    """Refuse tables by rows where a method moves parameters as a whole."""
+    if problem.sparse:
+        raise ValueError(
+            f"hypergradient(..., sparse={list(problem.sparse)}): {method} takes steps with whole tables. Leave "
+            "sparse out, or take CG or another method with the Hessian."
+        )
+
+
+def refuse_tape(problem: Problem, method: str, why: str) -> None:
+    """Refuse to put on the tape what a method finds without it."""
+    if problem.create_graph:
+        raise ValueError(f"{CREATE}: {method} {why}. Take CG, Exact or Unroll.")
+
+
+def check_steps(call: str, steps: object) -> None:
+    """Refuse a number of steps that is none."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"{call}: expected an int of 1 or more, got {steps!r}.")

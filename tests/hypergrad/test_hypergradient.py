@@ -1,0 +1,576 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metagrad as mg
+from metagrad import hypergrad
+from metagrad.curvature import Result, SolveError
+from metagrad.hypergrad.problem import Problem
+from tests.hypergrad.ridge import ridge
+
+RULE = mg.optim.rules.sgd(lr=0.3)
+FAST = mg.optim.rules.sgd(lr=0.3, momentum=0.2)
+NEWTON = mg.optim.rules.newton_cg(lr=1.0, damping=0.0, rtol=1e-12)
+
+EXACT = {
+    "cg": hypergrad.CG(steps=10),
+    "exact": hypergrad.Exact(),
+    "neumann": hypergrad.Neumann(steps=300),
+    "unroll": hypergrad.Unroll(FAST, steps=30),
+    "unroll, step": hypergrad.Unroll(FAST, steps=30, memory="step"),
+    "unroll, sqrt": hypergrad.Unroll(FAST, steps=30, memory="sqrt"),
+    "unroll, bytes": hypergrad.Unroll(FAST, steps=30, memory="1MiB"),
+}
+
+
+def dense_hessian(function):
+    return torch.func.jacrev(torch.func.jacrev(function))
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def found_by(method, problem, **options):
+    return mg.hypergradient(
+        problem.outer, problem.inner, problem.params, problem.hyper, method=method, **options
+    )["log_penalty"]
+
+
+@pytest.mark.parametrize("method", EXACT.values(), ids=EXACT)
+def test_exact_methods_give_the_derivative_of_the_closed_form(method):
+    problem = ridge()
+    assert relative(found_by(method, problem), problem.derivative) < 1e-8
+
+
+def test_the_default_is_conjugate_gradients():
+    problem = ridge()
+    assert torch.equal(found_by(None, problem), found_by(hypergrad.CG(), problem))
+
+
+def test_a_product_of_a_mlp_against_dense_matrices():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    x, y = torch.randn(9, 2, dtype=torch.float64), torch.randn(9, 1, dtype=torch.float64)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    hyper = {"log": [torch.randn(9, dtype=torch.float64)], "l2": torch.tensor(3.0, dtype=torch.float64)}
+
+    def inner(params, hyper):
+        losses = (torch.func.functional_call(model, params, (x,)) - y).square().squeeze(1)
+        penalty = sum(p.square().sum() for p in params.values())
+        return (hyper["log"][0].sigmoid() * losses).mean() + hyper["l2"] * penalty
+
+    def outer(params, hyper):
+        return torch.func.functional_call(model, params, (x.flip(1),)).exp().mean() * hyper["l2"]
+
+    def flat(function):
+        def of_vectors(p, h):
+            sizes = [v.numel() for v in params.values()]
+            parts = [a.view(v.shape) for a, v in zip(p.split(sizes), params.values(), strict=True)]
+            return function(dict(zip(params, parts, strict=True)), {"log": [h[:9]], "l2": h[9]})
+
+        return of_vectors
+
+    p = torch.cat([v.flatten() for v in params.values()])
+    h = torch.cat([hyper["log"][0], hyper["l2"][None]])
+    H = torch.func.jacrev(torch.func.grad(flat(inner)))(p, h)
+    mixed = torch.func.jacrev(torch.func.grad(flat(inner)), argnums=1)(p, h)
+    along, direct = torch.func.grad(flat(outer), argnums=(0, 1))(p, h)
+    expected = direct - mixed.T @ torch.linalg.solve(H, along)
+    for method in (hypergrad.CG(steps=40), hypergrad.Exact()):
+        found = mg.hypergradient(outer, inner, params, hyper, method=method)
+        assert torch.allclose(torch.cat([found["log"][0], found["l2"][None]]), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("method", [hypergrad.CG(steps=10), hypergrad.Exact()], ids=["cg", "exact"])
+def test_derivatives_of_the_derivative_are_those_of_the_closed_form_once(method):
+    problem = ridge()
+    lam = problem.hyper["log_penalty"].clone().requires_grad_()
+    hyper = {"log_penalty": lam}
+    first = mg.hypergradient(
+        problem.outer, problem.inner, problem.params, hyper, method=method, create_graph=True
+    )["log_penalty"]
+    weights = torch.linspace(1, 2, len(lam), dtype=lam.dtype)
+    expected = dense_hessian(problem.closed)(lam.detach()) @ weights
+    (second,) = torch.autograd.grad(first @ weights, lam, create_graph=True)
+    assert relative(first.detach(), problem.derivative) < 1e-10
+    assert relative(second.detach(), expected) < 1e-8
+    with pytest.raises(RuntimeError, match="differentiated more often"):
+        torch.autograd.grad(second.sum(), lam)
+
+
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_unroll_has_derivatives_of_any_order(memory):
+    problem = ridge(n=6, d=2)
+    method = hypergrad.Unroll(mg.optim.rules.sgd(lr=0.3, momentum=0.5), steps=3, memory=memory)
+    start = {"w": torch.ones(2, dtype=torch.float64)}
+
+    def derivative(lam):
+        return mg.hypergradient(
+            problem.outer, problem.inner, start, {"log_penalty": lam}, method=method, create_graph=True
+        )["log_penalty"]
+
+    def textbook(lam):
+        w, velocity = start["w"], torch.zeros(2, dtype=torch.float64)
+        for _ in range(3):
+            slope = problem.x.T @ (problem.x @ w - problem.y) / len(problem.y) + lam.exp() * w
+            velocity = 0.5 * velocity + slope
+            w = w - 0.3 * velocity
+        return problem.outer({"w": w}, {"log_penalty": lam})
+
+    lam = problem.hyper["log_penalty"].clone().requires_grad_()
+    first = derivative(lam)
+    (second,) = torch.autograd.grad(first.square().sum(), lam, create_graph=True)
+    (third,) = torch.autograd.grad(second.square().sum(), lam)
+    reference = torch.func.grad(textbook)
+    of_second = torch.func.grad(lambda h: reference(h).square().sum())
+    assert torch.allclose(first, reference(lam.detach()), rtol=1e-10)
+    assert torch.allclose(second, of_second(lam.detach()), rtol=1e-10)
+    assert torch.allclose(
+        third, torch.func.grad(lambda h: of_second(h).square().sum())(lam.detach()), rtol=1e-9
+    )
+
+
+def test_the_rule_of_an_unroll_may_depend_on_hyper_and_use_curvature():
+    problem = ridge()
+    start = {"w": torch.zeros(6, dtype=torch.float64)}
+    hyper = {**problem.hyper, "lr": torch.tensor(0.2, dtype=torch.float64)}
+    method = hypergrad.Unroll(lambda hyper: mg.optim.rules.sgd(lr=hyper["lr"]), steps=1)
+    found = mg.hypergradient(problem.outer, problem.inner, start, hyper, method=method)
+
+    def textbook(lr):
+        return problem.outer({"w": lr * problem.x.T @ problem.y / len(problem.y)}, problem.hyper)
+
+    assert torch.allclose(found["lr"], torch.func.grad(textbook)(hyper["lr"]), rtol=1e-10)
+    newton = hypergrad.Unroll(NEWTON, steps=1)
+    found = mg.hypergradient(problem.outer, problem.inner, start, problem.hyper, method=newton)
+    assert relative(found["log_penalty"], problem.derivative) < 1e-8
+
+
+APPROXIMATE = {
+    "truncated": (hypergrad.Unroll(RULE, steps=40, truncate=20), 1e-2),
+    "nystrom": (hypergrad.Nystrom(rank=4, damping=1.0), 1.0),
+    "f2sa": (hypergrad.F2SA(RULE, steps=60, penalty=100.0), 0.05),
+    "bome": (hypergrad.BOME(RULE, steps=100, lr=0.3), 0.05),
+    "es": (hypergrad.EvolutionStrategies(RULE, steps=5, pairs=30), 2.0),
+}
+
+
+@pytest.mark.parametrize(("method", "error"), APPROXIMATE.values(), ids=APPROXIMATE)
+def test_approximate_methods_are_as_close_as_their_papers_say(method, error):
+    problem = ridge()
+    assert 0 < relative(found_by(method, problem), problem.derivative) < error
+
+
+def test_the_error_of_a_penalty_is_its_inverse():
+    problem = ridge()
+    errors = [
+        relative(found_by(hypergrad.F2SA(RULE, steps=80, penalty=penalty), problem), problem.derivative)
+        for penalty in (100.0, 1000.0)
+    ]
+    assert errors[0] / errors[1] == pytest.approx(10, rel=0.1)
+    errors = [
+        relative(found_by(hypergrad.BOME(RULE, steps=steps, lr=0.3), problem), problem.derivative)
+        for steps in (30, 300)
+    ]
+    assert errors[0] / errors[1] > 5
+
+
+def test_a_neumann_series_is_the_sum_of_its_terms():
+    problem = ridge()
+    H = dense_hessian(lambda w: problem.inner({"w": w}, problem.hyper))(problem.params["w"])
+    c = torch.func.grad(lambda w: problem.outer({"w": w}, problem.hyper))(problem.params["w"])
+    u, term = torch.zeros_like(c), c
+    for _ in range(3):
+        u, term = u + 0.2 * term, term - 0.2 * H @ term
+    lam, w = problem.hyper["log_penalty"], problem.params["w"]
+    with pytest.warns(UserWarning, match="left a residual of"):
+        found = found_by(hypergrad.Neumann(steps=3, scale=0.2), problem)
+    assert torch.allclose(found, 0.1 * lam.cos() - lam.exp() * w * u, rtol=1e-10)
+
+
+def test_a_nystrom_approximation_of_full_rank_is_exact():
+    problem = ridge()
+    found = found_by(hypergrad.Nystrom(rank=6, damping=0.1), problem)
+    assert torch.allclose(found, found_by(hypergrad.Exact(damping=0.1), problem), rtol=1e-9)
+
+
+def test_first_order_methods_are_their_formulas():
+    problem = ridge()
+    lam, w = problem.hyper["log_penalty"], problem.params["w"]
+    c = torch.func.grad(lambda w: problem.outer({"w": w}, problem.hyper))(w)
+    direct, t1t2 = 0.1 * lam.cos(), 0.1 * lam.cos() - 0.25 * lam.exp() * w * c
+    assert torch.allclose(found_by(hypergrad.FirstOrder(), problem), direct, rtol=1e-10)
+    assert torch.allclose(found_by(hypergrad.FirstOrder(scale=0.25), problem), t1t2, rtol=1e-10)
+    # The inner loss is quadratic, so differences are exact but for rounding.
+    for method in (
+        hypergrad.FiniteDifference(lr=0.25),
+        hypergrad.SAMA(mg.optim.rules.sgd(lr=0.25)),
+    ):
+        assert torch.allclose(found_by(method, problem), t1t2, rtol=1e-7)
+
+
+def test_sama_multiplies_by_the_derivative_of_adam():
+    problem = ridge()
+    lam, w = problem.hyper["log_penalty"], problem.params["w"] + 0.1
+    c = torch.func.grad(lambda w: problem.outer({"w": w}, problem.hyper))(w)
+    g = torch.func.grad(lambda w: problem.inner({"w": w}, problem.hyper))(w)
+    rule = mg.optim.rules.adam(lr=0.1, eps=0.5)
+    v = 0.1 * 0.5 / (g.abs() + 0.5) ** 2 * c  # of the first step, lr g / (|g| + eps)
+    found = mg.hypergradient(
+        problem.outer, problem.inner, {"w": w}, problem.hyper, method=hypergrad.SAMA(rule)
+    )
+    assert torch.allclose(found["log_penalty"], 0.1 * lam.cos() - lam.exp() * w * v, rtol=1e-6)
+
+
+def test_darts_takes_the_outer_gradient_after_a_step():
+    problem = ridge()
+    lam, w = problem.hyper["log_penalty"], problem.params["w"] + 0.1
+    g = torch.func.grad(lambda w: problem.inner({"w": w}, problem.hyper))(w)
+    c = torch.func.grad(lambda w: problem.outer({"w": w}, problem.hyper))(w - 0.25 * g)
+    found = mg.hypergradient(
+        problem.outer, problem.inner, {"w": w}, problem.hyper, method=hypergrad.FiniteDifference(lr=0.25)
+    )
+    assert torch.allclose(found["log_penalty"], 0.1 * lam.cos() - 0.25 * lam.exp() * w * c, rtol=1e-6)
+
+
+def test_persistent_es_has_no_bias_of_truncation():
+    """The telescoped sum over truncations is that of perturbations that last for one truncation each."""
+    problem = ridge(d=2)
+    start = {"w": torch.zeros(2, dtype=torch.float64)}
+
+    def run(method):
+        return mg.hypergradient(problem.outer, problem.inner, start, problem.hyper, method=method)[
+            "log_penalty"
+        ]
+
+    expected = run(hypergrad.Unroll(RULE, steps=4))
+    method = hypergrad.PersistentES(
+        RULE, steps=2, horizon=4, pairs=60, generator=torch.Generator().manual_seed(0)
+    )
+    assert relative(run(method), expected) < 1
+
+
+def test_a_truncation_of_persistent_es_goes_on_from_the_one_before():
+    problem = ridge(d=2)
+    bilevel = Problem(problem.outer, problem.inner, problem.params, problem.hyper)
+
+    def method():
+        return hypergrad.PersistentES(
+            RULE, steps=2, horizon=4, pairs=2, generator=torch.Generator().manual_seed(0)
+        )
+
+    whole = method().estimate(bilevel).gradient
+    parts, es = [], method()
+    carry = es.begin(bilevel)
+    for _ in range(2):
+        found = es.estimate(bilevel, carry)
+        carry = found.carry
+        parts.append(found.gradient[0])
+    assert torch.allclose(whole[0], sum(parts), rtol=1e-10)
+    assert es.estimate(bilevel, carry).carry.step == 2
+
+
+# Sparse hyper-parameters, and tables
+
+
+def test_edge_weights_have_a_derivative_on_their_pattern():
+    torch.manual_seed(0)
+    pattern = mg.sparse.Pattern(torch.tensor([0, 0, 1, 2, 3]), torch.tensor([1, 3, 2, 0, 1]), (4, 4))
+    edges = mg.sparse.SparseTensor(pattern, torch.rand(5, dtype=torch.float64))
+    features, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    params = {"w": torch.randn(3, dtype=torch.float64)}
+
+    def inner(params, hyper):
+        return (hyper["edges"] @ features @ params["w"] - y).square().mean() + params["w"].square().sum()
+
+    def outer(params, hyper):
+        return (features @ params["w"]).sin().sum() + hyper["edges"].values.square().sum()
+
+    def closed(values):
+        dense = torch.zeros(4, 4, dtype=torch.float64).index_put((pattern.row, pattern.col), values)
+        A = dense @ features
+        w = torch.linalg.solve(A.T @ A / 4 + torch.eye(3, dtype=torch.float64), A.T @ y / 4)
+        return outer({"w": w}, {"edges": mg.sparse.SparseTensor(pattern, values)})
+
+    A = edges.to_dense() @ features
+    params["w"] = torch.linalg.solve(A.T @ A / 4 + torch.eye(3, dtype=torch.float64), A.T @ y / 4)
+    expected = torch.func.grad(closed)(edges.values)
+    for method in (hypergrad.CG(), hypergrad.Exact(), hypergrad.Unroll(mg.optim.rules.sgd(lr=0.2), 150)):
+        found = mg.hypergradient(outer, inner, params, {"edges": edges}, method=method)["edges"]
+        assert isinstance(found, mg.sparse.SparseTensor)
+        assert found.pattern is pattern
+        assert torch.allclose(found.values, expected, rtol=1e-8)
+
+
+def test_parameters_may_be_sparse():
+    pattern = mg.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+    target = torch.tensor([3.0, 5.0], dtype=torch.float64)
+    params = {"a": mg.sparse.SparseTensor(pattern, 2 * target)}
+    hyper = {"lam": torch.tensor(2.0, dtype=torch.float64)}
+
+    def inner(params, hyper):  # values = lam * target
+        return ((params["a"].values - hyper["lam"] * target) ** 2).sum()
+
+    def outer(params, hyper):
+        return (params["a"] @ torch.ones(2, 1, dtype=torch.float64)).square().sum()
+
+    for method in (hypergrad.CG(), hypergrad.Exact(), hypergrad.Unroll(mg.optim.rules.sgd(lr=0.5), 1)):
+        found = mg.hypergradient(outer, inner, params, hyper, method=method)
+        assert found["lam"].item() == pytest.approx(4 * 34.0)
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse gradients", "named"])
+@pytest.mark.parametrize("method", [hypergrad.CG(), hypergrad.Exact()], ids=["cg", "exact"])
+def test_tables_are_taken_by_the_rows_that_are_looked_up(sparse, method):
+    """The inner loss looks rows 1, 2 and 4 up, the outer one rows 1, 4 and 5, of which 5 depends on nothing."""
+    torch.manual_seed(0)
+    ids, query = torch.tensor([4, 1, 2, 4]), torch.tensor([1, 5, 4])
+    table = torch.randn(1000, 2, dtype=torch.float64)
+    hyper = {"log": torch.randn(2, dtype=torch.float64)}
+    y = torch.randn(4, 2, dtype=torch.float64)
+
+    def inner(params, hyper):
+        rows = F.embedding(ids, params["table"], sparse=sparse)
+        return (rows - y).square().mean() + (hyper["log"].exp() * rows.square()).mean()
+
+    def outer(params, hyper):
+        return F.embedding(query, params["table"], sparse=sparse).sin().sum()
+
+    def closed(log):
+        means = torch.stack([y[ids == i].mean(0) for i in (1, 2, 4)]) / (1 + log.exp())
+        return means[[0, 2]].sin().sum()
+
+    table = table.index_copy(
+        0,
+        torch.tensor([1, 2, 4]),
+        torch.stack([y[ids == i].mean(0) for i in (1, 2, 4)]) / (1 + hyper["log"].exp()),
+    )
+    names = [] if sparse else ["table"]
+    found = mg.hypergradient(outer, inner, {"table": table}, hyper, method=method, sparse=names)
+    assert torch.allclose(found["log"], torch.func.grad(closed)(hyper["log"]), rtol=1e-9)
+
+
+def test_a_learned_table_has_a_derivative_by_rows():
+    table = torch.randn(50, dtype=torch.float64)[:, None]
+    ids = torch.tensor([3, 7])
+
+    def inner(params, hyper):
+        rows = mg.sparse.embedding(ids, hyper["table"])[:, 0]
+        return (params["w"] - rows).square().sum()
+
+    def outer(params, hyper):
+        return params["w"].square().sum() / 2
+
+    found = mg.hypergradient(outer, inner, {"w": table[ids, 0].clone()}, {"table": table})["table"]
+    expected = torch.zeros_like(table).index_copy(0, ids, table[ids])
+    dense = found.to_dense() if found.layout != torch.strided else found
+    assert torch.allclose(torch.as_tensor(dense) + torch.zeros(50, 1), expected, rtol=1e-9)
+
+
+# Failures
+
+
+def indefinite(params, hyper):
+    return hyper["lam"] * (params["w"][0] ** 2 - params["w"][1] ** 2)
+
+
+def square(params, hyper):
+    return params["w"].square().sum() + params["w"].sum()
+
+
+HYPER = {"lam": torch.tensor(1.0, dtype=torch.float64)}
+POINT = {"w": torch.zeros(2, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (hypergrad.CG(), "positive definite.*Add damping"),
+        (hypergrad.Exact(), "positive definite.*Add damping"),
+        (hypergrad.Neumann(), "The series diverges"),
+    ],
+    ids=["cg", "exact", "neumann"],
+)
+def test_an_indefinite_hessian_is_an_error(method, message):
+    with pytest.raises(SolveError, match=message):
+        mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
+
+
+def test_an_indefinite_hessian_has_no_nystrom_approximation():
+    with pytest.raises(ValueError, match="not positive semi-definite"):
+        mg.hypergradient(square, indefinite, POINT, HYPER, method=hypergrad.Nystrom(2))
+
+
+def test_failure_is_a_value_of_an_estimate():
+    found = hypergrad.CG().estimate(Problem(square, indefinite, POINT, HYPER))
+    assert found.solution is not None
+    assert found.solution.result is Result.NEGATIVE_CURVATURE
+
+
+def test_damping_makes_a_hessian_definite():
+    found = mg.hypergradient(
+        square, indefinite, {"w": torch.ones(2, dtype=torch.float64)}, HYPER, method=hypergrad.CG(damping=3.0)
+    )
+    assert found["lam"].item() == pytest.approx(-(2 * 3 / 5 - 2 * 3 / 1))
+
+
+def test_a_solve_that_stops_early_warns():
+    problem = ridge()
+    with pytest.warns(UserWarning, match=r"left a residual of .* Take more steps, or damping"):
+        found_by(hypergrad.CG(steps=1), problem)
+
+
+def nan(params, hyper):
+    return (params["w"] * hyper["lam"] * math.nan).square().sum()
+
+
+BAD = {
+    "nan": ((square, nan, POINT, HYPER), {}, ValueError, "nan or inf"),
+    "unused": (
+        (square, lambda p, h: p["w"].square().sum(), POINT, HYPER),
+        {},
+        ValueError,
+        r"neither loss depends on hyper\['lam'\]",
+    ),
+    "constant": (
+        (lambda p, h: torch.zeros(()), indefinite, POINT, HYPER),
+        {},
+        ValueError,
+        "outer_loss depends neither on params nor on hyper",
+    ),
+    "vector": (
+        (square, lambda p, h: p["w"], POINT, HYPER),
+        {},
+        ValueError,
+        r"inner_loss\(params, hyper\) must return one real number, got \(2,\)",
+    ),
+    "integers": (
+        (square, indefinite, POINT, {"lam": torch.tensor(1)}),
+        {},
+        TypeError,
+        r"hyper\['lam'\] must be a floating point tensor, got torch.int64",
+    ),
+    "nothing": ((square, indefinite, POINT, {}), {}, ValueError, "hyper holds no tensor"),
+    "not in the inner loss": (
+        (square, lambda p, h: h["lam"] * p["w"].square().sum(), {**POINT, "b": POINT["w"]}, HYPER),
+        {},
+        ValueError,
+        r"does not depend on params\['b'\]",
+    ),
+    "a class": (
+        (square, indefinite, POINT, HYPER),
+        {"method": hypergrad.CG},
+        TypeError,
+        r"expected a method such as hypergrad.CG\(steps=20\)",
+    ),
+    "no rule": (
+        (square, indefinite, POINT, HYPER),
+        {"method": hypergrad.SAMA()},
+        ValueError,
+        "what moves the parameters is not known",
+    ),
+    "curvature": (
+        (square, indefinite, POINT, HYPER),
+        {"method": hypergrad.SAMA(NEWTON)},
+        ValueError,
+        "the rule asks for curvature",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_an_error_that_says_what_to_change(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        mg.hypergradient(*arguments, **options)
+
+
+WITHOUT_TAPE = [
+    hypergrad.Neumann(),
+    hypergrad.Nystrom(),
+    hypergrad.FirstOrder(),
+    hypergrad.FiniteDifference(lr=0.1),
+    hypergrad.SAMA(RULE),
+    hypergrad.F2SA(RULE, steps=1),
+    hypergrad.BOME(RULE, steps=1, lr=0.1),
+    hypergrad.EvolutionStrategies(RULE, steps=1),
+    hypergrad.PersistentES(RULE, steps=1, horizon=1),
+]
+
+
+@pytest.mark.parametrize("method", WITHOUT_TAPE, ids=lambda method: type(method).__name__)
+def test_what_is_not_exact_is_not_differentiated(method):
+    problem = ridge()
+    with pytest.raises(ValueError, match=r"create_graph=True\): .* Take CG, Exact or Unroll"):
+        found_by(method, problem, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "method", [*WITHOUT_TAPE[3:], hypergrad.Unroll(RULE, 1)], ids=lambda m: type(m).__name__
+)
+def test_steps_do_not_take_tables_by_rows(method):
+    with pytest.raises(ValueError, match=r"sparse=\['w'\]\): .* takes steps with whole tables"):
+        mg.hypergradient(square, indefinite, POINT, HYPER, method=method, sparse=["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hypergrad.CG(steps=0), r"CG\(steps\): expected an int of 1 or more, got 0"),
+        (lambda: hypergrad.CG(damping=-1.0), r"CG\(..., damping\): expected a number of 0 or more"),
+        (lambda: hypergrad.Neumann(scale=0.0), r"Neumann\(scale\): expected a number above 0"),
+        (lambda: hypergrad.Nystrom(damping=0.0), r"Nystrom\(..., damping\): expected a number above 0"),
+        (lambda: hypergrad.FirstOrder(-1.0), r"FirstOrder\(scale\): expected a number of 0 or more"),
+        (lambda: hypergrad.Unroll(RULE, 0), r"Unroll\(..., steps\): expected an int of 1 or more"),
+        (lambda: hypergrad.Unroll(RULE, 2, truncate=3), r"truncate\): expected None or 1 to steps=2"),
+        (lambda: hypergrad.FiniteDifference(-1.0), r"FiniteDifference\(lr\): expected 0 or more"),
+        (lambda: hypergrad.SAMA(length=0.0), r"SAMA\(..., length\): expected a number above 0"),
+        (lambda: hypergrad.F2SA(RULE, 1, penalty=0.0), r"penalty\): expected a number above 0"),
+        (lambda: hypergrad.BOME(RULE, 1, lr=0.0), r"BOME\(..., lr\): expected a number above 0"),
+        (lambda: hypergrad.EvolutionStrategies(RULE, 1, scale=0.0), r"scale\): expected a number above 0"),
+        (lambda: hypergrad.PersistentES(RULE, 2, 3), r"expected a multiple of steps=2, got 3"),
+    ],
+)
+def test_impossible_numbers_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_table_with_sparse_gradients_takes_no_steps():
+    def inner(params, hyper):
+        rows = mg.sparse.embedding(torch.tensor([0]), params["table"])
+        return (rows - hyper["lam"]).square().sum()
+
+    table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
+    with pytest.raises(ValueError, match=r"the gradient of the table 'table' is sparse"):
+        mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=hypergrad.Unroll(RULE, 1))
+
+
+def test_tables_by_rows_are_not_differentiated_twice():
+    def inner(params, hyper):
+        return (F.embedding(torch.tensor([0]), params["table"]) - hyper["lam"]).square().sum()
+
+    table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
+    with pytest.raises(ValueError, match="tables that are taken by rows are constants"):
+        mg.hypergradient(
+            lambda p, h: F.embedding(torch.tensor([0]), p["table"]).sum(),
+            inner,
+            table,
+            {"lam": HYPER["lam"].clone().requires_grad_()},
+            sparse=["table"],
+            create_graph=True,
+        )
+
+
+def test_inside_a_transform_it_is_refused():
+    problem = ridge()
+    with pytest.raises(ValueError, match=r"inside a torch.func transform there is no tape"):
+        torch.func.grad(
+            lambda lam: mg.hypergradient(problem.outer, problem.inner, problem.params, {"log_penalty": lam})[
+                "log_penalty"
+            ].sum()
+        )(problem.hyper["log_penalty"])
