@@ -6,7 +6,10 @@ from metagrad.curvature import fisher, ggn, hessian
 from metagrad.hypergrad import hypergradient
 from metagrad.memory import MemoryTracker
 from metagrad.meta import (
+    ANIL,
+    BOIL,
     CAVIA,
+    FOMAML,
     LRD2,
     MAML,
     R2D2,
@@ -21,7 +24,10 @@ from metagrad.meta import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ANIL",
+    "BOIL",
     "CAVIA",
+    "FOMAML",
     "LRD2",
     "MAML",
     "R2D2",

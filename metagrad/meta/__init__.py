@@ -1,7 +1,9 @@
 """Meta-learning algorithms: MAML, and heads on a shared embedding."""
 
 from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
+from metagrad.meta.algorithms.anil import ANIL, BOIL
 from metagrad.meta.algorithms.cavia import CAVIA
+from metagrad.meta.algorithms.fomaml import FOMAML
 from metagrad.meta.algorithms.heads.metaoptnet import MetaOptNet
 from metagrad.meta.algorithms.heads.protonet import ProtoNet
 from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
@@ -14,7 +16,10 @@ from metagrad.meta.inner.prototypes import Prototypes
 from metagrad.meta.maml import MAML
 
 __all__ = [
+    "ANIL",
+    "BOIL",
     "CAVIA",
+    "FOMAML",
     "LRD2",
     "MAML",
     "R2D2",
