@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from hydra.errors import InstantiationException
 
+from experiments.algorithm_schemas import given
 from experiments.optimizer_schemas import OfMatrices, OfModel
 from experiments.outer import asks_for_closure
 from experiments.schema import Device
@@ -122,7 +123,7 @@ def build_parts(config: Config) -> Parts:
     """Build the learner, its outer optimizer, the schedule and the generator of training tasks."""
     allow = config.allow
     model, loss = build(config.model, allow=allow), build(config.loss, allow=allow)
-    algorithm = build(config.algorithm, model, loss, allow=allow)
+    algorithm = build(given(config.algorithm), model, loss, allow=allow)
     if not isinstance(algorithm, Algorithm) or not isinstance(algorithm, torch.nn.Module):
         raise ValueError(
             f"build: {config.algorithm._target_} is no meta-learning algorithm: expected a torch.nn.Module with "

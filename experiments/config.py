@@ -10,16 +10,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from experiments.algorithm_schemas import ALGORITHMS, own_keys
 from experiments.help import CONF
 from experiments.optimizer_schemas import INNER_RULES, OPTIMIZERS
 from experiments.schema import (
     MLP,
-    Algorithm,
     Config,
     Constant,
     Conv4,
     Cosine,
     Custom,
+    CustomAlgorithm,
     CustomModel,
     CustomOptimizer,
     CustomRule,
@@ -27,19 +28,29 @@ from experiments.schema import (
     InnerRule,
     Logger,
     Loss,
+    Model,
     Omniglot,
     Optimizer,
+    Program,
     Sinusoid,
 )
+from experiments.signatures import TYPES, schema_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+IN_MODELS = {**TYPES, "Sequence": list[int]}
 SCHEMAS: dict[str, dict[str, type]] = {
     "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, "custom": CustomTask},
     "loss": {"loss": Loss},
-    "model": {"mlp": MLP, "conv4": Conv4, "custom": CustomModel},
-    "algorithm": {"maml": Algorithm},
+    "model": {
+        "mlp": MLP,
+        "conv4": Conv4,
+        "resnet12": schema_of("metagrad.models.ResNet12", Model, types=IN_MODELS),
+        "transformer": schema_of("metagrad.models.Transformer", Model, types=IN_MODELS),
+        "custom": CustomModel,
+    },
+    "algorithm": {**ALGORITHMS, "custom": CustomAlgorithm},
     "algorithm/inner": {**INNER_RULES, "custom": CustomRule},
     "optimizer": {**OPTIMIZERS, "custom": CustomOptimizer},
     "schedule": {"constant": Constant, "cosine": Cosine},
@@ -78,6 +89,7 @@ def typed(config: DictConfig) -> Config:
     """
     resolved = converted("train", config)
     _check_counts(resolved)
+    settle_inner("train", resolved)
     return resolved
 
 
@@ -98,6 +110,23 @@ def converted(call: str, config: DictConfig) -> Any:
 def plain(config: Config) -> dict[str, Any]:
     """Return the config as nested dicts of JSON values."""
     return _plain(asdict(config))
+
+
+def settle_inner(call: str, config: Program) -> None:
+    """Set the inner rule, which an experiment chooses for any algorithm, to null where the algorithm has none.
+
+    Raises:
+        ValueError: It is another one than gradient descent, so that somebody has asked for it.
+    """
+    algorithm = config.algorithm
+    if "inner" in own_keys(algorithm) or algorithm.inner is None:
+        return
+    if not algorithm.inner._target_.endswith(".sgd"):
+        raise ValueError(
+            f"{call}: {algorithm._target_} has no inner rule, so algorithm/inner cannot be "
+            f"{algorithm.inner._target_.rpartition('.')[2]}; leave it out."
+        )
+    algorithm.inner = None
 
 
 def _plain(value: Any) -> Any:

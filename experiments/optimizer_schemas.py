@@ -9,59 +9,17 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Optional
+from dataclasses import dataclass, field
 
 import torch
-from hydra.utils import get_object
-from omegaconf import MISSING
 
-from experiments.help import arguments_of
-from experiments.schema import InnerRule, Optimizer, Target, key
+from experiments.schema import InnerRule, Optimizer, key
+from experiments.signatures import schema_of
 from metagrad import optim
 from metagrad.optim import rules
 
 LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "curvature_fraction")
 """Arguments that no program has a use for."""
-TYPES: dict[str, Any] = {
-    "Hyperparameter": float,
-    "float": float,
-    "int": int,
-    "bool": bool,
-    "Literal": str,
-    "tuple": list[float],
-}
-"""Types of keys by the beginning of an annotation; arguments of other types have no key."""
-
-
-def schema_of(target: str, base: type[Target], **defaults: Any) -> type[Any]:
-    """Return the schema of a class.
-
-    Args:
-        target: Its dotted name.
-        base: The schema that it extends.
-        defaults: Defaults that differ from those of the class.
-    """
-    make, sentences = get_object(target), arguments_of(target)
-    keys = [("_target_", str, key("What is built.", target))]
-    for name, argument in inspect.signature(make).parameters.items():
-        kind = _type(argument.annotation)
-        if kind is not None and name in sentences and name not in LEFT_OUT:
-            keys.append((name, kind, _field(defaults.get(name, argument.default), sentences[name])))
-    return make_dataclass(make.__name__, keys, bases=(base,))
-
-
-def _type(annotation: Any) -> Any:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    words = text.replace("[", " ").split()
-    kind = TYPES.get(words[0])
-    return Optional[kind] if kind is not None and words[-1] == "None" else kind  # noqa: UP045  # made at run time
-
-
-def _field(default: Any, sentence: str) -> Any:
-    if isinstance(default, tuple):
-        return field(default_factory=lambda: list(default), metadata={"help": sentence})
-    return key(sentence, MISSING if default is inspect.Parameter.empty else default)
 
 
 @dataclass
@@ -82,7 +40,7 @@ class OfCurvature(Optimizer):
 class OfMatrices(Optimizer):
     """An optimizer of the matrices of hidden layers, and another one, Adam, for the `rest`."""
 
-    rest: Optimizer = field(default_factory=schema_of("torch.optim.Adam", Optimizer))
+    rest: Optimizer = field(default_factory=schema_of("torch.optim.Adam", Optimizer, without=LEFT_OUT))
 
 
 def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
@@ -109,9 +67,12 @@ def _is_rule(made: object) -> bool:
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
-    **{name.lower(): schema_of(f"torch.optim.{name}", Optimizer) for name in ("SGD", "Adam", "AdamW")},
     **{
-        _option(name): schema_of(f"metagrad.optim.{name}", _base_of(getattr(optim, name)))
+        name.lower(): schema_of(f"torch.optim.{name}", Optimizer, without=LEFT_OUT)
+        for name in ("SGD", "Adam", "AdamW")
+    },
+    **{
+        _option(name): schema_of(f"metagrad.optim.{name}", _base_of(getattr(optim, name)), without=LEFT_OUT)
         for name in optim.__all__
         if _is_optimizer(getattr(optim, name))
     },
@@ -120,7 +81,9 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 RULE_DEFAULTS = {"sgd": {"lr": 0.01}}
 INNER_RULES: dict[str, type[InnerRule]] = {
-    name: schema_of(f"metagrad.optim.rules.{name}", InnerRule, **RULE_DEFAULTS.get(name, {}))
+    name: schema_of(
+        f"metagrad.optim.rules.{name}", InnerRule, without=LEFT_OUT, defaults=RULE_DEFAULTS.get(name)
+    )
     for name in rules.__all__
     if _is_rule(getattr(rules, name))
 }

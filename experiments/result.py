@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from experiments.algorithm_schemas import given
 from experiments.config import plain
 from experiments.evaluate import Interval, evaluate_split
 from experiments.files import write_text
@@ -35,10 +36,10 @@ def protocol(run: Run) -> dict[str, Any]:
     return {
         "test_tasks": config.evaluate.tasks,
         "tasks": describe(run.splits.test),
+        "algorithm": {name: value for name, value in given(config.algorithm).items() if name != "inner"},
         "inner_rule": plain(config)["algorithm"]["inner"],
         "inner_steps_train": config.algorithm.steps,
         "inner_steps_test": config.evaluate.steps,
-        "order": config.algorithm.order,
         "meta_batch": config.meta_batch,
         "iterations": config.iterations,
         "batch_norm": "batch statistics, transductive" if batch_norm else "none in the model",

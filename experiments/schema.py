@@ -132,23 +132,25 @@ class CustomRule(InnerRule, Custom):
 
 
 @dataclass
-class Algorithm(Target):
-    """MAML and its family."""
+class Hypergradient(Target):
+    """How the meta-gradient is computed, where it is not by differentiating through all inner steps."""
 
-    inner: InnerRule = MISSING
-    steps: int = MISSING
-    order: int = MISSING
-    memory: str = key(
-        "What the inner loop keeps: full (fastest), step (one state a step), sqrt, block, a budget (512MiB), auto."
-    )
-    truncate: int | None = MISSING
-    tolerance: float | None = MISSING
-    task_chunk: int | None = MISSING
-    nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.")
-    # A bool or a str, which OmegaConf cannot merge; MAML refuses what is neither.
-    compile: Any = key(
-        "false; true: one inner step, for any number of steps; whole: a meta-batch, for few steps."
-    )
+
+@dataclass
+class Algorithm(Target):
+    """A meta-learning algorithm; `experiments.algorithm_schemas` has those of metagrad.
+
+    These are the keys that the program reads. What the target does not take among them is not passed on.
+    """
+
+    inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)
+    steps: int = key("The number of inner steps; 0 where the algorithm has none.", 0)
+    nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.", "raise")
+
+
+@dataclass
+class CustomAlgorithm(Algorithm, Custom):
+    """An algorithm of the user's: of the protocol `metagrad.meta.Algorithm`."""
 
 
 @dataclass

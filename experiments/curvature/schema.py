@@ -150,10 +150,10 @@ def _check_counts(config: CurvatureConfig) -> None:
 
 def _check_order(config: CurvatureConfig) -> None:
     """Refuse objectives whose adaptation is a constant in part: their derivatives are not those of the objective."""
-    algorithm = config.algorithm
-    if config.objective is Objective.meta and (algorithm.order != 2 or algorithm.truncate is not None):
+    order, truncate = (getattr(config.algorithm, name, None) for name in ("order", "truncate"))
+    if config.objective is Objective.meta and (order == 1 or truncate is not None):
         raise ValueError(
             "curvature: objective=meta differentiates through adaptation, so algorithm.order must be 2 and "
-            f"algorithm.truncate null, got {algorithm.order} and {algorithm.truncate}. Set objective=adapted for the "
+            f"algorithm.truncate null, got {order} and {truncate}. Set objective=adapted for the "
             "curvature at adapted parameters."
         )

@@ -105,7 +105,7 @@ def test_the_result_has_its_protocol(fast_run):
     assert result["step"] == 4
     assert set(result["metrics"]) == {"test/query_loss_before", "test/query_loss"}
     protocol = result["protocol"]
-    assert (protocol["test_tasks"], protocol["inner_steps_test"], protocol["order"]) == (4, 5, 2)
+    assert (protocol["test_tasks"], protocol["inner_steps_test"], protocol["algorithm"]["order"]) == (4, 5, 2)
     assert protocol["inner_rule"]["lr"] == 0.01
     assert protocol["batch_norm"] == "none in the model"
     assert "shots=10" in protocol["tasks"]

@@ -1,0 +1,105 @@
+"""Every option of `algorithm`: it composes with every experiment, and trains."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+
+from experiments.algorithm_schemas import ALGORITHMS, given
+from experiments.build import build_parts
+from experiments.config import plain
+from experiments.help import CONF
+from metagrad.tasks import Batch, Examples
+
+TINY = (
+    "task=custom",
+    f"task._target_={__name__}.Corners",
+    "loss._target_=torch.nn.functional.cross_entropy",
+    "model=transformer",
+    "model.outputs=3",
+    "model.input_shape=[1,4,4]",
+    "model.patch=2",
+    "model.width=4",
+    "model.heads=2",
+    "model.depth=1",
+    "allow=[tests.]",
+    "iterations=2",
+    "memory.enabled=false",
+)
+OPTIONS = sorted(file.stem for file in CONF.glob("algorithm/*.yaml") if file.stem != "custom")
+
+
+class Corners:
+    """Tasks of three classes: images with one bright corner each, as often as the other two."""
+
+    def sample(self, num_tasks, *, generator=None):
+        images = 0.3 * torch.randn(2, num_tasks, 6, 1, 4, 4, generator=generator)
+        labels = torch.arange(3).repeat_interleave(2).expand(num_tasks, 6)
+        images[:, :, 0:2, :, :2, :2] += 1
+        images[:, :, 2:4, :, 2:, :2] += 1
+        images[:, :, 4:6, :, :2, 2:] += 1
+        return Batch(*(Examples(part, labels) for part in images))
+
+
+def test_every_algorithm_is_an_option():
+    assert ALGORITHMS.keys() <= set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_algorithm_trains(run, tmp_path, name):
+    run(tmp_path, f"algorithm={name}", *TINY)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert all(math.isfinite(metric["mean"]) for metric in result["metrics"].values())
+    assert result["protocol"]["algorithm"]["_target_"].startswith("metagrad.")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_experiments_are_for_every_algorithm(composed, name):
+    config = composed("experiment=omniglot_20way1shot", f"algorithm={name}")
+    assert json.loads(json.dumps(plain(config)))["algorithm"]["_target_"] == config.algorithm._target_
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_files_hold_what_differs_from_the_class(name):
+    file = yaml.safe_load((CONF / "algorithm" / f"{name}.yaml").read_text())
+    schema = ALGORITHMS.get(name, ALGORITHMS["maml"])
+    keys = {key for key in file if key not in ("defaults", "_target_")}
+    assert not [key for key in keys if getattr(schema, key, None) == file[key]]
+
+
+def test_meta_sgd_starts_from_the_step_size_of_the_experiment(composed):
+    config = composed("experiment=omniglot_5way1shot", "algorithm=meta_sgd")
+    assert (config.algorithm.lr, config.algorithm.inner) == (0.4, None)
+    assert (
+        build_parts(composed("algorithm=meta_sgd", "algorithm.lr=0.2", "device=cpu")).algorithm.inner.lr[
+            "0.bias"
+        ][0]
+        == 0.2
+    )
+
+
+def test_an_inner_rule_of_an_algorithm_without_one_is_refused(composed):
+    with pytest.raises(
+        ValueError, match=r"MetaSGD has no inner rule, so algorithm/inner cannot be adam; leave it out"
+    ):
+        composed("algorithm=meta_sgd", "algorithm/inner=adam")
+
+
+def test_what_a_class_passes_on_is_given_where_it_is_set(composed):
+    assert "task_chunk" not in given(composed("algorithm=meta_curvature").algorithm)
+    assert given(composed("algorithm=meta_curvature", "algorithm.task_chunk=1").algorithm)["task_chunk"] == 1
+    assert given(composed().algorithm)["task_chunk"] is None
+
+
+def test_an_algorithm_of_the_users_gets_its_arguments(composed):
+    config = composed(
+        "algorithm=custom",
+        "algorithm._target_=metagrad.MetaSGD",
+        "algorithm.args={lr: 0.5, steps: 2}",
+        "device=cpu",
+    )
+    assert build_parts(config).algorithm.steps == 2
