@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "maml": "MAML",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
+        "proto_maml": "ProtoMAML",
     }.items()
 }
 """Schemas by the name of the option of `algorithm`."""
@@ -38,7 +39,7 @@ def own_keys(config: Algorithm) -> set[str]:
 
 
 def given(config: Algorithm) -> dict[str, Any]:
-    """Return the target and its arguments, without those passed on to `MAML` at their default: a class may fix them."""
+    """Return the target and its arguments, without those that are passed on to `MAML` at their default."""
     own, settings = own_keys(config), asdict(config)
     left = {
         item.name for item in fields(config) if item.metadata.get("inherited") and _is_default(config, item)

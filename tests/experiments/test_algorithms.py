@@ -102,4 +102,4 @@ def test_an_algorithm_of_the_users_gets_its_arguments(composed):
         "algorithm.args={lr: 0.5, steps: 2}",
         "device=cpu",
     )
-    assert build_parts(config).algorithm.steps == 2
+    assert build_parts(config).module.steps == 2

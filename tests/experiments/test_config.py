@@ -67,7 +67,8 @@ COUNTS = [
 
 @pytest.mark.parametrize("options", together(OPTIONS), ids=" ".join)
 def test_every_option_of_every_group_composes(composed, options):
-    needed = ["task=omniglot"] if "model=conv4" in options else []
+    of_images = {"model=conv4", "model=resnet12", "model=transformer"}
+    needed = ["task=omniglot"] if of_images & {*options} else []
     needed += [
         f"{option.partition('=')[0]}._target_=mypackage.Made" for option in options if "=custom" in option
     ]
