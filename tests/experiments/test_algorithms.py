@@ -74,12 +74,8 @@ def test_files_hold_what_differs_from_the_class(name):
 def test_meta_sgd_starts_from_the_step_size_of_the_experiment(composed):
     config = composed("experiment=omniglot_5way1shot", "algorithm=meta_sgd")
     assert (config.algorithm.lr, config.algorithm.inner) == (0.4, None)
-    assert (
-        build_parts(composed("algorithm=meta_sgd", "algorithm.lr=0.2", "device=cpu")).algorithm.inner.lr[
-            "0.bias"
-        ][0]
-        == 0.2
-    )
+    parts = build_parts(composed("algorithm=meta_sgd", "algorithm.lr=0.25", "device=cpu"))
+    assert (parts.module.get_parameter("inner_lr_0_bias") == 0.25).all()
 
 
 def test_an_inner_rule_of_an_algorithm_without_one_is_refused(composed):
