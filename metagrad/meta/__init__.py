@@ -4,6 +4,7 @@ from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
 from metagrad.meta.algorithms.anil import ANIL, BOIL
 from metagrad.meta.algorithms.cavia import CAVIA
 from metagrad.meta.algorithms.fomaml import FOMAML
+from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.algorithms.heads.metaoptnet import MetaOptNet
 from metagrad.meta.algorithms.heads.protonet import ProtoNet
 from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
@@ -25,6 +26,7 @@ __all__ = [
     "R2D2",
     "Adapted",
     "Algorithm",
+    "HeadAlgorithm",
     "MemoryCost",
     "MetaCurvature",
     "MetaOptNet",

@@ -123,19 +123,23 @@ class Objective:
 
 def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
     """Read the bounds of the class labels; None if the loss does not take any."""
-    keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
-    function = _function_of(loss_fn)
-    takes_classes = function in (F.cross_entropy, F.nll_loss) or isinstance(
-        function, (nn.CrossEntropyLoss, nn.NLLLoss)
-    )
+    index = ignored_label(loss_fn)
     labels = [target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()]
-    if not takes_classes or len(labels) < len(targets):
+    if index is None or len(labels) < len(targets):
         return None
-    index = keywords.get("ignore_index", getattr(function, "ignore_index", -100))
     ignored = [target == index for target in labels]
     bounds = [torch.aminmax(torch.where(out, 0, target)) for out, target in zip(ignored, labels, strict=True)]
     leaves_out = any(bool(out.any()) for out, target in zip(ignored, labels, strict=True) if target.ndim == 2)
     return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)), leaves_out)
+
+
+def ignored_label(loss_fn: LossFn) -> int | None:
+    """Return the label of examples that a loss ignores; None if it does not take labels of classes."""
+    keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+    function = _function_of(loss_fn)
+    if function in (F.cross_entropy, F.nll_loss) or isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return keywords.get("ignore_index", getattr(function, "ignore_index", -100))
+    return None
 
 
 def _check_padding(name: str, model: nn.Module) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.core.structured import Nested, call_on, restored
 from metagrad.core.substitution import Slots
 from metagrad.meta.algorithm import Adapted, MetaOutput
+from metagrad.meta.algorithms.heads.classes import PADDING, Classes, described, one_hot, read_classes
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Comparison, Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
-from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
+from metagrad.meta.objective.task_loss import LossFn, Objective
 from metagrad.meta.objective.tasks import (
     BatchLike,
     ExamplesLike,
@@ -71,7 +71,8 @@ class HeadAlgorithm(nn.Module):
 
         Args:
             features: Support embeddings ``[tasks, shots, features]``, floating, of at least single precision.
-            labels: Their classes as one-hot vectors ``[tasks, shots, ways]``, of the same dtype.
+            labels: Their classes as one-hot vectors ``[tasks, shots, ways]``, of the same dtype. Features and
+                label of an example that is padding are zeros.
 
         Returns:
             What :meth:`logits` needs, ``[tasks, ...]`` each.
@@ -89,12 +90,13 @@ class HeadAlgorithm(nn.Module):
 
         Args:
             batch: In the forms that :class:`metagrad.MAML` takes; the targets of support examples are classes,
-                ``[tasks, shots]``, from 0 on, as many in every task, of which each may have another number of shots.
+                ``[tasks, shots]``, from 0 on, of unequal numbers of shots if need be; those with the label -100 are
+                padding. Logits of classes that a task does not have are minus infinity.
             steps: None: there are no inner steps.
 
         Raises:
-            ValueError: The batch is empty, its task axes differ, a task has no support example of some class, or
-                ``steps`` is given.
+            ValueError: The batch is empty, its task axes differ, a task has no support example of a class, an
+                example is padding of which the model takes batch statistics, or ``steps`` is given.
             TypeError: The batch has another form, labels are no integers, or the model returns no tensor.
             FloatingPointError: As :class:`metagrad.MAML` says.
         """
@@ -143,15 +145,9 @@ class HeadAlgorithm(nn.Module):
                 f"{call[:-1]}, steps): the head is fitted in closed form, so there are no inner steps to choose, got "
                 f"{steps!r}. Leave steps out."
             )
-        ways = _count_classes(call, tasks, self.loss_fn)
-        loop = _HeadLoop(
-            _HeadObjective(self.model, self.loss_fn, name=self._name, head=self),
-            _NO_STEPS,
-            steps=0,
-            order=2,
-            memory="full",
-            ways=ways,
-        )
+        classes = read_classes(call, tasks, self.loss_fn)
+        objective = _HeadObjective(self.model, self.loss_fn, classes.labels, name=self._name, head=self)
+        loop = _HeadLoop(objective, _NO_STEPS, steps=0, order=2, memory="full", classes=classes)
         return _HeadExecutor(loop, {}, (), self.nonfinite, self._stacking, self._name)
 
     def _check(self) -> None:
@@ -192,26 +188,33 @@ class _HeadObjective(Objective):
         if not isinstance(embedded, Tensor) or not embedded.is_floating_point() or embedded.ndim < 3:
             raise TypeError(
                 f"{self.name}(model, ...): the model must return a floating tensor [examples, ...], its embedding, "
-                f"got {_described(embedded)}."
+                f"got {described(embedded)}."
             )
         features = embedded.flatten(2)
         return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
 
-    def fitted(self, features: Tensor, labels: Tensor) -> Params:
-        """Fit the heads to features and one-hot labels."""
+    def fitted(self, features: Tensor, y: Tensor, classes: Classes) -> Params:
+        """Fit the heads; where tasks have other numbers of classes, what is fitted says which (``classes``)."""
+        if classes.is_padded:
+            features = features.masked_fill((y == PADDING).unsqueeze(-1), 0.0)
+        labels = one_hot(y, classes.ways)
         with without_autocast(features):
-            return self.head.fit(features, labels.to(features.dtype))
+            fitted = self.head.fit(features, labels.to(features.dtype))
+        return {**fitted, "classes": labels.any(1)} if classes.differ else fitted
 
     def _logits(self, params: Params, features: Tensor) -> Tensor:
         with without_autocast(features):
-            return self.head.logits(params, features)
+            logits = self.head.logits(params, features)
+        if "classes" not in params:
+            return logits
+        return logits.masked_fill(~params["classes"].unsqueeze(1), -math.inf)
 
 
 @dataclass(frozen=True)
 class _HeadLoop(InnerLoop):
     """What stands in the place of inner steps: one fit."""
 
-    ways: int = field(kw_only=True)
+    classes: Classes = field(kw_only=True)
 
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None
@@ -228,7 +231,7 @@ class _HeadLoop(InnerLoop):
                     f"{objective.name}(model, ...): the model must return one embedding for each example, got "
                     f"{features.shape[1]} for {y.shape[1]} labels of a task."
                 )
-            fitted = objective.fitted(features, F.one_hot(y.long(), self.ways))
+            fitted = objective.fitted(features, y, self.classes)
         if not self.stacked:
             fitted = {name: value.squeeze(0) for name, value in fitted.items()}
         none = features.new_zeros(len(y), 0)
@@ -258,37 +261,3 @@ def _probe(features: Tensor, y: Nested) -> Tensor:
 def without_autocast(tensor: Tensor) -> torch.autocast:
     """Compute in the dtypes of the tensors: linear systems have no solution in half precision."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def _count_classes(call: str, tasks: Tasks, loss_fn: Callable) -> int:
-    """Return the number of classes; refuse labels that are none, and a task without a support example of one."""
-    y = tasks.support_y
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.ndim != 2:
-        raise TypeError(
-            f"{call}: support.y must be the classes of the support examples, integers [tasks, shots], got "
-            f"{_described(y)}."
-        )
-    lowest, highest = (int(bound) for bound in torch.aminmax(y))
-    if lowest < 0:
-        raise ValueError(f"{call}: classes must be 0 or more, support.y has {lowest}. Relabel the classes.")
-    present = F.one_hot(y.long(), highest + 1).any(1)
-    if not bool(present.all()):
-        task, label = (int(i) for i in (~present).nonzero()[0])
-        raise ValueError(
-            f"{call}: every task needs a support example of each of the {highest + 1} classes, but task {task} has "
-            f"none of class {label} (tasks and classes count from 0). Relabel the classes of each task from 0 on, or "
-            "leave tasks with fewer classes out."
-        )
-    bounds = None if tasks.query_y is None else label_bounds(loss_fn, tasks.query_y)
-    if bounds is not None and (bounds.lowest < 0 or bounds.highest > highest):
-        raise ValueError(
-            f"{call}: labels of query examples must be classes of the support examples, 0..{highest}, but they reach "
-            f"from {bounds.lowest} to {bounds.highest}."
-        )
-    return highest + 1
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return type(restored(value)).__name__  # type: ignore[arg-type]

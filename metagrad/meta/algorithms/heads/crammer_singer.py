@@ -23,13 +23,18 @@ class Dual(NamedTuple):
 
     Attributes:
         gram: :math:`K + \delta I`, ``[tasks, n, n]``, float64.
-        labels: One-hot classes ``[tasks, n, ways]``, float64.
+        labels: One-hot classes ``[tasks, n, ways]``, float64; zeros for padding, which takes no part.
         C: The bound.
     """
 
     gram: Tensor
     labels: Tensor
     C: float
+
+    @property
+    def exists(self) -> Tensor:
+        """Which variables a task has, ``[tasks, n, ways]``, bool: of its examples and its classes; others are 0."""
+        return self.labels.any(2, keepdim=True) & self.labels.any(1, keepdim=True)
 
 
 def solve(call: str, problem: Dual) -> Tensor:
@@ -117,6 +122,9 @@ def _solve_one(clarabel: ModuleType, gram: Tensor, labels: Tensor, C: float) -> 
     """Return which bounds of one task are active: those whose multiplier is larger than the distance from them."""
     from scipy import sparse
 
+    exists = labels.any(1, keepdim=True) & labels.any(0)
+    active = ~exists
+    gram, labels = gram[labels.any(1)][:, labels.any(1)], labels[labels.any(1)][:, labels.any(0)]
     n, ways = labels.shape
     y = labels.t().flatten().numpy()  # class by class
     quadratic = sparse.block_diag([sparse.csc_array(gram.triu().numpy())] * ways, format="csc")
@@ -131,7 +139,8 @@ def _solve_one(clarabel: ModuleType, gram: Tensor, labels: Tensor, C: float) -> 
     multipliers, distances = (
         torch.tensor(part[n:], dtype=torch.float64) for part in (solution.z, solution.s)
     )
-    return (multipliers > distances).view(ways, n).t()
+    active[exists] = (multipliers > distances).view(ways, n).t().flatten()
+    return active
 
 
 def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,11 +159,12 @@ def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
     system = free * shared * free.mT + torch.diag_embed((1 - free).squeeze(-1))
     right = torch.cat([free * (y - shared @ fixed), torch.diag_embed(free.squeeze(-1))], dim=-1)
     particular, homogeneous = torch.linalg.solve_ex(system, right)[0].split([1, gram.shape[-1]], dim=-1)
-    nu = torch.linalg.solve_ex(homogeneous.sum(1), (particular + fixed).sum(1))[0].unsqueeze(1)
+    padding = torch.diag_embed((~problem.exists.any(2)).to(gram.dtype))
+    nu = torch.linalg.solve_ex(homogeneous.sum(1) + padding, (particular + fixed).sum(1))[0].unsqueeze(1)
     alpha = particular - homogeneous @ nu + fixed
     with torch.no_grad():
         slack = torch.where(free == 0, y - shared @ alpha - nu, y - alpha / C)
-    return alpha.squeeze(-1).mT, slack.squeeze(-1).mT
+    return alpha.squeeze(-1).mT, slack.squeeze(-1).mT.masked_fill(~problem.exists, torch.inf)
 
 
 @torch.no_grad()

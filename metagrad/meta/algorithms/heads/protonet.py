@@ -65,7 +65,9 @@ class ProtoNet(HeadAlgorithm):
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the prototypes ``[tasks, ways, features]``."""
-        return {"prototypes": labels.mT @ features / labels.sum(1).unsqueeze(-1)}
+        shots = labels.sum(1).unsqueeze(-1)
+        # Of a class that only other tasks have: ones, whose norm has derivatives.
+        return {"prototypes": (labels.mT @ features + (shots == 0)) / shots.clamp(min=1.0)}
 
     def logits(self, fitted: Params, features: Tensor) -> Tensor:
         """Return scaled negative squared distances to the prototypes, or cosines."""

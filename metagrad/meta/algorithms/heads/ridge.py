@@ -39,9 +39,11 @@ def solved(gram: Tensor, penalty: float | Tensor, b: Tensor) -> Tensor:
     return torch.linalg.solve_ex(gram + penalty * eye, b)[0]
 
 
-def with_ones(features: Tensor) -> Tensor:
-    """Append the feature whose weight is the intercept."""
-    return F.pad(features, (0, 1), value=1.0)
+def with_ones(features: Tensor, labels: Tensor | None = None) -> Tensor:
+    """Append the feature whose weight is the intercept; 1, and 0 for what has no label."""
+    if labels is None:
+        return F.pad(features, (0, 1), value=1.0)
+    return torch.cat([features, labels.sum(-1, keepdim=True)], dim=-1)
 
 
 class R2D2(HeadAlgorithm):
@@ -98,7 +100,7 @@ class R2D2(HeadAlgorithm):
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the weights ``[tasks, features + 1, ways]``."""
-        return {"weight": ridge(with_ones(features), labels, self.log_penalty.exp())}
+        return {"weight": ridge(with_ones(features, labels), labels, self.log_penalty.exp())}
 
     def logits(self, fitted: Params, features: Tensor) -> Tensor:
         """Return the calibrated predictions."""
@@ -158,7 +160,7 @@ class LRD2(R2D2):
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the weights ``[tasks, features + 1, ways]``."""
-        x, penalty = with_ones(features), self.log_penalty.exp()
+        x, penalty = with_ones(features, labels), self.log_penalty.exp()
         gram = (x @ x.mT).unsqueeze(1)  # of all classes
         y = labels.mT.unsqueeze(-1)
         dual = torch.zeros_like(y)  # w is x.mT @ dual

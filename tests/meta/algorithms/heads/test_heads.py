@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import metagrad as mg
-from metagrad.tasks import Batch, Examples
+from metagrad.tasks import Batch, Examples, FewShot
 from tests.marks import combined
 
 TASKS, WAYS, FEATURES = 3, 3, 4
@@ -312,6 +312,32 @@ def test_running_statistics_are_those_of_tasks_one_by_one(batch):
     assert_close(logits[0], expected)
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@every
+def test_padded_tasks_are_the_tasks_alone(case, chunk):
+    x, labels = torch.randn(60, 2, dtype=torch.float64), torch.arange(60) % 5
+    batch = FewShot((x, labels), ways=(2, 4), shots=(1, 3), queries=2).sample(3)
+    assert not batch.support.mask.all()
+    algorithm = case.make(nn.Linear(2, case.features), task_chunk=chunk).double()
+    params, out, losses = list(algorithm.parameters()), algorithm(batch), []
+    for i in range(3):
+        real = [(part.x[i][part.mask[i]], part.y[i][part.mask[i]]) for part in batch]
+        alone = algorithm(tuple((x.unsqueeze(0), y.unsqueeze(0)) for x, y in real))
+        ways = alone.query_outputs.shape[-1]
+        assert_close(out.query_outputs[i, : len(real[1][1]), :ways], alone.query_outputs[0])
+        assert out.query_outputs[i, :, ways:].isneginf().all()
+        losses.append(alone.loss)
+    assert_close(derivatives(out.query_losses, params), derivatives(torch.stack(losses), params))
+    assert_close(algorithm.adapt(batch.support)(batch.query.x), out.query_outputs)
+
+
+def test_padding_that_would_count_in_batch_statistics_is_refused(batch):
+    labels = LABELS.clone()
+    labels[0, -1] = -100
+    with pytest.raises(ValueError, match=r"^R2D2\(batch\): some labels are ignored .* batch statistics"):
+        make(CASES["R2D2"])(changed(batch, y=labels))
+
+
 def test_memory_is_tracked_as_an_outer_step(batch):
     with mg.MemoryTracker() as memory:
         make(CASES["R2D2"])(batch).loss.backward()
@@ -360,12 +386,17 @@ def test_a_class_without_examples_is_told(case, batch):
             ValueError,
             r"^R2D2\(batch\): classes must be 0 or more, .* has -1",
         ),
+        (
+            lambda b: changed(b, y=LABELS * 0 - 100),
+            ValueError,
+            r"task 0 has no support example that is no padding",
+        ),
         (lambda b: changed(b, y=LABELS.double()), TypeError, r"must be the classes .*, got float64 \[3, 7\]"),
         (lambda b: changed(b, y={"a": LABELS}), TypeError, r"must be the classes .*, got dict"),
         (
             lambda b: changed(b, "query", y=torch.full((TASKS, 5), 3)),
             ValueError,
-            r"must be classes of the support examples, 0\.\.2, but they reach from 3 to 3",
+            r"^R2D2\(batch\): query example 0 of task 0 is of class 3, of which the task has no support example",
         ),
         (
             lambda b: changed(b, x=b.support.x[:2]),
