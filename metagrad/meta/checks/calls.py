@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from metagrad.core import _torch
 from metagrad.core.capture import RandomState
 from metagrad.core.graph import graph_nodes
-from metagrad.core.tree import tensors_in
+from metagrad.core.structured import structured
+from metagrad.core.tree import tensors_in, tree_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,7 +85,7 @@ class Trace(CallStack):
 
     Attributes:
         owners: The path of the module that made a node.
-        inputs: The arguments of the first call of each module, by its path.
+        inputs: The arguments of the first call of each module, by its path; of calls inside torch.vmap none.
         drawn: The paths of the modules that drew random numbers.
     """
 
@@ -99,7 +101,8 @@ class Trace(CallStack):
         """Note what a module is called on."""
         self.claim((args, kwargs))
         super().enter(module, args, kwargs)
-        self.inputs.setdefault(self.innermost, (args, kwargs))
+        if not any(map(_torch.is_batched, tensors_of((args, kwargs)))):
+            self.inputs.setdefault(self.innermost, (args, kwargs))
         self._generators.append(RandomState())
 
     def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
@@ -116,9 +119,9 @@ class Trace(CallStack):
 
     def claim_for(self, path: str, value: object) -> None:
         """Say that it was made by a module."""
-        tensors: list[Tensor] = tensors_in(value)
-        for node in graph_nodes(tensors, self._visited):
-            self.owners[node] = path
+        with _torch.without_torch_function():
+            for node in graph_nodes(map(_below_vmap, tensors_of(value)), self._visited):
+                self.owners[node] = path
 
     def nodes(self) -> dict[str, list[Node]]:
         """Return the nodes that each module made."""
@@ -126,3 +129,18 @@ class Trace(CallStack):
         for node, path in self.owners.items():
             found.setdefault(path, []).append(node)
         return found
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """Return the tensors in arguments or results; of objects that nobody knows, those that can be seen."""
+    try:
+        return tree_leaves(structured(value, "preflight"))
+    except TypeError:
+        return tensors_in(value)
+
+
+def _below_vmap(tensor: Tensor) -> Tensor:
+    """Return what torch.vmap wraps, which is on the tape."""
+    while _torch.is_batched(tensor):
+        tensor = _torch.get_unwrapped(tensor)
+    return tensor

@@ -19,8 +19,8 @@ from metagrad.autograd.checks.gradcheck import WrongDerivative, gradcheck
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleContents
 from metagrad.core.substitution import Slots, own_buffers
-from metagrad.core.tree import dissect, tensors_in, tree_map
-from metagrad.meta.checks.calls import LOSS, is_below
+from metagrad.core.tree import dissect, tree_map
+from metagrad.meta.checks.calls import LOSS, is_below, tensors_of
 from metagrad.meta.checks.known import kind_of, module_at
 from metagrad.meta.checks.report import ModuleFinding, Verdict
 from metagrad.meta.checks.subject import Subject
@@ -186,7 +186,7 @@ class _Float64:
                 given[i] = value
             args, kwargs = structure.fill(given)
             with self.slots.exchanged({id(p): v for p, v in zip(params, values, strict=False)}):
-                return tensors_in(function(*args, **kwargs))
+                return tensors_of(function(*args, **kwargs))
 
         return self._moved(call, [_double(t) for t in (*params, *(tensors[i] for i in places))], seed)
 
@@ -198,7 +198,7 @@ class _Float64:
             return None
         moved = list(perturbed(dict(zip(map(str, range(len(points))), points, strict=True)), seed).values())
         with contextlib.suppress(RuntimeError, ValueError):
-            if all(torch.isfinite(t).all() for t in tensors_in([self._again(call, moved)])):
+            if all(torch.isfinite(t).all() for t in tensors_of([self._again(call, moved)])):
                 return _Function(call, moved)
         return _Function(call, points)
 

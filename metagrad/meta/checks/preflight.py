@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.autograd.compile.compiled import Compile
+from metagrad.core.structured import restored, structured
+from metagrad.meta.algorithm import Algorithm, MetaOutput
 from metagrad.meta.checks.costs import Costs, meta_costs, plain_costs
 from metagrad.meta.checks.fixes import Remedy
 from metagrad.meta.checks.known import applied, known_defects
@@ -24,11 +27,12 @@ from metagrad.optim.rules import Rule
 
 LossFn = Callable[[Any, Any], Tensor]
 _CALL = "preflight(model, loss_fn, batch)"
+_FEW_TASKS = 2
 
 
 @overload
 def preflight(
-    model: MAML,
+    model: Algorithm,
     loss_fn: BatchLike | Sequence[Any] | Mapping[str, Any],
     /,
     *,
@@ -48,7 +52,7 @@ def preflight(
     fix: bool = ...,
 ) -> Preflight: ...
 def preflight(
-    model: nn.Module,
+    model: Any,
     loss_fn: Any,
     batch: Any = None,
     *,
@@ -72,12 +76,13 @@ def preflight(
     buffers, flags and random generators.
 
     Args:
-        model: The model; or a :class:`MAML`, as in ``preflight(maml, batch)``.
+        model: The model; or a :class:`MAML` or another algorithm, as in ``preflight(maml, batch)``. Of MAML the loss
+            of the support examples of a task is looked at, of others their own.
         loss_fn: ``loss_fn(prediction, target)``, a scalar.
         batch: Inputs and targets ``(x, y)``; or a meta-batch, in the forms that :class:`MAML` takes. A pair of pairs
             is a meta-batch; several inputs of plain data are a dict.
         order: The highest derivative of the loss that will be taken, 1 to 3: 2 for the gradient of MAML and Hessian
-            products, 3 for the Hessian of MAML. None is 2, and what a :class:`MAML` takes.
+            products, 3 for the Hessian of MAML. None is 2, what a :class:`MAML` takes, or 1 for other algorithms.
         inner: With a meta-batch: the rule of the inner steps, whose memory is to be measured.
         steps: With a meta-batch: the number of inner steps.
         compile: With a meta-batch: what :class:`MAML` will be given; a finding says if it is refused.
@@ -135,7 +140,8 @@ class _Request(NamedTuple):
     """What is to be looked at.
 
     Attributes:
-        subject: The loss of plain data, or of the support examples of a task.
+        subject: The loss of a few examples: plain ones, those of a task, or tasks of another algorithm.
+        whole: The loss of all of them.
         order: Of derivatives.
         maml: What trains on a meta-batch.
         tasks: The meta-batch.
@@ -144,6 +150,7 @@ class _Request(NamedTuple):
     """
 
     subject: Subject
+    whole: Subject
     order: int
     maml: MAML | None = None
     tasks: Tasks | None = None
@@ -162,10 +169,11 @@ def _request(
 ) -> _Request:
     """Read the arguments."""
     if isinstance(model, MAML):
-        maml, batch = model, loss_fn if batch is None else batch
-        return _of_maml(maml, batch, order, maml.steps)
+        return _of_maml(model, loss_fn if batch is None else batch, order, model.steps)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_CALL}: model must be a torch.nn.Module or a MAML, got {type(model).__name__}.")
+    if batch is None and isinstance(model, Algorithm):
+        return _of_algorithm(model, loss_fn, order)
     if batch is None:
         raise TypeError(
             f"{_CALL}: batch is missing; without a loss, pass a MAML as in preflight(maml, batch)."
@@ -183,15 +191,35 @@ def _request(
         raise ValueError(
             f"{_CALL}: inner, steps and compile are of a meta-batch, ((support x, y), (query x, y)), got plain data."
         )
-    return _Request(Subject(model, loss_fn, *read_examples(batch, _CALL, "batch")), _checked_order(order, 2))
+    whole = Subject(model, loss_fn, *read_examples(batch, _CALL, "batch"))
+    return _Request(whole.part(), whole, _checked_order(order, 2))
 
 
 def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _Request:
     tasks = read_batch(batch)
     first = tasks.select(0)
     highest = maml.order + (maml.order == 2 and needs_curvature(maml.inner, 0))
-    subject = Subject(maml.model, maml.loss_fn, first.support_x, first.support_y)
-    return _Request(subject, _checked_order(order, highest), maml, tasks, batch, steps)
+    whole = Subject(maml.model, maml.loss_fn, first.support_x, first.support_y)
+    return _Request(whole.part(), whole, _checked_order(order, highest), maml, tasks, batch, steps)
+
+
+def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Request:
+    tasks = read_batch(batch)
+    few, whole = (
+        Subject(algorithm, _meta_loss, structured((part,), _CALL), torch.zeros(()))
+        for part in (_pairs(tasks.select(slice(0, _FEW_TASKS))), _pairs(tasks))
+    )
+    return _Request(few, whole, _checked_order(order, 1), tasks=tasks)
+
+
+def _pairs(tasks: Tasks) -> tuple:
+    """Return a meta-batch as pairs."""
+    xs, ys, xq, yq = (restored(part) for part in tasks[:4] if part is not None)
+    return (xs, ys), (xq, yq)
+
+
+def _meta_loss(out: MetaOutput, target: Tensor) -> Tensor:
+    return out.loss
 
 
 def _checked_order(order: int | None, default: int) -> int:
@@ -217,7 +245,7 @@ def _are_examples(part: Any) -> bool:
 
 
 def _report(request: _Request) -> Preflight:
-    subject, order = request.subject.part(), request.order
+    subject, order = request.subject, request.order
     with subject.untouched():
         found, remedies, notes = _derivatives(subject, order)
         if request.maml is not None and request.tasks is not None:
@@ -243,7 +271,7 @@ def _derivatives(subject: Subject, order: int) -> tuple[list[ModuleFinding], lis
 
 def _costs(request: _Request) -> Costs:
     if request.maml is None or request.tasks is None:
-        return plain_costs(request.subject, request.order)
+        return plain_costs(request.whole, request.order)
     if request.steps is None:
         return Costs({}, [])
     return meta_costs(request.maml, request.batch, request.tasks, request.steps)
