@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FILE = "checkpoints/last.pt"
 FREE = (
     "device",
+    "preflight",
     "resume",
     "logger",
     "log",

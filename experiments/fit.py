@@ -1,4 +1,4 @@
-"""Do model, loss and tasks fit together? Found out on one task, before anything is trained or written."""
+"""Do model, loss and tasks fit together, and are the derivatives right? Found out before anything is written."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+
+import metagrad as mg
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,3 +45,18 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
                 f"{str(error).splitlines()[0].rstrip('.')}. Change model=, task= or their keys "
                 "(model.sizes, task.ways)."
             ) from error
+
+
+def preflight(parts: Parts, draw: Callable[[], Batch]) -> str:
+    """Return the report of :func:`metagrad.preflight` on a meta-batch; no random state changes.
+
+    Raises:
+        MissingDerivative: A derivative that training takes is wrong or missing; the message has the report.
+    """
+    with torch.random.fork_rng():
+        report = mg.preflight(parts.algorithm, draw())
+    if not report.ok:
+        raise MissingDerivative(
+            f"train: preflight=true found derivatives that are wrong or missing.\n{report}"
+        )
+    return str(report)

@@ -271,6 +271,9 @@ class Program:
 class Config(Program):
     """A whole run."""
 
+    preflight: bool = key(
+        "Print before training which derivatives are wrong or missing, where the run ends, and the memory of a step."
+    )
     resume: str | None = key("A run folder, to go on in it, or a checkpoint, to start a new run from it.")
     metric: str = key(
         "What a sweeper gets to minimise or maximise: the last validation/NAME or train/NAME, or test/NAME; NAME is "

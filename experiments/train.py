@@ -27,7 +27,7 @@ from hydra.core.hydra_config import HydraConfig
 from experiments import checkpoint, memory, provenance, result, resume
 from experiments.build import build_parts, build_splits, device
 from experiments.config import plain, register, typed
-from experiments.fit import check_fit
+from experiments.fit import check_fit, preflight
 from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.loop import Run, train
@@ -70,6 +70,9 @@ def run_job(config: Config, folder: Path) -> float:
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
     check_fit("train", parts, lambda: splits.train.sample(1).to(device=device(config)))
+    if config.preflight:
+        draw = lambda: splits.train.sample(config.meta_batch).to(device=device(config))  # noqa: E731
+        log.info("%s", preflight(parts, draw))
     state = None if config.resume is None else checkpoint.load(resume.checkpoint_file(config.resume))
     step = 0 if state is None else checkpoint.restore(state, parts, plain(config))
     with claimed(

@@ -15,9 +15,11 @@ from omegaconf import OmegaConf
 import metagrad as mg
 from experiments import train
 from experiments.build import build, build_parts
+from experiments.fit import preflight
 from experiments.metrics import last_values, read_rows, series, value_of
 from experiments.optimizer_schemas import INNER_RULES
 from experiments.train import run_job
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
 from tests.marks import slow
@@ -163,6 +165,25 @@ def test_anomaly_mode_is_on_for_its_run_only(run, tmp_path, recwarn):
     assert torch.is_anomaly_enabled()
     run(tmp_path / "b")
     assert not torch.is_anomaly_enabled()
+
+
+def test_preflight_reports_and_changes_nothing(run, fast_run, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    folder = run(tmp_path, "preflight=true")
+    assert (
+        "Derivatives of orders 1 to 2 of MLP, 2 tasks, 5 inner steps: compared with finite differences"
+        in caplog.text
+    )
+    assert (folder / "metrics.jsonl").read_text() == (fast_run / "metrics.jsonl").read_text()
+
+
+def test_preflight_ends_a_run_whose_derivatives_are_wrong(composed):
+    config = composed(*FAST)
+    parts = build_parts(config)
+    norm = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    newton = mg.MAML(norm, parts.loss_fn, inner=mg.optim.rules.newton_cg(damping=1.0), steps=1)
+    with pytest.raises(MissingDerivative, match=r"(?s)preflight=true found.*wrong +3 +1 +LayerNorm"):
+        preflight(parts._replace(algorithm=newton), lambda: build(config.task).sample(2))
 
 
 def test_threads_are_those_of_the_run(run, tmp_path):

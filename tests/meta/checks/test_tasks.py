@@ -10,7 +10,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.optim import rules
-from tests.meta.checks.test_preflight import Recurrent, chain, meta_batch, seen
+from tests.meta.checks.test_preflight import Applied, Recurrent, Wrong, chain, meta_batch, seen
 
 
 def slower(model, **arguments):
@@ -112,3 +112,13 @@ def test_every_form_of_a_meta_batch_is_read(form):
     report = mg.preflight(chain(nn.Tanh()), F.mse_loss, batch)
     assert "3 tasks" in str(report)
     assert not report.memory
+
+
+def test_other_algorithms_are_looked_at_by_their_own_loss():
+    labels = (torch.arange(10) % 5).repeat(3, 1)
+    batch = tuple((torch.randn(3, 10, 4), labels) for _ in range(2))
+    assert not mg.preflight(mg.ProtoNet(chain(nn.Tanh()), F.cross_entropy), batch).findings
+    embedding = nn.Sequential(nn.Linear(4, 8), Applied(Wrong), nn.Linear(8, 6))
+    report = mg.preflight(mg.ProtoNet(embedding, F.cross_entropy, task_chunk=1), batch)
+    assert seen(report) == [("model.1", "Applied", "wrong", 1)]
+    assert list(report.memory) == ["order 1"]
