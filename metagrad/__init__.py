@@ -3,7 +3,7 @@
 from metagrad import autograd, curvature, hypergrad, memory, meta, models, optim, sparse, tasks
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
-from metagrad.hypergrad import hypergradient
+from metagrad.hypergrad import bilevel, hypergradient
 from metagrad.memory import MemoryTracker
 from metagrad.meta import (
     ANIL,
@@ -38,6 +38,7 @@ __all__ = [
     "ProtoMAML",
     "ProtoNet",
     "autograd",
+    "bilevel",
     "checkpoint",
     "curvature",
     "fisher",

@@ -1,6 +1,7 @@
 """Hypergradients: derivatives of a loss at the minimum of another one."""
 
 from metagrad.hypergrad.attach import attach
+from metagrad.hypergrad.bilevel import BilevelResult, bilevel
 from metagrad.hypergrad.differences import SAMA, FiniteDifference
 from metagrad.hypergrad.evolution import EvolutionStrategies, PersistentES
 from metagrad.hypergrad.hypergradient import hypergradient
@@ -14,6 +15,7 @@ __all__ = [
     "CG",
     "F2SA",
     "SAMA",
+    "BilevelResult",
     "Estimate",
     "EvolutionStrategies",
     "Exact",
@@ -26,5 +28,6 @@ __all__ = [
     "Problem",
     "Unroll",
     "attach",
+    "bilevel",
     "hypergradient",
 ]

@@ -1,0 +1,263 @@
+"""A loop of two levels: steps on the inner loss, then one of what is learned along its hypergradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from metagrad.core.tree import Tree, detached, leaf_names, tree_leaves
+from metagrad.hypergrad.hypergradient import checked, completed
+from metagrad.hypergrad.inverses import CG
+from metagrad.hypergrad.problem import Method, Parameters, Problem
+from metagrad.hypergrad.unroll import check_steps, moved_by
+from metagrad.optim.rule import Params, Rule
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
+
+OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimizer]"
+"""A rule of :mod:`metagrad.optim.rules`, or what makes a ``torch.optim`` optimizer of a list of tensors."""
+
+Loss: TypeAlias = Callable[..., Tensor]
+"""``loss(params, hyper)``, or ``loss(params, hyper, batch)`` where there are batches."""
+
+
+class BilevelResult(NamedTuple):
+    """What :func:`bilevel` leaves.
+
+    Attributes:
+        params: Parameters after the last inner step.
+        hyper: What was learned, in its tree.
+        outer_losses: The outer loss before each outer step, ``[steps]``.
+        inner_losses: The inner loss after the inner steps of each, ``[steps]``.
+    """
+
+    params: Parameters
+    hyper: Tree
+    outer_losses: Tensor
+    inner_losses: Tensor
+
+
+def bilevel(
+    outer_loss: Loss,
+    inner_loss: Loss,
+    params: Parameters,
+    hyper: Tree,
+    *,
+    inner: OptimizerLike,
+    outer: OptimizerLike,
+    steps: int,
+    inner_steps: int,
+    method: Method | None = None,
+    warm_start: bool = True,
+    inner_batches: Iterable[Any] | None = None,
+    outer_batches: Iterable[Any] | None = None,
+    sparse: Sequence[str] = (),
+    callback: Callable[[int, Parameters, Tree, float], object] | None = None,
+) -> BilevelResult:
+    r"""Learn what decides where an inner loss has its minimum.
+
+    .. math:: \min_\lambda f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
+
+    Each outer step takes ``inner_steps`` steps on the inner loss, estimates the hypergradient where they end, and
+    gives it to the outer optimizer. ``params`` and ``hyper`` are not written to.
+
+    Args:
+        outer_loss: ``outer_loss(params, hyper)``, one number; with ``outer_batches``, of a batch as well.
+        inner_loss: ``inner_loss(params, hyper)``, likewise.
+        params: Parameters by name, where the inner steps begin.
+        hyper: A tree of what is learned.
+        inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`; or a function, or class, that
+            makes a ``torch.optim`` optimizer of a list of tensors, such as ``metagrad.optim.NewtonCG`` or
+            ``functools.partial(torch.optim.SGD, lr=0.1)``.
+        outer: The optimizer of ``hyper``, likewise.
+        steps: Outer steps.
+        inner_steps: Inner steps for each of them, 0 or more: ``Unroll`` and PersistentES take steps of their own.
+        method: The hypergradient; ``CG()`` where it is None. ``SAMA()`` takes the rule and state of ``inner``.
+        warm_start: Go on from the parameters, and the state of their optimizer, that the last outer step left; else
+            begin again.
+        inner_batches: What the inner loss takes, one for each inner step, again from the first after the last; the
+            hypergradient is that of the next one.
+        outer_batches: What the outer loss takes, one for each outer step, likewise.
+        sparse: As of :func:`metagrad.hypergradient`.
+        callback: Called before each outer step as ``callback(step, params, hyper, outer_loss)``; optimizers of torch
+            write into these tensors later.
+
+    Returns:
+        Parameters, what was learned, and losses.
+
+    Raises:
+        ValueError: A number is out of its range, there are no batches, or as :func:`metagrad.hypergradient`.
+        TypeError: An optimizer is neither a rule nor a function of tensors.
+
+    Example:
+        Data hyper-cleaning: a weight for each example is learned on clean data. Of ten examples of
+        :math:`y = 2 x`, the first three are corrupted:
+
+        >>> x = torch.linspace(-1, 1, 10)
+        >>> y = 2 * x + torch.tensor([5.0] * 3 + [0.0] * 7)
+        >>> def inner(params, hyper):
+        ...     losses = (params["w"] * x + params["b"] - y) ** 2
+        ...     return (hyper["weight"].sigmoid() * losses).mean() + 1e-3 * params["w"] ** 2
+        >>> def outer(params, hyper):
+        ...     return ((params["w"] * x[3:] + params["b"] - 2 * x[3:]) ** 2).mean()
+        >>> found = metagrad.bilevel(
+        ...     outer, inner, {"w": torch.zeros(()), "b": torch.zeros(())}, {"weight": torch.zeros(10)},
+        ...     inner=metagrad.optim.rules.sgd(lr=0.5), outer=metagrad.optim.rules.adam(lr=0.3),
+        ...     steps=30, inner_steps=20,
+        ... )
+        >>> found.hyper["weight"][:3].max() < found.hyper["weight"][3:].min()
+        tensor(True)
+
+    References:
+        Franceschi, Frasconi, Salzo, Grazzi, Pontil, "Bilevel programming for hyperparameter optimization and
+        meta-learning", ICML 2018, section 5.1 (hyper-cleaning); Ji, Yang, Liang, "Bilevel optimization: convergence
+        analysis and enhanced design", ICML 2021, algorithm 1 (warm start).
+    """
+    check_steps(f"{CALL}: steps", steps)
+    if inner_steps != 0:
+        check_steps(f"{CALL}: inner_steps", inner_steps)
+    method = checked(CG() if method is None else method)
+    losses = _Batched(outer_loss, outer_batches), _Batched(inner_loss, inner_batches)
+    first = Problem(outer_loss, inner_loss, params, hyper, tuple(sparse))
+    lower = _Level("inner", inner, first.variables())
+    names = leaf_names(hyper, "hyper")
+    upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
+    carry, outer_losses, inner_losses = None, [], []
+    for step in range(steps):
+        if step and not warm_start:
+            lower = _Level("inner", inner, first.variables())
+        for _ in range(inner_steps):
+            lower.descend(_place(first, lower, upper, (outer_loss, losses[1])))
+        problem = _place(first, lower, upper, losses)
+        values = problem.variables(), problem.hyper_leaves()
+        with torch.no_grad():
+            outer_losses.append(problem.outer(*values))
+            inner_losses.append(problem.inner(*values))
+        if callback is not None:
+            callback(step, problem.params, problem.hyper, float(outer_losses[-1]))
+        if carry is None and hasattr(method, "begin"):
+            carry = method.begin(problem)  # type: ignore[attr-defined]
+        estimate = method.estimate(problem, carry)
+        carry = estimate.carry
+        upper.follow(tree_leaves(completed(problem, estimate)))
+    last = _place(first, lower, upper, (outer_loss, inner_loss))
+    return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
+
+
+class _Batched:
+    """A loss that is given the next batch with each call of :meth:`bound`."""
+
+    def __init__(self, loss: Loss, batches: Iterable[Any] | None) -> None:
+        self.loss = loss
+        self.batches = None if batches is None else _cycled(batches)
+
+    def bound(self) -> Loss:
+        if self.batches is None:
+            return self.loss
+        batch = next(self.batches)
+        return lambda params, hyper: self.loss(params, hyper, batch)
+
+
+class _Level:
+    """Tensors by name, and the optimizer that moves them."""
+
+    def __init__(self, which: str, optimizer: OptimizerLike, values: Params) -> None:
+        # Optimizers of torch write in place.
+        self.values = {name: v.detach().clone().requires_grad_() for name, v in values.items()}
+        self.count = 0
+        self.rule: Rule | None = None
+        self.state: Any = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
+            self.rule = optimizer  # type: ignore[assignment]
+            self.state = optimizer.init(self.values)  # type: ignore[union-attr]
+        elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            self.optimizer = optimizer(list(self.values.values()))  # type: ignore[assignment]
+        if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{CALL}: {which} must be a rule, such as mg.optim.rules.adam(lr=0.01), or a function of a list of "
+                "tensors that returns a torch.optim optimizer, such as functools.partial(torch.optim.Adam, lr=0.01), "
+                f"got {type(optimizer).__name__}."
+            )
+
+    def descend(self, problem: Problem) -> None:
+        """Take a step on the inner loss."""
+        hyper = [leaf.detach() for leaf in problem.hyper_leaves()]
+        if self.rule is not None:
+            self._move(
+                *moved_by(
+                    lambda values: problem.inner(values, hyper),
+                    self.values,
+                    self.rule,
+                    self.state,
+                    self.count,
+                    create_graph=False,
+                )
+            )
+            return
+        optimizer = self.optimizer
+        assert optimizer is not None
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = problem.inner(self.values, hyper)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[reportArgumentType]
+
+    def follow(self, gradients: Sequence[Tensor]) -> None:
+        """Take a step along a gradient."""
+        if self.rule is not None:
+            whole = {name: _strided(g) for name, g in zip(self.values, gradients, strict=True)}
+            self._move(*self.rule.update(whole, self.state, self.values))
+            return
+        assert self.optimizer is not None
+        for leaf, gradient in zip(self.values.values(), gradients, strict=True):
+            leaf.grad = gradient.to_coo() if isinstance(gradient, RowSparse) else gradient
+        self.optimizer.step()
+
+    def _move(self, values: Params, state: Any) -> None:
+        self.values = {name: v.detach().requires_grad_() for name, v in values.items()}
+        self.state, self.count = detached(state), self.count + 1
+
+
+def _place(first: Problem, lower: _Level, upper: _Level, losses: Sequence[Any]) -> Problem:
+    """Return the problem where the levels are, with the next batches."""
+    outer, inner = (loss.bound() if isinstance(loss, _Batched) else loss for loss in losses)
+    return dataclasses.replace(
+        first,
+        outer_loss=outer,
+        inner_loss=inner,
+        params=first.wrapped({name: v.detach() for name, v in lower.values.items()}),
+        hyper=first.hyper_of([leaf.detach() for leaf in upper.values.values()]),
+        optimizer=None if lower.rule is None else (lower.rule, lower.state),
+    )
+
+
+def _strided(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, RowSparse):
+        raise ValueError(
+            f"{CALL}: outer is a rule, and the hypergradient of a table is sparse. Take an optimizer of torch.optim, "
+            "such as torch.optim.SparseAdam."
+        )
+    return gradient
+
+
+def _cycled(batches: Iterable[Any]) -> Iterator[Any]:
+    """Go through batches again and again."""
+    while True:
+        is_empty = True
+        for batch in batches:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise ValueError(
+                f"{CALL}: the batches are at their end, and there are none when iterated over again. Pass a list or "
+                "a DataLoader, no iterator."
+            )

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import metagrad as mg
+from metagrad import hypergrad
+from tests.hypergrad.ridge import ridge
+
+SGD = mg.optim.rules.sgd(lr=0.3)
+START = {"w": torch.zeros(6, dtype=torch.float64)}
+
+
+def run(problem, **options):
+    settings = {"inner": SGD, "outer": mg.optim.rules.sgd(lr=1.0), "steps": 3, "inner_steps": 40, **options}
+    return mg.bilevel(problem.outer, problem.inner, START, problem.hyper, **settings)
+
+
+def test_outer_steps_follow_the_derivative_of_the_closed_form():
+    problem = ridge()
+    found = run(problem)
+    log = problem.hyper["log_penalty"]
+    for loss in found.outer_losses:
+        assert loss.item() == pytest.approx(problem.closed(log).item(), abs=1e-9)
+        log = log - torch.func.grad(problem.closed)(log)
+    assert torch.allclose(found.hyper["log_penalty"], log, atol=1e-7)
+    assert torch.equal(problem.hyper["log_penalty"], ridge().hyper["log_penalty"])
+    assert torch.equal(START["w"], torch.zeros(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "steps"),
+    [
+        (functools.partial(torch.optim.SGD, lr=0.3), functools.partial(torch.optim.SGD, lr=1.0), 40),
+        (mg.optim.NewtonCG, mg.optim.rules.sgd(lr=1.0), 8),
+    ],
+    ids=["torch.optim", "mg.optim"],
+)
+def test_optimizers_of_torch_do_what_rules_do(inner, outer, steps):
+    problem = ridge()
+    found, expected = run(problem, inner=inner, outer=outer, inner_steps=steps), run(problem)
+    assert torch.allclose(found.hyper["log_penalty"], expected.hyper["log_penalty"], atol=1e-6)
+    assert torch.allclose(found.params["w"], expected.params["w"], atol=1e-6)
+    assert torch.equal(problem.hyper["log_penalty"], ridge().hyper["log_penalty"])
+
+
+@pytest.mark.filterwarnings("ignore:.*left a residual")
+def test_without_a_warm_start_each_outer_step_begins_again():
+    problem = ridge()
+    seen = []
+    for warm_start in (True, False):
+        seen.clear()
+        run(
+            problem,
+            outer=mg.optim.rules.sgd(lr=0.0),
+            inner_steps=2,
+            warm_start=warm_start,
+            callback=lambda step, params, hyper, loss: seen.append(params["w"]),
+        )
+        assert torch.equal(seen[0], seen[1]) is not warm_start
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        hypergrad.SAMA(),
+        hypergrad.Unroll(SGD, 5),
+        hypergrad.PersistentES(SGD, steps=2, horizon=4, pairs=2, generator=torch.Generator().manual_seed(0)),
+    ],
+    ids=["sama", "unroll", "pes"],
+)
+def test_every_kind_of_method_runs(method):
+    found = run(ridge(), method=method, outer=mg.optim.rules.sgd(lr=0.01), inner=mg.optim.rules.adam(lr=0.1))
+    assert found.hyper["log_penalty"].isfinite().all()
+    assert found.outer_losses.shape == found.inner_losses.shape == (3,)
+
+
+def test_sama_has_the_state_of_the_inner_rule():
+    problem, rule = ridge(), mg.optim.rules.adam(lr=0.1)
+    found = run(problem, method=hypergrad.SAMA(), inner=rule, inner_steps=3, steps=1)
+    values, state = {"w": START["w"].clone()}, rule.init(START)
+    for _ in range(3):
+        slope = torch.func.grad(lambda w: problem.inner({"w": w}, problem.hyper))(values["w"])
+        values, state = rule.update({"w": slope}, state, values)
+    expected = mg.hypergradient(
+        problem.outer, problem.inner, values, problem.hyper, method=hypergrad.SAMA(rule, state=state)
+    )
+    moved = problem.hyper["log_penalty"] - expected["log_penalty"]
+    assert torch.allclose(found.hyper["log_penalty"], moved, rtol=1e-9)
+
+
+def test_batches_go_round():
+    seen = {"inner": [], "outer": []}
+
+    def inner(params, hyper, batch):
+        if params["w"].requires_grad and torch.is_grad_enabled():
+            seen["inner"].append(batch)
+        return (params["w"] - hyper["lam"]).square().sum()
+
+    def outer(params, hyper, batch):
+        if torch.is_grad_enabled():
+            seen["outer"].append(batch)
+        return params["w"].square().sum()
+
+    mg.bilevel(
+        outer,
+        inner,
+        {"w": torch.zeros(1)},
+        {"lam": torch.ones(1)},
+        inner=SGD,
+        outer=SGD,
+        steps=2,
+        inner_steps=2,
+        inner_batches=[0, 1, 2, 3],
+        outer_batches=["a", "b"],
+    )
+    assert seen == {"inner": [0, 1, 2, 3, 0, 1], "outer": ["a", "b"]}
+
+
+def test_edge_weights_and_tables_are_learned():
+    pattern = mg.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
+    hyper = {
+        "edges": mg.sparse.SparseTensor(pattern, torch.ones(2)),
+        "table": torch.ones(5, 1),
+    }
+
+    def inner(params, hyper):
+        rows = mg.sparse.embedding(torch.tensor([0, 3]), hyper["table"])
+        return (params["w"] - hyper["edges"] @ rows).square().sum()
+
+    def outer(params, hyper):
+        return params["w"].square().sum()
+
+    def outer_optimizer(tensors):
+        return torch.optim.SGD(tensors, lr=0.1)
+
+    settings = {"inner": SGD, "steps": 2, "inner_steps": 20}
+    found = mg.bilevel(outer, inner, {"w": torch.zeros(2, 1)}, hyper, outer=outer_optimizer, **settings)
+    assert isinstance(found.hyper["edges"], mg.sparse.SparseTensor)
+    assert (found.hyper["edges"].values < 1).all()
+    assert (found.hyper["table"] < 1).flatten().tolist() == [True, False, False, True, False]
+    with pytest.raises(ValueError, match="outer is a rule, and the hypergradient of a table is sparse"):
+        mg.bilevel(outer, inner, {"w": torch.zeros(2, 1)}, hyper, outer=SGD, **settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"steps": 0}, ValueError, r"steps: expected an int of 1 or more, got 0"),
+        ({"inner_steps": -1}, ValueError, r"inner_steps: expected an int of 1 or more, got -1"),
+        ({"inner": 0.1}, TypeError, "inner must be a rule, such as .*, or a function of a list of tensors"),
+        ({"outer": torch.optim.SGD([torch.zeros(1)])}, TypeError, "outer must be a rule"),
+        ({"method": hypergrad.CG}, TypeError, "expected a method such as"),
+        ({"inner_batches": iter([])}, ValueError, "there are none when iterated over again"),
+    ],
+)
+def test_bad_input_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        run(ridge(), **options)
