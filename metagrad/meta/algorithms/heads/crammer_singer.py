@@ -150,7 +150,8 @@ def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
     :math:`\nu_n` of each sum: a system for each class, and one for :math:`\nu`.
 
     Returns:
-        The solution, and what must not be negative: of an active bound its multiplier, of others their distance.
+        The solution, and what must not be negative: of an active bound its multiplier, of others their distance, each
+        relative to others of its task.
     """
     gram, labels, C = problem
     free = (~active).to(gram.dtype).mT.unsqueeze(-1)  # [tasks, ways, n, 1]
@@ -163,14 +164,21 @@ def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
     nu = torch.linalg.solve_ex(homogeneous.sum(1) + padding, (particular + fixed).sum(1))[0].unsqueeze(1)
     alpha = particular - homogeneous @ nu + fixed
     with torch.no_grad():
-        slack = torch.where(free == 0, y - shared @ alpha - nu, y - alpha / C)
-    return alpha.squeeze(-1).mT, slack.squeeze(-1).mT.masked_fill(~problem.exists, torch.inf)
+        scores, distances = shared @ alpha, C * y - alpha
+        relative = torch.where(
+            free == 0, (y - scores - nu) / (1 + largest(scores)), distances / largest(alpha)
+        )
+    return alpha.squeeze(-1).mT, relative.squeeze(-1).mT.masked_fill(~problem.exists, torch.inf)
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of each task, ``[tasks, 1, 1, 1]``."""
+    return tensor.abs().amax((1, 2, 3), keepdim=True)
 
 
 @torch.no_grad()
 def _check(call: str, problem: Dual, lowest: Tensor) -> None:
     """Refuse what is no solution, and one without a derivative where that is asked for."""
-    lowest = lowest / (problem.C * problem.gram.flatten(1).abs().amax(1)).clamp(min=1.0)
     if (task := _first(~(lowest > -_TOLERANCE))) is not None:
         raise ValueError(
             f"{call}: the quadratic program of task {task} has no solution to {_TOLERANCE:g} in float64. Are its "

@@ -46,7 +46,9 @@ def residual(dual, alpha):
         {"damping": 0.0},
         {"ways": 5, "shots": 1},
         {"ways": 2, "shots": 10, "features": 3},
-        {"spread": 30.0},
+        {"spread": 1e3},
+        {"spread": 1e-3},
+        {"spread": 0.0},  # all examples of a class are equal
         slow({"ways": 20, "shots": 5, "tasks": 1, "features": 64}),
         slow({"ways": 5, "shots": 15, "features": 1600}),
     ],
@@ -54,9 +56,9 @@ def residual(dual, alpha):
 )
 def test_solutions_satisfy_the_conditions_of_optimality(kind):
     x, dual = problem(**kind)
-    alpha = solve("solve", dual(x))
+    alpha = solve("solve", dual(x.requires_grad_()))
+    assert torch.autograd.grad(alpha.sin().sum(), x)[0].isfinite().all()
     assert residual(dual(x), alpha) < 1e-9
-    assert (alpha < dual(x).C * dual(x).labels - 1e-9).any()
 
 
 def test_derivatives_are_those_of_finite_differences():
