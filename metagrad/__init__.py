@@ -18,6 +18,7 @@ from metagrad.meta import (
     MetaSGD,
     ProtoMAML,
     ProtoNet,
+    Reptile,
     preflight,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "MetaSGD",
     "ProtoMAML",
     "ProtoNet",
+    "Reptile",
     "autograd",
     "bilevel",
     "checkpoint",

@@ -11,6 +11,7 @@ from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
+from metagrad.meta.algorithms.reptile import Reptile
 from metagrad.meta.checks.preflight import preflight
 from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.inner.prototypes import Prototypes
@@ -37,5 +38,6 @@ __all__ = [
     "ProtoMAML",
     "ProtoNet",
     "Prototypes",
+    "Reptile",
     "preflight",
 ]

@@ -131,8 +131,8 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
     """Run an inner loop compiled, or eagerly as fallback."""
     compiled = inner.compiled
     assert compiled is not None
-    run = InnerLoop.adapt if tasks.query_x is None else InnerLoop.evaluate
     eager = dataclasses.replace(inner, compiled=None)
+    run, run_eagerly = (loop.adapt if tasks.query_x is None else loop.evaluate for loop in (inner, eager))
 
     def attempt() -> Evaluation | Adaptation:
         refuse_uncompilable(inner, tasks)
@@ -140,9 +140,9 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
             count = num_tasks(tasks.support_x) if inner.stacked else None
             rule = compiled.rule(inner.rule, start_values(params, tasks.rows, count), inner.steps)
             return Evaluation(*compiled.whole_batch(eager.evaluate, rule, params, tasks))
-        return run(inner, params, tasks)
+        return run(params, tasks)
 
-    return compiled.attempt(attempt, lambda: run(eager, params, tasks))
+    return compiled.attempt(attempt, lambda: run_eagerly(params, tasks))
 
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:

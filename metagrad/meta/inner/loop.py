@@ -130,13 +130,16 @@ class InnerLoop:
     def evaluate(self, params: Params, tasks: Tasks, rule: Rule | None = None) -> Evaluation:
         """Adapt to support examples, and compute the loss of query examples; takes what :meth:`run` does."""
         adapted, losses, used, path = self.run(params, tasks, rule)
+        return Evaluation(losses, used, *self.judge(adapted, tasks), path)
+
+    def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
+        """Return losses ``[tasks]`` and predictions of query examples."""
         loss: Loss = self._loss(tasks)
         if self.compiled is not None:
             loss = functools.partial(self.compiled.query_loss, loss)
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
-        query_losses, predictions = query if self.stacked else with_task_axis(query)
-        return Evaluation(losses, used, query_losses, predictions, path)
+        return query if self.stacked else with_task_axis(query)
 
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None
@@ -152,10 +155,10 @@ class InnerLoop:
             Adapted parameters, losses ``[tasks, steps]``, numbers of steps taken ``[tasks]``, and query losses on
             the way ``[tasks, steps - 1]``, or ``[tasks, 0]``.
         """
-        count = num_tasks(tasks.support_x) if self.stacked else None
-        start = self._start(params, tasks, count)
+        start = self.start_of(params, tasks)
         first_param = next(iter(start.values()))
-        used = torch.zeros(() if count is None else (count,), dtype=torch.int64, device=first_param.device)
+        count = (num_tasks(tasks.support_x),) if self.stacked else ()
+        used = torch.zeros(count, dtype=torch.int64, device=first_param.device)
         if self.steps == 0:
             none = first_param.new_zeros((used.numel(), 0))
             return start, none, used.reshape(-1), none
@@ -212,8 +215,9 @@ class InnerLoop:
             params = {**moved, **active}
         return {name: params[name] for name in rows}
 
-    def _start(self, params: Params, tasks: Tasks, count: int | None) -> Params:
-        """Return what tasks start from."""
+    def start_of(self, params: Params, tasks: Tasks) -> Params:
+        """Return what tasks start from, given the meta-parameters."""
+        count = num_tasks(tasks.support_x) if self.stacked else None
         if self.start is None:
             return start_values(params, tasks.rows, count)
         with phase("start"):

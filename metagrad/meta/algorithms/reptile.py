@@ -1,0 +1,107 @@
+"""Reptile: the meta-gradient is by how much the tasks moved the parameters, back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from metagrad.meta.execution.executor import TaskExecutor
+from metagrad.meta.inner.displacement import DisplacementLoop
+from metagrad.meta.maml import MAML
+from metagrad.meta.objective.task_loss import LossFn
+from metagrad.meta.objective.tasks import Tasks
+from metagrad.optim.rules import Rule
+from metagrad.optim.walk import hyperparameters_in
+
+Examples = Literal["all", "support"]
+
+
+class Reptile(MAML):
+    r"""Learn parameters close to what all tasks come to, without differentiating through the inner steps.
+
+    .. math::
+        \nabla_\theta \, \mathrm{loss} := \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} (\theta - \phi_i), \qquad
+        \phi_i = U_i^{\mathrm{steps}}(\theta)
+
+    so that ``torch.optim.SGD(learner.parameters(), lr=epsilon)`` takes the steps
+    :math:`\theta \leftarrow \theta + \frac{\epsilon}{n} \sum_i (\phi_i - \theta)` of the batched version, and of the
+    serial one where batches have one task; any other optimizer is given the same gradient. The value of ``loss`` is
+    the mean query loss after adaptation, as MAML's. No graph of a step is kept. A second derivative is refused: there
+    is no function with that gradient.
+
+    Protocol: a task is trained on all of its examples, so in training, with ``examples="all"``, the inner steps see
+    support and query examples, and the loss that is returned is one of training. In ``eval()`` and under
+    ``torch.no_grad()`` they see the support examples alone, and the loss is that of MAML. Each inner step takes all
+    examples at once, where the paper draws minibatches of them.
+
+    Args:
+        model: As of :class:`MAML`.
+        loss_fn: As of :class:`MAML`.
+        inner: As of :class:`MAML`, any rule; nothing of it is learned.
+        steps: As of :class:`MAML`; the paper takes 5 to 10.
+        examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate`` and ``query_weights``.
+
+    Raises:
+        ValueError: As :class:`MAML`; ``examples`` is something else; a hyper-parameter of ``inner`` or the loss
+            is to be learned, which gets no gradient; or ``compile="whole"``.
+        TypeError: As :class:`MAML`.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> learner = metagrad.Reptile(model, torch.nn.functional.mse_loss,
+        ...                            inner=metagrad.optim.rules.sgd(lr=0.1), steps=5)
+        >>> batch = metagrad.tasks.Sinusoid(shots=10, queries=10).sample(1)
+        >>> everything = [torch.cat(pair, 1) for pair in zip(batch.support, batch.query)]
+        >>> phi, theta = learner.adapt(everything).params["weight"][0], model.weight
+        >>> learner(batch).loss.backward()
+        >>> bool(torch.allclose(theta.grad, theta - phi))
+        True
+
+    References:
+        Nichol, Achiam, Schulman, "On first-order meta-learning algorithms", 2018, algorithms 1 and 2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        inner: Rule,
+        steps: int,
+        examples: Examples = "all",
+        **arguments: Any,
+    ) -> None:
+        if examples not in get_args(Examples):
+            raise ValueError(f'Reptile(..., examples): expected "all" or "support", got {examples!r}.')
+        fixed = {"adapt": None, "order": 1, "truncate": None, "query_weights": None}
+        super().__init__(model, loss_fn, inner=inner, steps=steps, **fixed, **arguments)
+        self.examples: Examples = examples
+        self._refuse_learned()
+        if self._compile is not None and self._compile.whole:
+            raise ValueError(
+                'Reptile(..., compile="whole"): there is no graph of a meta-batch. Use compile=True.'
+            )
+
+    def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
+        self._refuse_learned()
+        executor = super()._executor(steps, tasks)
+        joins = self.examples == "all" and self.training and tasks.query_x is not None
+        return dataclasses.replace(executor, inner=DisplacementLoop(**vars(executor.inner), joins=joins))
+
+    def _refuse_learned(self) -> None:
+        """Refuse what would be learned, but has no gradient."""
+        learned = [path for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad]
+        beside = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
+        what = (
+            f"inner has learned hyper-parameters, {', '.join(learned)}"
+            if learned
+            else "the loss has parameters"
+        )
+        if learned or any(p.requires_grad for p in beside):
+            raise ValueError(
+                f"Reptile(...): {what}, but its gradient is theta - phi, of what adapts alone. Give numbers and a "
+                "loss without parameters that require grad, or use FOMAML or MAML."
+            )
