@@ -27,7 +27,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "maml": "MAML",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
+        "cavia": "CAVIA",
         "proto_maml": "ProtoMAML",
+        "protonet": "ProtoNet",
+        "r2d2": "R2D2",
+        "metaoptnet": "MetaOptNet",
     }.items()
 }
 """Schemas by the name of the option of `algorithm`."""

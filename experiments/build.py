@@ -122,7 +122,10 @@ def build_splits(config: Config) -> Splits:
 def build_parts(config: Config) -> Parts:
     """Build the learner, its outer optimizer, the schedule and the generator of training tasks."""
     allow = config.allow
-    model, loss = build(config.model, allow=allow), build(config.loss, allow=allow)
+    model, loss = (
+        _without(config.algorithm.without, build(config.model, allow=allow)),
+        build(config.loss, allow=allow),
+    )
     algorithm = build(given(config.algorithm), model, loss, allow=allow)
     if not isinstance(algorithm, Algorithm) or not isinstance(algorithm, torch.nn.Module):
         raise ValueError(
@@ -151,6 +154,19 @@ def generator(seed: int, stream: str) -> torch.Generator:
     """Return a generator of its own for each stream of tasks, so that none shifts another."""
     sequence = np.random.SeedSequence(seed, spawn_key=(STREAMS.index(stream),))
     return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
+
+
+def _without(name: str | None, model: torch.nn.Module) -> torch.nn.Module:
+    """Leave a module out of a model."""
+    if name is not None:
+        try:
+            model.get_submodule(name)
+        except AttributeError as error:
+            raise ValueError(
+                f"build: algorithm.without={name}: {type(model).__name__} has no such module."
+            ) from error
+        model.set_submodule(name, torch.nn.Identity())
+    return model
 
 
 def _outer(config: Optimizer) -> Optimizer:

@@ -31,7 +31,6 @@ from experiments.schema import (
     Model,
     Omniglot,
     Optimizer,
-    Program,
     Sinusoid,
 )
 from experiments.signatures import TYPES, schema_of
@@ -45,6 +44,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "loss": {"loss": Loss},
     "model": {
         "mlp": MLP,
+        "context_mlp": schema_of("metagrad.models.ContextMLP", Model, types=IN_MODELS),
         "conv4": Conv4,
         "resnet12": schema_of("metagrad.models.ResNet12", Model, types=IN_MODELS),
         "transformer": schema_of("metagrad.models.Transformer", Model, types=IN_MODELS),
@@ -89,7 +89,7 @@ def typed(config: DictConfig) -> Config:
     """
     resolved = converted("train", config)
     _check_counts(resolved)
-    settle_inner("train", resolved)
+    settle("train", resolved)
     return resolved
 
 
@@ -112,21 +112,24 @@ def plain(config: Config) -> dict[str, Any]:
     return _plain(asdict(config))
 
 
-def settle_inner(call: str, config: Program) -> None:
-    """Set the inner rule, which an experiment chooses for any algorithm, to null where the algorithm has none.
+def settle(call: str, config: Config) -> None:
+    """Set what an experiment chooses for any algorithm, inner rule and steps, to null where the algorithm has none.
 
     Raises:
         ValueError: It is another one than gradient descent, so that somebody has asked for it.
     """
-    algorithm = config.algorithm
-    if "inner" in own_keys(algorithm) or algorithm.inner is None:
+    algorithm, own = config.algorithm, own_keys(config.algorithm)
+    if "args" in own:
         return
-    if not algorithm.inner._target_.endswith(".sgd"):
-        raise ValueError(
-            f"{call}: {algorithm._target_} has no inner rule, so algorithm/inner cannot be "
-            f"{algorithm.inner._target_.rpartition('.')[2]}; leave it out."
-        )
-    algorithm.inner = None
+    if "inner" not in own and algorithm.inner is not None:
+        if not algorithm.inner._target_.endswith(".sgd"):
+            raise ValueError(
+                f"{call}: {algorithm._target_} has no inner rule, so algorithm/inner cannot be "
+                f"{algorithm.inner._target_.rpartition('.')[2]}; leave it out."
+            )
+        algorithm.inner = None
+    if "steps" not in own:
+        algorithm.steps = config.evaluate.steps = None
 
 
 def _plain(value: Any) -> Any:
@@ -160,12 +163,12 @@ def _check_counts(config: Config) -> None:
         "threads": (1 if config.threads is None else config.threads, 1),
         "iterations": (config.iterations, 1),
         "meta_batch": (config.meta_batch, 1),
-        "algorithm.steps": (config.algorithm.steps, 0),
+        "algorithm.steps": (config.algorithm.steps or 0, 0),
         "log.every": (config.log.every, 1),
         "evaluate.every": (config.evaluate.every, 1),
         "evaluate.validation_tasks": (config.evaluate.validation_tasks, 2),
         "evaluate.tasks": (config.evaluate.tasks, 2),
-        "evaluate.steps": (config.evaluate.steps, 0),
+        "evaluate.steps": (config.evaluate.steps or 0, 0),
         "evaluate.chunk": (config.evaluate.chunk, 1),
         "checkpoint.every": (config.checkpoint.every, 1),
         "memory.outer_steps": (config.memory.outer_steps, 1),

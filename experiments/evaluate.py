@@ -52,7 +52,7 @@ def evaluate(
     tasks: TaskDistribution,
     *,
     num_tasks: int,
-    steps: int,
+    steps: int | None,
     chunk: int,
     generator: torch.Generator,
     device: torch.device,
@@ -60,15 +60,15 @@ def evaluate(
     """Adapt to tasks in chunks and return query metrics before and after `steps` inner steps.
 
     Returns:
-        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`.
+        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`; without those
+        before where `steps` is None, which is of algorithms that have none.
     """
+    judged = {"_before": 0, "": steps} if steps is not None else {"": None}
     parts: dict[str, list[Tensor]] = {}
     for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device):
-        for name, values in {
-            **_judge(algorithm, batch, 0, "_before"),
-            **_judge(algorithm, batch, steps, ""),
-        }.items():
-            parts.setdefault(name, []).append(values.cpu())
+        for suffix, number in judged.items():
+            for name, values in _judge(algorithm, batch, number, suffix).items():
+                parts.setdefault(name, []).append(values.cpu())
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
 
 
@@ -110,7 +110,7 @@ def is_classification(labels: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _judge(algorithm: Algorithm, batch: Batch, steps: int, suffix: str) -> dict[str, Tensor]:
+def _judge(algorithm: Algorithm, batch: Batch, steps: int | None, suffix: str) -> dict[str, Tensor]:
     out = algorithm(batch, steps=steps)
     metrics = {f"query_loss{suffix}": out.query_losses}
     if is_classification(batch.query.y):

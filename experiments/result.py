@@ -85,10 +85,12 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _row(name: str, intervals: dict[str, Interval], steps: int) -> str:
+def _row(name: str, intervals: dict[str, Interval], steps: int | None) -> str:
     stem, bracket, unit = name.partition("(")
-    before, after = intervals[f"{stem}_before{bracket}{unit}"], intervals[name]
+    before, after = intervals.get(f"{stem}_before{bracket}{unit}"), intervals[name]
     title = f"{stem.replace('_', ' ')} {bracket}{unit}".strip()
+    if before is None:
+        return f"  {title}: {after}"
     gain = f"  (ratio {before.mean / after.mean:.1f})" if not unit and after.mean > 0 else ""
     return f"  {title}: {before} before, {after} after {steps} inner steps{gain}"
 

@@ -119,6 +119,7 @@ class Conv4(Model):
     pool: str = MISSING
     norm: str = MISSING
     head: str = MISSING
+    context: int = 0
 
 
 @dataclass
@@ -144,8 +145,12 @@ class Algorithm(Target):
     """
 
     inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)
-    steps: int = key("The number of inner steps; 0 where the algorithm has none.", 0)
+    steps: int | None = key("The number of inner steps; null where the algorithm has none.", None)
     nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.", "raise")
+    without: str | None = key(
+        "The module of the model that is left out, where the algorithm fits a head of its own to each task.",
+        None,
+    )
 
 
 @dataclass
@@ -216,7 +221,7 @@ class Evaluate:
     validation_tasks: int = key("Tasks of a validation, the same ones each time.")
     tasks: int = key("Tasks of the test at the end.")
     queries: int | None = key("Query examples of a task that is evaluated (per class).")
-    steps: int = key("Inner steps on a task that is evaluated.")
+    steps: int | None = key("Inner steps on a task that is evaluated; null where the algorithm has none.")
     chunk: int = key("Tasks that are evaluated at once.")
 
 

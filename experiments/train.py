@@ -120,7 +120,8 @@ def report(folder: Path, outcome: dict[str, Any], files: list[Path]) -> str:
 def draw(run: Run) -> list[Path]:
     """Draw the plots of a run."""
     trained, tested = run.config.algorithm.steps, run.config.evaluate.steps
-    files = [learning_curve(run.folder, train_steps=trained, steps=tested), adaptation(run)]
+    files = [learning_curve(run.folder, train_steps=trained, steps=tested)]
+    files += [] if tested is None else [adaptation(run)]
     return [*files, memory_plot(run.folder)] if memory.read(run.folder) else files
 
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 LABELS = {"query_loss": "Query loss", "accuracy(%)": "Query accuracy (%)"}
 
 
-def learning_curve(folder: Path, *, train_steps: int, steps: int) -> Path:
-    """Draw the metrics of a run, trained with `train_steps` inner steps and validated with `steps`."""
+def learning_curve(folder: Path, *, train_steps: int | None, steps: int | None) -> Path:
+    """Draw the metrics of a run, trained with `train_steps` inner steps and validated with `steps`; None is none."""
     rows = read_rows(folder / "metrics.jsonl")
     names = metric_names(rows)
     path = folder / "plots" / "learning_curve.png"
@@ -51,29 +51,30 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def _training(axis: Any, steps: list[int], values: list[float], inner_steps: int) -> None:
+def _training(axis: Any, steps: list[int], values: list[float], inner_steps: int | None) -> None:
     axis.plot(steps, values, color=BLUE, alpha=0.22, linewidth=0.7)
     smoothed = smooth(values, len(values) // 60)
-    axis.plot(steps, smoothed, color=BLUE, label=f"Training, {_after(inner_steps)}, smoothed")
+    axis.plot(steps, smoothed, color=BLUE, label=f"Training{_after(inner_steps)}, smoothed")
 
 
-def _validation(axis: Any, rows: list[dict[str, Any]], name: str, inner_steps: int) -> None:
+def _validation(axis: Any, rows: list[dict[str, Any]], name: str, inner_steps: int | None) -> None:
     stem, bracket, unit = name.partition("(")
     steps, means = series(rows, f"validation/{name}")
     halves = series(rows, f"validation/{stem}_ci95{bracket}{unit}")[1]
     before = series(rows, f"validation/{stem}_before{bracket}{unit}")[1]
     dashes = (0, (4, 2))
-    axis.plot(
-        steps, before, color=ORANGE, linewidth=1.2, linestyle=dashes, label="Validation, before adapting"
-    )
-    label = f"Validation, {_after(inner_steps)}, 95 % interval"
+    if before:
+        axis.plot(
+            steps, before, color=ORANGE, linewidth=1.2, linestyle=dashes, label="Validation, before adapting"
+        )
+    label = f"Validation{_after(inner_steps)}, 95 % interval"
     axis.errorbar(
         steps, means, yerr=halves, color=VERMILION, fmt="o", markersize=3.5, linewidth=1.2, label=label
     )
 
 
-def _after(inner_steps: int) -> str:
-    return f"after {inner_steps} inner step{'s' if inner_steps != 1 else ''}"
+def _after(inner_steps: int | None) -> str:
+    return "" if inner_steps is None else f", after {inner_steps} inner step{'s' if inner_steps != 1 else ''}"
 
 
 def _spans_a_decade(axis: Any) -> bool:

@@ -13,6 +13,7 @@ from experiments.algorithm_schemas import ALGORITHMS, given
 from experiments.build import build_parts
 from experiments.config import plain
 from experiments.help import CONF
+from metagrad.meta import Algorithm
 from metagrad.tasks import Batch, Examples
 
 TINY = (
@@ -30,6 +31,14 @@ TINY = (
     "iterations=2",
     "memory.enabled=false",
 )
+OWN = {
+    "cavia": [
+        "model=custom",
+        "model._target_=metagrad.models.Conv4",
+        "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, context: 2}",
+    ],
+}
+"""What an algorithm needs beside that."""
 OPTIONS = sorted(file.stem for file in CONF.glob("algorithm/*.yaml") if file.stem != "custom")
 
 
@@ -51,7 +60,8 @@ def test_every_algorithm_is_an_option():
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_algorithm_trains(run, tmp_path, name):
-    run(tmp_path, f"algorithm={name}", *TINY)
+    tiny = [setting for setting in TINY if name not in OWN or not setting.startswith("model")]
+    run(tmp_path, f"algorithm={name}", *tiny, *OWN.get(name, []))
     result = json.loads((tmp_path / "result.json").read_text())
     assert all(math.isfinite(metric["mean"]) for metric in result["metrics"].values())
     assert result["protocol"]["algorithm"]["_target_"].startswith("metagrad.")
@@ -59,7 +69,9 @@ def test_every_algorithm_trains(run, tmp_path, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_experiments_are_for_every_algorithm(composed, name):
-    config = composed("experiment=omniglot_20way1shot", f"algorithm={name}")
+    context = ["model.context=8"] if name == "cavia" else []
+    config = composed("experiment=omniglot_20way1shot", f"algorithm={name}", "device=cpu", *context)
+    assert isinstance(build_parts(config).algorithm, Algorithm)
     assert json.loads(json.dumps(plain(config)))["algorithm"]["_target_"] == config.algorithm._target_
 
 
@@ -89,6 +101,22 @@ def test_what_a_class_passes_on_is_given_where_it_is_set(composed):
     assert "task_chunk" not in given(composed("algorithm=meta_curvature").algorithm)
     assert given(composed("algorithm=meta_curvature", "algorithm.task_chunk=1").algorithm)["task_chunk"] == 1
     assert given(composed().algorithm)["task_chunk"] is None
+
+
+def test_algorithms_with_a_head_have_neither_inner_rule_nor_steps(run, tmp_path, composed):
+    config = composed("experiment=omniglot_20way1shot", "algorithm=protonet", "device=cpu")
+    assert (config.algorithm.inner, config.algorithm.steps, config.evaluate.steps) == (None, None, None)
+    assert isinstance(build_parts(config).model.head, torch.nn.Identity)
+    run(tmp_path, "algorithm=protonet", *TINY, plots=True)
+    metrics = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert set(metrics) == {"test/query_loss", "test/accuracy(%)"}
+    assert [file.name for file in (tmp_path / "plots").iterdir()] == ["learning_curve.png"]
+
+
+def test_a_module_that_the_model_does_not_have_cannot_be_left_out(composed):
+    config = composed("algorithm=protonet", "device=cpu")
+    with pytest.raises(ValueError, match=r"build: algorithm.without=head: MLP has no such module"):
+        build_parts(config)
 
 
 def test_an_algorithm_of_the_users_gets_its_arguments(composed):
