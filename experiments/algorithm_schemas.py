@@ -31,6 +31,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "proto_maml": "ProtoMAML",
         "protonet": "ProtoNet",
         "r2d2": "R2D2",
+        "lrd2": "LRD2",
         "metaoptnet": "MetaOptNet",
     }.items()
 }
