@@ -1,7 +1,7 @@
 """Distributions over tasks, and the batches they hand to a meta-learner."""
 
 from metagrad.tasks.batch import PADDING, Batch, Examples, TaskDistribution
-from metagrad.tasks.fewshot import FewShot, Imbalanced
+from metagrad.tasks.fewshot import FewShot, ImageFolders, Imbalanced
 from metagrad.tasks.omniglot import Omniglot
 from metagrad.tasks.regression import (
     Curves,
@@ -14,6 +14,7 @@ from metagrad.tasks.regression import (
     SinusoidOrLine,
     Step,
 )
+from metagrad.tasks.tabular import Tabular
 
 __all__ = [
     "PADDING",
@@ -24,6 +25,7 @@ __all__ = [
     "Functions",
     "GaussianProcess",
     "Harmonic",
+    "ImageFolders",
     "Imbalanced",
     "Linear",
     "Omniglot",
@@ -31,5 +33,6 @@ __all__ = [
     "Sinusoid",
     "SinusoidOrLine",
     "Step",
+    "Tabular",
     "TaskDistribution",
 ]

@@ -2,5 +2,6 @@
 
 from metagrad.tasks.fewshot.episodes import Imbalanced
 from metagrad.tasks.fewshot.few_shot import FewShot
+from metagrad.tasks.fewshot.image_folders import ImageFolders
 
-__all__ = ["FewShot", "Imbalanced"]
+__all__ = ["FewShot", "ImageFolders", "Imbalanced"]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from metagrad.tasks._groups import Groups, draw_distinct
 from metagrad.tasks.batch import PADDING
 
 if TYPE_CHECKING:
@@ -111,88 +112,49 @@ class Members(NamedTuple):
     labels: Tensor
 
 
-class Classes:
-    """The members of the classes that tasks are made of.
+def draw_episodes(
+    groups: Groups, num_tasks: int, composition: Composition, generator: torch.Generator | None
+) -> tuple[Members, Members]:
+    """Draw the support and the query members of tasks.
+
+    Classes are drawn without replacement for each task, and members without replacement for each class.
 
     Args:
-        codes: The class of each item of the data set, [items] int64; negative are items of no class.
-        num_classes: How many classes there are.
-        device: Where episodes are drawn.
-    """
-
-    def __init__(self, codes: Tensor, num_classes: int, device: torch.device) -> None:
-        kept = (codes >= 0).nonzero().squeeze(1)
-        order = codes[kept].argsort(stable=True)
-        sizes = torch.bincount(codes[kept], minlength=num_classes)
-        self.num_classes, self.largest = num_classes, int(sizes.max())
-        self.items = kept[order].to(device)
-        self.sizes, self.starts = sizes.to(device), (sizes.cumsum(0) - sizes).to(device)
-
-    def draw(
-        self, num_tasks: int, composition: Composition, generator: torch.Generator | None
-    ) -> tuple[Members, Members]:
-        """Draw the support and the query members of tasks.
-
-        Classes are drawn without replacement for each task, and members without replacement for each class. The
-        positions of the k largest of n independent uniform keys are a uniform draw of k out of n in uniform
-        order, so that a whole batch is two calls of `topk`. Keys are float64: ties are then too rare to favour
-        anything.
-
-        Args:
-            num_tasks: Number of tasks.
-            composition: How many classes and members.
-            generator: Source of the random numbers; None is torch's global one.
-        """
-        device, most_ways = self.sizes.device, composition.most_ways(self.num_classes)
-        keys = torch.rand(
-            num_tasks, self.num_classes, generator=generator, dtype=torch.float64, device=device
-        )
-        classes = keys.topk(most_ways, dim=-1).indices
-        counts = None if composition.is_balanced else self._draw_counts(classes, composition, generator)
-        most = composition.most_examples(self.largest)
-        members = draw_distinct(self.sizes[classes], self.largest, most, generator)
-        places = self.starts[classes].unsqueeze(-1) + members
-        items = self.items[places.clamp(max=len(self.items) - 1)]
-        if counts is None:
-            assert isinstance(composition.shots, int)
-            support, query = (
-                _labelled(part) for part in items.split([composition.shots, composition.queries], -1)
-            )
-            return support, query
-        shots, queries = (count.unsqueeze(-1) for count in counts)
-        place = torch.arange(most, device=device)
-        return _kept(items, place < shots), _kept(items, (place >= shots) & (place < shots + queries))
-
-    def _draw_counts(
-        self, classes: Tensor, composition: Composition, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """Draw how many support and query examples each class has, [tasks, ways] each; zero is no class."""
-        num_tasks, most_ways = classes.shape
-        ways = _uniform(composition.ways, (num_tasks, 1), generator, classes.device, most=most_ways)
-        is_real = torch.arange(most_ways, device=classes.device) < ways
-        sizes = self.sizes[classes]
-        if isinstance(composition.shots, Imbalanced):
-            shots, queries = _imbalanced(composition.shots, composition.queries, sizes, is_real, generator)
-        else:
-            shots = _uniform(composition.shots, classes.shape, generator, classes.device)
-            queries = torch.full_like(shots, composition.queries)
-            shots = torch.minimum(shots, sizes - queries)
-        return shots * is_real, queries * is_real
-
-
-def draw_distinct(sizes: Tensor, largest: int, count: int, generator: torch.Generator | None) -> Tensor:
-    """Draw distinct members, [..., count], of sets of the given sizes; after all members come positions beyond them.
-
-    Args:
-        sizes: How many members each set has, [...].
-        largest: The largest of these, or more.
-        count: How many are drawn of each.
+        groups: The members of each class.
+        num_tasks: Number of tasks.
+        composition: How many classes and members.
         generator: Source of the random numbers; None is torch's global one.
     """
-    shape = (*sizes.shape, largest)
-    keys = torch.rand(shape, generator=generator, dtype=torch.float64, device=sizes.device)
-    beyond = torch.arange(largest, device=sizes.device) >= sizes.unsqueeze(-1)
-    return keys.masked_fill_(beyond, -1.0).topk(count, dim=-1).indices
+    classes_of_all = torch.full((num_tasks,), groups.num_groups, device=groups.device)
+    most_ways = composition.most_ways(groups.num_groups)
+    classes = draw_distinct(classes_of_all, groups.num_groups, most_ways, generator)
+    if composition.is_balanced:
+        items = groups.draw_members(classes, composition.fewest_examples, generator)
+        sizes = [composition.fewest_examples - composition.queries, composition.queries]
+        support, query = map(_labelled, items.split(sizes, -1))
+        return support, query
+    shots, queries = (
+        count.unsqueeze(-1) for count in _draw_counts(groups.sizes[classes], composition, generator)
+    )
+    items = groups.draw_members(classes, composition.most_examples(groups.largest), generator)
+    place = torch.arange(items.shape[-1], device=groups.device)
+    return _kept(items, place < shots), _kept(items, (place >= shots) & (place < shots + queries))
+
+
+def _draw_counts(
+    sizes: Tensor, composition: Composition, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draw how many support and query examples each class has, [tasks, ways] each; zero is no class."""
+    num_tasks, most_ways = sizes.shape
+    ways = _uniform(composition.ways, (num_tasks, 1), generator, sizes.device, most=most_ways)
+    is_real = torch.arange(most_ways, device=sizes.device) < ways
+    if isinstance(composition.shots, Imbalanced):
+        shots, queries = _imbalanced(composition.shots, composition.queries, sizes, is_real, generator)
+    else:
+        shots = _uniform(composition.shots, (num_tasks, most_ways), generator, sizes.device)
+        queries = torch.full_like(shots, composition.queries)
+        shots = torch.minimum(shots, sizes - queries)
+    return shots * is_real, queries * is_real
 
 
 def _uniform(

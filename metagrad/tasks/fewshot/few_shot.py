@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
+from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split
 from metagrad.tasks.batch import Batch, Examples
-from metagrad.tasks.fewshot.episodes import Classes, Composition, Count, Imbalanced
+from metagrad.tasks.fewshot.episodes import Composition, Count, Imbalanced, draw_episodes
 from metagrad.tasks.fewshot.labels import read_labels
 from metagrad.tasks.fewshot.loading import Ahead, Batches, Items, Plan, load_all
 
@@ -160,9 +161,9 @@ class FewShot:
             ValueError: When num_tasks is below one, or the generator is on another device.
         """
         check_counts(f"{self._call}.sample", {"num_tasks": num_tasks})
-        check_generator(f"{self._call}.sample", generator, self._members.sizes.device)
+        check_generator(f"{self._call}.sample", generator, self._groups.device)
         if self._x is not None:
-            parts = self._members.draw(num_tasks, self.composition, generator)
+            parts = draw_episodes(self._groups, num_tasks, self.composition, generator)
             return Batch(*(Examples(self._gather(part.items), part.labels) for part in parts))
         generator = torch.default_generator if generator is None else generator
         if self._ahead is not None:
@@ -211,10 +212,10 @@ class FewShot:
         if x is not None and transform is None:
             self._x = x.to(self.device)
         where = torch.device("cpu") if self._x is None else self.device
-        self._members = Classes(self._codes, self.num_classes, where)
+        self._groups = Groups(self._codes, self.num_classes, where)
         self._batches = Batches(Items(self.dataset, transform))
         # No method of self: what refers to itself is freed late, and its workers then wait for seconds.
-        self._plan = functools.partial(_plan, self._members, self.composition)
+        self._plan = functools.partial(_plan, self._groups, self.composition)
         if workers and self._x is None:
             self._ahead = Ahead(self._batches, self._plan, workers=workers, prefetch=prefetch)
 
@@ -233,8 +234,8 @@ class FewShot:
         return x.to(self.dtype) if x.is_floating_point() and self.dtype is not None else x
 
 
-def _plan(members: Classes, composition: Composition, num_tasks: int, generator: torch.Generator) -> Plan:
-    support, query = members.draw(num_tasks, composition, generator)
+def _plan(groups: Groups, composition: Composition, num_tasks: int, generator: torch.Generator) -> Plan:
+    support, query = draw_episodes(groups, num_tasks, composition, generator)
     return Plan(support, query, torch.randint(2**62, (num_tasks,), generator=generator, device="cpu"))
 
 

@@ -10,6 +10,8 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from metagrad.tasks._data_root import data_root
+
 if TYPE_CHECKING:
     from metagrad.tasks.omniglot.splits import Split
 
@@ -52,11 +54,6 @@ def find_files(root: str | os.PathLike[str] | None, split: Split, *, download: b
     for path in paths:
         verify(path)
     return paths
-
-
-def data_root(root: str | os.PathLike[str] | None) -> Path:
-    """Return the folder to look in: the argument, else `$METAGRAD_DATA`, else `~/.cache/metagrad`."""
-    return Path(root or os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser()
 
 
 def verify(path: Path, *, origin: str | None = None) -> None:

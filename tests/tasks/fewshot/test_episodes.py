@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from metagrad.tasks._groups import Groups, draw_distinct
 from metagrad.tasks.fewshot import Imbalanced
-from metagrad.tasks.fewshot.episodes import Classes, Composition, draw_distinct
+from metagrad.tasks.fewshot.episodes import Composition, draw_episodes
 
 CPU = torch.device("cpu")
 
@@ -14,16 +15,16 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def of_sizes(*sizes: int) -> Classes:
+def of_sizes(*sizes: int) -> Groups:
     """Classes of which item n belongs to the class that the sizes say, in order."""
     codes = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    return Classes(codes, len(sizes), CPU)
+    return Groups(codes, len(sizes), CPU)
 
 
 def draw(num_tasks: int, *, num_classes: int, class_size: int, ways: int, examples: int):
     """Draw a balanced batch, and return the classes [tasks, ways] and members [tasks, ways, examples]."""
     composition = Composition(ways, 1, examples - 1)
-    parts = of_sizes(*[class_size] * num_classes).draw(num_tasks, composition, seeded())
+    parts = draw_episodes(of_sizes(*[class_size] * num_classes), num_tasks, composition, seeded())
     items = torch.cat([part.items.view(num_tasks, ways, -1) for part in parts], -1)
     assert torch.equal(items // class_size, (items // class_size)[..., :1].expand_as(items))
     return (items // class_size)[..., 0], items % class_size
@@ -95,7 +96,7 @@ def check_padding(part, num_tasks):
 
 def test_ways_and_shots_that_vary():
     classes, composition = of_sizes(9, 9, 9, 12), Composition((2, 4), (1, 5), 4)
-    support, query = classes.draw(300, composition, seeded())
+    support, query = draw_episodes(classes, 300, composition, seeded())
     check_padding(support, 300)
     check_padding(query, 300)
     assert {int(labels.amax()) + 1 for labels in query.labels} == {2, 3, 4}
@@ -109,7 +110,7 @@ def test_ways_and_shots_that_vary():
 
 
 def test_labels_mean_the_same_class_in_support_and_query():
-    support, query = of_sizes(6, 7, 8, 9).draw(50, Composition((2, 4), (1, 3), 2), seeded())
+    support, query = draw_episodes(of_sizes(6, 7, 8, 9), 50, Composition((2, 4), (1, 3), 2), seeded())
     bounds = torch.tensor([6, 13, 21])
     for label in range(4):
         classes = [
@@ -120,7 +121,7 @@ def test_labels_mean_the_same_class_in_support_and_query():
 
 
 def test_shots_do_not_take_the_members_that_queries_need():
-    support, query = of_sizes(5, 20).draw(200, Composition(2, (1, 10), 4), seeded())
+    support, query = draw_episodes(of_sizes(5, 20), 200, Composition(2, (1, 10), 4), seeded())
     counts = torch.stack([(support.labels == label).sum(1) for label in range(2)], 1)
     assert (query.labels != -100).sum() == 200 * 8
     of_small = torch.where(support.items < 5, support.labels, -100)  # the class of five has one to spare
@@ -130,7 +131,9 @@ def test_shots_do_not_take_the_members_that_queries_need():
 
 def test_meta_dataset_composition_follows_its_formulas():
     sizes = (6, 30, 100, 400)
-    support, query = of_sizes(*sizes).draw(400, Composition((2, 4), Imbalanced(20, 60), 10), seeded())
+    support, query = draw_episodes(
+        of_sizes(*sizes), 400, Composition((2, 4), Imbalanced(20, 60), 10), seeded()
+    )
     check_padding(support, 400)
     ends = torch.tensor(sizes).cumsum(0)
     for task in range(400):
@@ -148,6 +151,6 @@ def test_meta_dataset_composition_follows_its_formulas():
 
 
 def test_meta_dataset_gives_larger_classes_more_shots():
-    support, _ = of_sizes(20, 100).draw(200, Composition(2, Imbalanced(), 5), seeded())
+    support, _ = draw_episodes(of_sizes(20, 100), 200, Composition(2, Imbalanced(), 5), seeded())
     is_large = support.items >= 20
     assert is_large.sum() > 3 * ((support.items >= 0) & ~is_large).sum()

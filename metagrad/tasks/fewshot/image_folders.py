@@ -1,0 +1,243 @@
+"""Images in folders, one for each class."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from metagrad.tasks._data_root import find_path
+from metagrad.tasks._splits import SHARES, split_name
+from metagrad.tasks.fewshot.published import PUBLISHED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ENDINGS = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+SUBFOLDERS = ("images", "data", "")  # of the root, where images are in the layouts that are read
+SPLIT_FILES = {"train": ["train"], "validation": ["val", "validation"], "test": ["test"]}
+
+Splits = dict[str, list[str]]
+
+
+class Found(NamedTuple):
+    """Hold the images of a folder: files with the names of their classes, and which classes make each split."""
+
+    files: list[tuple[Path, str]]
+    splits: Splits
+
+
+class ImageFolders(Dataset):
+    """Read images that are in folders, one for each class, in the layouts of few-shot data sets.
+
+    | layout below the root | as |
+    | --- | --- |
+    | `train.csv`, `val.csv`, `test.csv` with the columns filename and label; files in `images/` | mini-ImageNet |
+    | `train/CLASS/*`, `val/CLASS/*`, `test/CLASS/*` | tieredImageNet |
+    | `CLASS/*`, `images/CLASS/*` or `data/CLASS/*`, with `splits=` or lists of classes beside them | CIFAR-FS |
+
+    Such lists are `splits.json`, or `train.txt`, `val.txt` and `test.txt`, in the root or in `splits/`.
+
+    Images are read by Pillow when they are asked for, which must be installed.
+
+    Args:
+        root: The folder, also relative to `$METAGRAD_DATA`.
+        size: Pixels along a side, to which images are scaled by Pillow's bilinear filter, without regard to their
+            shape; None leaves them as they are.
+        splits: Where classes are in `CLASS/`: `"mini-ImageNet"` or `"CIFAR-FS"`, the published splits; a mapping from
+            `"train"`, `"validation"` and `"test"` to class names; or the path of a JSON file with such, or of a
+            folder with `train.txt`, `val.txt` and `test.txt`.
+        transform: Maps a Pillow image to a tensor, as those of torchvision do; it replaces the scaling.
+        mode: Pillow's name of the channels: `"RGB"` or `"L"`.
+
+    Attributes:
+        files: The path of each image.
+        targets: The class of each image, as a position in `classes`.
+        classes: The names of the classes, sorted.
+        splits: Class names by the name of the split; empty where there are none.
+
+    Raises:
+        ValueError: The folder is not there, has no images, or a split names classes or files that it lacks.
+        ImportError: Pillow is not installed.
+
+    Examples:
+        >>> data = ImageFolders("mini_imagenet", size=84)  # doctest: +SKIP
+        >>> tasks = FewShot(data, ways=5, shots=1, split="train", workers=4)  # doctest: +SKIP
+
+    References:
+        Ravi, Larochelle, Optimization as a Model for Few-Shot Learning, 2017 (mini-ImageNet's split).
+        Ren et al., Meta-Learning for Semi-Supervised Few-Shot Classification, 2018 (tieredImageNet).
+        Bertinetto et al., Meta-Learning with Differentiable Closed-Form Solvers, 2019 (CIFAR-FS).
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        size: int | None = 84,
+        splits: str | os.PathLike[str] | Mapping[str, Sequence[str]] | None = None,
+        transform: Callable[[Any], Tensor] | None = None,
+        mode: str = "RGB",
+    ) -> None:
+        _pillow()
+        if size is not None and size < 1:
+            raise ValueError(f"ImageFolders: size must be at least 1, got {size}.")
+        if mode not in ("RGB", "L"):
+            raise ValueError(f"ImageFolders: mode must be 'RGB' or 'L', got {mode!r}.")
+        self.root = find_path("ImageFolders", root)
+        self.size, self.transform, self.mode = size, transform, mode
+        found = _find(self.root, splits)
+        self.splits = found.splits
+        self.classes = sorted({name for _, name in found.files})
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self.files = [file for file, _ in found.files]
+        self.targets = [numbers[name] for _, name in found.files]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        """Return an image, [channels, height, width] uint8 unless there is a transform, and its class."""
+        with _pillow().open(self.files[index]) as file:
+            image = file.convert(self.mode)
+        if self.transform is not None:
+            return self.transform(image), self.targets[index]
+        if self.size is not None:
+            image = image.resize((self.size, self.size), _pillow().Resampling.BILINEAR)
+        levels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
+        return levels.permute(2, 0, 1).contiguous(), self.targets[index]
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "ImageFolders: reading images needs Pillow; install it by `pip install pillow`."
+        ) from error
+    return Image
+
+
+def _find(root: Path, splits: Any) -> Found:
+    """Return the images of a folder, in the first layout that fits."""
+    found = (_by_tables(root) or _by_split_folders(root)) if splits is None else None
+    if found is None:
+        files = next((files for name in SUBFOLDERS if (files := _by_class(root / name))), [])
+        found = Found(files, _beside(root) if splits is None else _given(splits))
+    if not found.files:
+        raise ValueError(
+            f"ImageFolders: {root} must have a folder for each class, folders train/, val/ and test/ of such, or "
+            "train.csv, val.csv and test.csv beside images/; there are no images in these places."
+        )
+    names = {name for _, name in found.files}
+    for split, classes in found.splits.items():
+        if lacking := [name for name in classes if name not in names]:
+            raise ValueError(
+                f"ImageFolders: {root} must have all {len(classes)} classes of the split {split!r}, and "
+                f"{len(lacking)} are missing, the first is {lacking[0]!r}."
+            )
+    return found
+
+
+def _by_class(folder: Path) -> list[tuple[Path, str]]:
+    """Return the images of the folders in a folder, in sorted order."""
+    if not folder.is_dir():
+        return []
+    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [
+        (file, path.name)
+        for path in classes
+        for file in sorted(path.iterdir())
+        if file.suffix.lower() in ENDINGS
+    ]
+
+
+def _by_split_folders(root: Path) -> Found | None:
+    parts = {split: _by_class(folder) for split, folder in _existing(root, "").items()}
+    if not any(parts.values()):
+        return None
+    splits = {split: sorted({name for _, name in part}) for split, part in parts.items()}
+    return Found([pair for part in parts.values() for pair in part], splits)
+
+
+def _by_tables(root: Path) -> Found | None:
+    tables = {split: _read_table(path) for split, path in _existing(root, ".csv").items()}
+    if not tables:
+        return None
+    rows = [row for table in tables.values() for row in table]
+    folders = [root / name for name in SUBFOLDERS]
+    file, label = rows[0]
+    places = [lambda folder, file, label: folder / file, lambda folder, file, label: folder / label / file]
+    fits = next(((f, p) for f in folders for p in places if p(f, file, label).is_file()), None)
+    if fits is None:
+        looked = ", ".join(str(p(f, file, label)) for f in folders for p in places)
+        raise ValueError(f"ImageFolders: {file} of {root}'s tables is not there; looked for {looked}.")
+    files = [(fits[1](fits[0], file, label), label) for file, label in rows]
+    missing = [path for path, _ in files if not path.is_file()]
+    if missing:
+        raise ValueError(
+            f"ImageFolders: {root} must have the {len(files)} images of its tables, and {len(missing)} are missing, "
+            f"the first is {missing[0]}."
+        )
+    return Found(files, {split: sorted({label for _, label in table}) for split, table in tables.items()})
+
+
+def _read_table(path: Path) -> list[tuple[str, str]]:
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"filename", "label"} <= rows[0].keys():
+        raise ValueError(
+            f"ImageFolders: {path} must have the columns filename and label, and a row at least."
+        )
+    return [(row["filename"], row["label"]) for row in rows]
+
+
+def _existing(folder: Path, ending: str) -> dict[str, Path]:
+    """Return the files, or the folders, of splits that are there."""
+    paths = {split: [folder / f"{name}{ending}" for name in names] for split, names in SPLIT_FILES.items()}
+    found = {split: next((path for path in some if path.exists()), None) for split, some in paths.items()}
+    return {
+        split: path for split, path in found.items() if path is not None and path.is_dir() != bool(ending)
+    }
+
+
+def _beside(root: Path) -> Splits:
+    """Return the splits that a folder of classes has beside its images, or none."""
+    for folder in (root, root / "splits"):
+        if (folder / "splits.json").is_file():
+            return _given(folder / "splits.json")
+        if _existing(folder, ".txt"):
+            return _given(folder)
+    return {}
+
+
+def _given(splits: Any) -> Splits:
+    """Return splits in any form as lists of class names."""
+    if isinstance(splits, str) and splits in PUBLISHED:
+        return PUBLISHED[splits]
+    if isinstance(splits, (str, os.PathLike)):
+        path = Path(splits)
+        if path.is_dir():
+            splits = {split: file.read_text().split("\n") for split, file in _existing(path, ".txt").items()}
+        elif path.is_file():
+            splits = json.loads(path.read_text())
+        if not isinstance(splits, Mapping) or not splits:
+            raise ValueError(
+                f"ImageFolders: splits must be one of {', '.join(map(repr, PUBLISHED))}, the path of a JSON file "
+                "with lists of classes by split, or of a folder with train.txt, val.txt and test.txt, got "
+                f"{str(path)!r}."
+            )
+    named = {split_name(name): [c.strip() for c in classes if c.strip()] for name, classes in splits.items()}
+    if not named.keys() <= SHARES.keys():
+        raise ValueError(
+            f"ImageFolders: splits must be by {', '.join(map(repr, SHARES))}, got {list(splits)}."
+        )
+    return named

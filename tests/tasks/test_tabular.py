@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metagrad as mg
+from metagrad.tasks import Tabular, TaskDistribution
+
+FOLDER = Path(os.environ.get("METAGRAD_DATA", ""))
+CSV = """who,age,kind,size
+"ann",1,cat,2.5
+ann,2,dog,3
+ann,3,dog,4
+bob,1,cat,1
+bob,2,cat,2
+bob,3,dog,5
+bob,4,cat,7
+"""
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def table() -> dict:
+    """Rows of 10 tasks of 4 to 13 rows; the first column names the row, the target is its square."""
+    who = np.repeat(np.arange(10), np.arange(4, 14))
+    return {
+        "who": who,
+        "row": np.arange(85),
+        "kind": np.array(list("cab"))[np.arange(85) % 3],
+        "y": np.arange(85.0) ** 2,
+    }
+
+
+def test_it_is_a_task_distribution():
+    assert isinstance(Tabular(table(), "who", ["row"], "y", 2, 2), TaskDistribution)
+
+
+def test_rows_of_a_task_belong_together_and_none_is_drawn_twice():
+    batch = Tabular(table(), "who", ["row"], "y", 1, 3, dtype=torch.float64).sample(200, generator=seeded())
+    assert batch.support.x.shape == batch.support.y.shape == (200, 1, 1)
+    rows = torch.cat([batch.support.x, batch.query.x], 1).squeeze(-1)
+    assert torch.equal(torch.cat([batch.support.y, batch.query.y], 1).squeeze(-1), rows.square())
+    tasks = torch.from_numpy(table()["who"])[rows.long()]
+    assert (tasks == tasks[:, :1]).all()
+    assert all(len(set(row.tolist())) == 4 for row in rows)
+    assert set(tasks[:, 0].tolist()) == set(range(10))
+
+
+def test_the_generator_decides_alone():
+    tasks = Tabular(table(), "who", ["row"], "y", 2, 2)
+    before = torch.get_rng_state()
+    first, again, other = (tasks.sample(4, generator=seeded(s)) for s in (0, 0, 1))
+    assert torch.equal(first.query.x, again.query.x)
+    assert not torch.equal(first.query.x, other.query.x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_columns_by_name_are_ids_and_a_mapping_makes_arguments():
+    x = {"item": "row", "kind": "kind", "features": ["row", "who"]}
+    tasks = Tabular(table(), "who", x, "kind", 2, 2, classify=True)
+    batch = tasks.sample(3, generator=seeded())
+    assert {name: (tuple(part.shape), part.dtype) for name, part in batch.support.x.items()} == {
+        "item": ((3, 2), torch.int64),
+        "kind": ((3, 2), torch.int64),
+        "features": ((3, 2, 2), torch.float32),
+    }
+    assert tasks.categories == {"kind": ["a", "b", "c"]}
+    assert torch.equal(batch.support.x["kind"], batch.support.y)
+    assert torch.equal(batch.support.y, torch.tensor([2, 0, 1])[batch.support.x["item"] % 3])
+    assert batch.num_tasks == 3
+
+
+def test_files_and_arrays_are_tables_too(tmp_path):
+    path = tmp_path / "pets.csv"
+    path.write_text(CSV)
+    tasks = Tabular(path, "who", ["age"], "size", 2, 1, dtype=torch.float64)
+    assert tasks.tasks == ["ann", "bob"]
+    drawn = tasks.sample(50, generator=seeded()).query
+    assert set(zip(drawn.x.flatten().tolist(), drawn.y.flatten().tolist(), strict=True)) == {
+        *zip((1, 2, 3, 1, 2, 3, 4), (2.5, 3, 4, 1, 2, 5, 7), strict=True)
+    }
+    rows = [("ann", 1, 2.5), ("ann", 2, 3.0), ("ann", 3, 4.0)]
+    array = np.array(rows, dtype=[("who", "U3"), ("age", int), ("size", float)])
+    assert Tabular(array, "who", ["age"], "size", 2, 1).tasks == ["ann"]
+    frame = type("Frame", (), {"columns": ["w", "a"], "__getitem__": lambda self, name: [1, 1, 1]})()
+    assert Tabular(frame, "w", ["a"], "a", 2, 1).tasks == [1]
+
+
+def test_files_are_found_in_the_data_folder(tmp_path, monkeypatch):
+    (tmp_path / "pets.csv").write_text(CSV)
+    monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
+    assert Tabular("pets.csv", "who", ["age"], "size", 2, 1).tasks == ["ann", "bob"]
+    with pytest.raises(
+        ValueError, match=r"Tabular: no\.csv is not there; looked for no\.csv and .*METAGRAD_DATA says"
+    ):
+        Tabular("no.csv", "who", ["age"], "size")
+
+
+def test_standardized_by_the_training_tasks_alone():
+    splits = {"train": [1, 2, 3], "test": [8, 9]}
+    made = {
+        name: Tabular(
+            table(),
+            "who",
+            ["row"],
+            "y",
+            2,
+            2,
+            standardize=True,
+            tasks=splits,
+            split=name,
+            dtype=torch.float64,
+        )
+        for name in splits
+    }
+    rows = torch.arange(4, 22, dtype=torch.float64)  # of tasks 1, 2 and 3
+    for tasks in made.values():
+        raw = torch.arange(85, dtype=torch.float64)
+        expected = (raw - rows.mean()) / rows.std(correction=0)
+        torch.testing.assert_close(tasks._x[:, 0], expected)
+        y = rows.square()
+        torch.testing.assert_close(tasks._y[:, 0], (raw.square() - y.mean()) / y.std(correction=0))
+    assert Tabular({"w": [1, 1], "c": [2, 2]}, "w", ["c"], "c", 1, 1, standardize=True)._x.tolist() == [
+        [0],
+        [0],
+    ]
+
+
+def test_tasks_are_dealt_out_or_chosen():
+    parts = [
+        Tabular(table(), "who", ["row"], "y", 2, 2, split=s).tasks for s in ("train", "validation", "test")
+    ]
+    assert sorted([*parts[0], *parts[1], *parts[2]]) == list(range(10))
+    assert [len(part) for part in parts] == [6, 2, 2]
+    assert Tabular(table(), "who", ["row"], "y", 2, 2, tasks=[7, 3]).tasks == [7, 3]
+
+
+def test_small_tasks_are_left_out_when_told_to():
+    tasks = Tabular(table(), "who", ["row"], "y", 5, 5, small="skip")
+    assert tasks.skipped == [0, 1, 2, 3, 4, 5]
+    assert tasks.tasks == [6, 7, 8, 9]
+    assert tasks.protocol_description == (
+        "Tabular tasks by 'who', 5 rows to adapt to and 5 to be judged on, 4 tasks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"shots": 0}, ValueError, "Tabular: shots must be at least 1, got 0"),
+        ({"task": "whom"}, ValueError, "task='whom' is none of the columns 'who', 'row', 'kind', 'y'"),
+        ({"x": ["age"]}, ValueError, "x='age' is none of the columns"),
+        ({"x": []}, ValueError, "x must name a column at least"),
+        ({"x": ["kind"]}, ValueError, r"the column x='kind' is text, .*x=\{'argument': 'kind'\} for ids"),
+        ({"y": "kind"}, ValueError, "the column y='kind' is text, .*classify=True"),
+        ({"tasks": [77]}, ValueError, "Tabular: tasks has 77, which the data do not have; there are 10"),
+        (
+            {"shots": 5, "queries": 2},
+            ValueError,
+            r"shots \+ queries = 7 rows, and 3 of 10 have fewer: 0 has 4, 1",
+        ),
+        ({"shots": 50, "small": "skip"}, ValueError, "and 10 of 10 have fewer"),
+        ({"small": "drop"}, ValueError, "small must be 'raise' or 'skip', got 'drop'"),
+        ({"dtype": torch.int64}, ValueError, "dtype must be a floating-point type"),
+        (
+            {"table": [1, 2]},
+            TypeError,
+            "table must be the path of a CSV file, a dict of columns, .* got a list",
+        ),
+        ({"table": {"who": [1], "row": [1, 2]}}, ValueError, r"of one length, \[rows\], got"),
+        ({"table": {"who": [], "row": []}}, ValueError, "table has no rows"),
+        (
+            {"table": {"who": [1.0] * 4, "row": [0, 1, 2, np.nan], "y": [0] * 4}},
+            ValueError,
+            "1 of 4 rows have no finite value in x='row'",
+        ),
+    ],
+)
+def test_construction_errors(changes, error, message):
+    arguments = {"table": table(), "task": "who", "x": ["row"], "y": "y", "shots": 2, "queries": 2, **changes}
+    with pytest.raises(error, match=message):
+        Tabular(**arguments)
+
+
+def test_gaps_and_ragged_lines_of_files(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n1,2\n1,NA\n")
+    with pytest.raises(ValueError, match="1 of 2 rows have no finite value in y='b'"):
+        Tabular(path, "a", ["a"], "b", 1, 1)
+    path.write_text("a,b\n1,2\n1\n")
+    with pytest.raises(ValueError, match=r"line 3 of .*t\.csv must have 2 fields, got 1"):
+        Tabular(path, "a", ["a"], "b", 1, 1)
+
+
+def test_sampling_errors():
+    with pytest.raises(ValueError, match=r"Tabular.sample: num_tasks must be at least 1, got 0"):
+        Tabular(table(), "who", ["row"], "y", 2, 2).sample(0)
+    with pytest.raises(ValueError, match=r"Tabular.sample: the generator is on cpu, the tasks are on meta"):
+        Tabular(table(), "who", ["row"], "y", 2, 2, device="meta").sample(1, generator=seeded())
+
+
+def real(name: str) -> Path:
+    if not (FOLDER / name).is_file():
+        pytest.skip(f"needs {name}, which is not in METAGRAD_DATA")
+    return FOLDER / name
+
+
+def test_growth_curves():
+    boys = Tabular(real("multitask/Oxboys.csv"), "Subject", ["age"], "height", 4, 5, standardize=True)
+    assert len(boys.tasks) == 26
+    batch = boys.sample(100, generator=seeded())
+    assert abs(batch.query.y.mean()) < 0.2
+    chicks = Tabular(
+        real("multitask/ChickWeight.csv"), "Chick", ["Time", "Diet"], "weight", 4, 4, small="skip"
+    )
+    assert len(chicks.tasks) + len(chicks.skipped) == 50
+    diets = chicks.sample(10).support.x[..., 1]
+    assert torch.equal(diets, diets[:, :1].expand_as(diets))
+
+
+class Ratings(torch.nn.Module):
+    """A lecturer's vector and a few features, to a rating."""
+
+    def __init__(self):
+        super().__init__()
+        self.lecturers = torch.nn.Embedding(2161, 4)
+        self.head = torch.nn.Linear(7, 1)
+
+    def forward(self, lecturer, features):
+        return self.head(torch.cat([self.lecturers(lecturer), features], -1))
+
+
+def test_ratings_of_lecturers_by_students():
+    x = {"lecturer": "d", "features": ["studage", "lectage", "service"]}
+    tasks = Tabular(real("insteval/InstEval.csv"), "s", x, "y", 10, 10, split="train", small="skip")
+    everybody = Tabular(real("insteval/InstEval.csv"), "s", x, "y", 10, 10, small="skip")
+    assert len(everybody.tasks) == 1682
+    assert len(tasks.tasks) + len(tasks.skipped) == round(0.64 * 2972)
+    batch = tasks.sample(8, generator=seeded())
+    maml = mg.MAML(
+        Ratings(), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.05), steps=2, sparse=["lecturers.weight"]
+    )
+    maml(batch).loss.backward()
+    assert maml.model.head.weight.grad.abs().sum() > 0
