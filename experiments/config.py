@@ -21,6 +21,7 @@ from experiments.schema import (
     Cosine,
     Custom,
     CustomAlgorithm,
+    CustomData,
     CustomModel,
     CustomOptimizer,
     CustomRule,
@@ -34,13 +35,15 @@ from experiments.schema import (
     Sinusoid,
 )
 from experiments.signatures import TYPES, schema_of
+from experiments.task_schemas import DATASETS, TASKS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 IN_MODELS = {**TYPES, "Sequence": list[int]}
 SCHEMAS: dict[str, dict[str, type]] = {
-    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, "custom": CustomTask},
+    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, **TASKS, "custom": CustomTask},
+    "task/dataset": {**DATASETS, "custom": CustomData},
     "loss": {"loss": Loss},
     "model": {
         "mlp": MLP,

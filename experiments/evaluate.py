@@ -9,6 +9,7 @@ import torch
 
 from experiments import build
 from metagrad.curvature.estimators.student import student_t
+from metagrad.tasks import PADDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,8 +101,9 @@ def batches(
 
 
 def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of right answers of each task in percent, [tasks]."""
-    return 100 * (logits.argmax(-1) == labels).double().mean(-1)
+    """Return the share of right answers of each task in percent, [tasks], padding left out."""
+    is_right = (logits.argmax(-1) == labels).double().sum(-1)
+    return 100 * is_right / (labels != PADDING).sum(-1)
 
 
 def is_classification(labels: Tensor) -> bool:

@@ -10,6 +10,8 @@ import torch
 
 import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
+from metagrad.core.structured import arguments, call_on
+from metagrad.core.tree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,15 +35,15 @@ def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
         support = draw().support
-        x, y = support.x[0], support.y[0]
+        x, y = tree_map(lambda tensor: tensor[0], (support.x, support.y))
         try:
-            parts.loss_fn(copy.deepcopy(parts.model)(x), y)
+            parts.loss_fn(call_on(copy.deepcopy(parts.model), arguments(x, f"{call}: the inputs")), y)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
             raise ValueError(
-                f"{call}: the model and the tasks do not fit: on inputs {list(x.shape)} and targets "
-                f"{list(y.shape)} of a task, {type(parts.model).__name__} or the loss says: "
+                f"{call}: the model and the tasks do not fit: on inputs {_shapes(x)} and targets "
+                f"{_shapes(y)} of a task, {type(parts.model).__name__} or the loss says: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Change model=, task= or their keys "
                 "(model.sizes, task.ways)."
             ) from error
@@ -60,3 +62,7 @@ def preflight(parts: Parts, draw: Callable[[], Batch]) -> str:
             f"train: preflight=true found derivatives that are wrong or missing.\n{report}"
         )
     return str(report)
+
+
+def _shapes(value: object) -> object:
+    return tree_map(lambda tensor: list(tensor.shape), value)

@@ -69,6 +69,16 @@ class CustomTask(Task, Custom):
 
 
 @dataclass
+class Data(Target):
+    """A data set of pairs (x, label), that tasks are made of."""
+
+
+@dataclass
+class CustomData(Data, Custom):
+    """A data set of the user's."""
+
+
+@dataclass
 class FewShot(Task):
     """Tasks with `shots` support and `queries` query examples (per class)."""
 
@@ -115,7 +125,9 @@ class Conv4(Model):
     """Four convolutional blocks and a linear classifier."""
 
     ways: int = MISSING
+    in_channels: int = MISSING
     hidden: int = MISSING
+    image_size: int = MISSING
     pool: str = MISSING
     norm: str = MISSING
     head: str = MISSING

@@ -32,6 +32,7 @@ GUIDES = {
     "docs/meta_learning.md",
     "docs/optimizers.md",
     "docs/sparse.md",
+    "docs/tasks.md",
 }
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")

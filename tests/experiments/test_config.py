@@ -25,6 +25,14 @@ OPTIONS = [
 ] + [f"optimizer={name}" for name in SCHEMAS["optimizer"]]
 
 
+# What tasks cannot do without, as their documentation has it.
+DATA = {
+    "task=fewshot": ["task.dataset._target_=mypackage.Data", "task.dataset.args={root:data}"],
+    "task=folder": ["task.dataset.root=images"],
+    "task=tabular": ["task.table=boys.csv", "task.task=Subject", "task.x=[age]", "task.y=height"],
+}
+
+
 def together(options):
     """Put options of different groups into one command line; tasks and experiments, which models look at, alone."""
     groups = {}
@@ -72,6 +80,7 @@ def test_every_option_of_every_group_composes(composed, options):
     needed += [
         f"{option.partition('=')[0]}._target_=mypackage.Made" for option in options if "=custom" in option
     ]
+    needed += [setting for option in options for setting in DATA.get(option, [])]
     config = composed(*options, *needed)
     assert json.loads(json.dumps(plain(config)))["device"] == "auto"
 
