@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metagrad.core.structured import Nested, arguments, restored
 from metagrad.core.tree import tree_leaves
+from metagrad.meta.objective.norms import Norm
 from metagrad.optim.rules import Params
 
 
@@ -59,6 +60,7 @@ class MetaOutput:
         steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks were left out because something was not finite, ``[tasks]``, bool; their losses are
             not part of ``loss``. The backward pass adds the tasks whose meta-gradient it drops.
+        norm: Whose statistics normalised, as ``MAML(..., norm=)`` says; None left that to the model.
     """
 
     loss: Tensor
@@ -67,6 +69,7 @@ class MetaOutput:
     support_losses: Tensor
     steps: Tensor
     skipped: Tensor
+    norm: Norm | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.inner.start import Start, own_start
+from metagrad.meta.objective.norms import Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.query_weights import (
     QueryWeights,
     check_query_weights,
@@ -96,6 +97,13 @@ class MAML(nn.Module):
             number of the step, from 0; None counts the last alone. A tensor may be learned. A call with another
             number of steps than there are weights counts the last alone. With ``truncate``, losses after steps
             that are taken as first-order MAML takes them pass their gradients on likewise.
+        norm: Whose statistics the normalisations of the model that can keep some (batch normalisation) use:
+            ``"transductive"``, those of the set at hand, also in evaluation; ``"support"``, those of the support
+            examples of the task, at the same parameters, for its query examples too; ``"running"``, in training those
+            of the set, towards whose mean over tasks the running ones move once for each pass, and these in
+            evaluation (``eval()``); ``"per_step"``, likewise, with running ones and, where they are learned, weights
+            and biases for each inner step in ``per_step_norms``, which are meta-learned, not adapted. Tasks may be
+            stacked, and a recomputation moves nothing. None leaves it to the modules.
         nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
@@ -109,9 +117,10 @@ class MAML(nn.Module):
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
-            ``query_weights`` is out of range; no parameter of the model requires grad; ``adapt`` names something
-            that the model does not have; a name in ``start`` is none that is adapted, or a table in ``sparse``; a
-            name in ``sparse`` is not a table that is adapted, or ``inner`` has a value for each of its rows.
+            ``query_weights`` is out of range; no parameter of the model requires grad; the model cannot follow
+            ``norm``; ``adapt`` names something that the model does not have; a name in ``start`` is none that is
+            adapted, or a table in ``sparse``; a name in ``sparse`` is not a table that is adapted, or ``inner`` has
+            a value for each of its rows.
         TypeError: ``model`` is not a module, ``adapt`` or ``start`` is of another type, or ``sparse`` is a string.
 
     Example:
@@ -145,6 +154,7 @@ class MAML(nn.Module):
         start: Start | None = None,
         sparse: Sequence[str] = (),
         query_weights: QueryWeights | None = None,
+        norm: Norm | None = None,
         nonfinite: Nonfinite = "raise",
         compile: Compile = False,
     ) -> None:
@@ -161,6 +171,7 @@ class MAML(nn.Module):
         self.task_chunk = task_chunk
         self.query_weights: QueryWeights | None = query_weights
         self.start = start
+        self.norm = norm
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
         self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
@@ -182,6 +193,23 @@ class MAML(nn.Module):
         for name in self._learned.names if "_learned" in self.__dict__ else ():
             self._parameters.pop(name or "", None)
         self._learned = register_learned(self, rule)
+
+    @property
+    def norm(self) -> Norm | None:
+        """Whose statistics normalise."""
+        return self._norm
+
+    @norm.setter
+    def norm(self, norm: Norm | None) -> None:
+        check_norm(self.model, norm, self.steps, is_block=self.memory == "block")
+        if norm != "per_step":
+            self.per_step_norms: PerStepNorms | None = None
+        elif getattr(self, "per_step_norms", None) is None:
+            self.per_step_norms = PerStepNorms(self.model, self.steps)
+        self._norm: Norm | None = norm
+
+    def _norms(self) -> NormPass | None:
+        return None if self.norm is None else NormPass(Norms(self.model, self.norm, self.per_step_norms))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a module that adapts is a part of the model already, and not registered again."""
@@ -217,7 +245,9 @@ class MAML(nn.Module):
         losses, used, query_losses, predictions, path = results
         judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
         counted = judged[~skipped] if self.nonfinite == "skip" else judged
-        return MetaOutput(counted.mean(), query_losses, restored(predictions), losses, used, skipped)
+        return MetaOutput(
+            counted.mean(), query_losses, restored(predictions), losses, used, skipped, self.norm
+        )
 
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -240,10 +270,11 @@ class MAML(nn.Module):
         results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
         params, losses, used, rows = results
+        inner = executor.inner.to_query(tasks)
         if self.sparse:
-            predict = AdaptedTables(executor.inner, used, rows, chunk).predict
+            predict = AdaptedTables(inner, used, rows, chunk).predict
         else:
-            predict = functools.partial(executor.inner.objective.predict, chunk=chunk)
+            predict = functools.partial(inner.objective.predict, chunk=chunk)
         # A ``functional_call`` may have ended when the adapted model is called.
         predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
@@ -259,7 +290,7 @@ class MAML(nn.Module):
         """Show what is not a submodule."""
         return (
             f"steps={self.steps}, order={self.order}, memory={self.memory!r}, "
-            f"inner={type(self.inner).__name__}, task_chunk={self.task_chunk}"
+            f"inner={type(self.inner).__name__}, task_chunk={self.task_chunk}, norm={self.norm!r}"
         )
 
     def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
@@ -279,7 +310,9 @@ class MAML(nn.Module):
         if is_block and not tasks.are_tensors:
             raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
         inner = InnerLoop(
-            Objective(self.model, self.loss_fn, label_bounds(self.loss_fn, *tasks.targets)),
+            Objective(
+                self.model, self.loss_fn, label_bounds(self.loss_fn, *tasks.targets), norms=self._norms()
+            ),
             rule,
             steps,
             self.order,
@@ -296,6 +329,8 @@ class MAML(nn.Module):
     def _adapted_parameters(self) -> Params:
         """Return the parameters that adapt, with the values that they have now."""
         params = self._cache.trained()
+        if self.per_step_norms is not None:
+            params = {name: p for name, p in params.items() if name not in self.per_step_norms.replaced}
         check_trained(params)
         if self.adapted is None:
             return params
@@ -311,6 +346,7 @@ class MAML(nn.Module):
         check_memory(self.memory, self._compile, self.sparse)
         check_ends(self.truncate, self.tolerance)
         check_query_weights(self.query_weights, self.steps)
+        check_norm(self.model, self.norm, self.steps, is_block=self.memory == "block")
         check_nonfinite(self.nonfinite)
         if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
             self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)

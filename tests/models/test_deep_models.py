@@ -96,7 +96,10 @@ def test_patches_are_those_of_unfold():
     [
         (lambda: ResNet12(0), "ResNet12: ways, in_channels and all widths must be at least 1, got 0, 1"),
         (lambda: ResNet12(5, widths=()), r"at least 1, got 5, 1 and \[\]"),
-        (lambda: ResNet12(5, norm="layer"), "norm must be one of 'batch', 'group', 'none', got 'layer'"),
+        (
+            lambda: ResNet12(5, norm="layer"),
+            "norm must be one of 'batch', 'running', 'group', 'none', got 'layer'",
+        ),
         (
             lambda: ResNet12(5)(torch.zeros(2, 3, 28, 28)),
             r"x must be \[batch, 1, height, width\].*got \[2, 3,",

@@ -28,9 +28,12 @@ def stacking_defects(
     if tasks.count == 1 or executor.stacking.task_chunk == 1 or executor.inner.chain is not None:
         return [], []
     named = [(path, module) for path, module in subject.model.named_modules()]
-    reasons = {path: own_loop_reason(path, module) for path, module in named}
+    has_norm_policy = executor.inner.objective.norms is not None
+    reasons = {path: own_loop_reason(path, module, has_norm_policy) for path, module in named}
     remedies: list[Remedy] = [
-        BatchStatistics(path, module) for path, module in named if has_running_statistics(module)
+        BatchStatistics(path, module)
+        for path, module in named
+        if not has_norm_policy and has_running_statistics(module)
     ]
     fixable = {remedy.path for remedy in remedies if isinstance(remedy, BatchStatistics)}
     found = [
@@ -39,7 +42,7 @@ def stacking_defects(
     if found or prefers_loop(subject.model, tasks.device.type):
         return found, remedies
     with CallStack(subject.model, subject.loss_fn) as stack:
-        reason = loop_reason(subject.model) or executor.comparison(tasks).difference()
+        reason = loop_reason(subject.model, has_norm_policy) or executor.comparison(tasks).difference()
     # An error leaves the modules in which it was raised.
     path = stack.running[-1] if stack.running else ""
     return ([] if reason is None else [_one_by_one(subject, path, reason, False)]), []

@@ -81,19 +81,27 @@ class TaskExecutor:
                     self.name,
                 )
                 with check.inputs() as (params, rule):
-                    results = None
+                    results = self._begin()
                     with Attempt(self.stacking, model, chunk) as attempt:
                         results = self.compute(params, rule, part, chunk)
                     if results is None:
-                        chunk = 1
+                        chunk, _ = 1, self._begin()
                         results = self.compute(params, rule, part, chunk)
                         self.stacking.give_up(attempt.reason)
                 losses.record(check.outputs(results))
+        if self.inner.objective.norms is not None:
+            self.inner.objective.norms.norms.finish()
         return Outcome(losses.results, losses.skipped, chunk)
+
+    def _begin(self) -> None:
+        """Collect running statistics from here on."""
+        if self.inner.objective.norms is not None:
+            self.inner.objective.norms.norms.begin()
 
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
         """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
-        rows = find_rows(self.inner.objective.model, self.sparse, tasks.inputs, chunk)
+        objective = self.inner.objective
+        rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
         parts = list(tasks._replace(rows=rows).split(chunk))
         inner = dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
@@ -121,10 +129,11 @@ class TaskExecutor:
 
     @property
     def _modules(self) -> list[nn.Module]:
-        """The model, and beside it a loss and a start that are modules: their parameters are learned alone."""
+        """The model, and beside it modules whose parameters are learned alone: a loss, a start, norms of steps."""
         objective, start = self.inner.objective, self.inner.start
-        modules = [part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)]
-        return modules if start is None else [*modules, *start.modules]
+        norms = None if objective.norms is None else objective.norms.norms.per_step
+        beside = [objective.loss_fn, norms, *([] if start is None else start.modules)]
+        return [part for part in (objective.model, *beside) if isinstance(part, nn.Module)]
 
 
 def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
@@ -157,6 +166,8 @@ def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
         raise UncompilableError(
             "start= calls a function, which belongs to no graph of a meta-batch (compile=True takes it)"
         )
+    if inner.objective.norms is not None:
+        raise UncompilableError("norm= exchanges the normalisations of the model while it runs")
     refuse_model(inner.objective.model, tasks.rows)
     if not tasks.are_tensors:
         raise UncompilableError("inputs or targets are not single tensors")

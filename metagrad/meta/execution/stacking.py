@@ -26,6 +26,7 @@ from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
+from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Objective
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import NotStackableError
@@ -70,7 +71,9 @@ class Stacking:
         count = comparison.tasks.count
         if count == 1 or self.task_chunk == 1 or self._must_loop:
             return 1
-        structure = _structure(comparison.objective.model), comparison.functions
+        norms = comparison.objective.norms
+        policy = None if norms is None else norms.norms.policy
+        structure = _structure(comparison.objective.model), comparison.functions, policy
         if structure not in self._stackable:
             if len(self._stackable) == _MOST_STRUCTURES:
                 self._stackable.clear()
@@ -82,7 +85,7 @@ class Stacking:
         device_type = comparison.tasks.device.type
         if self.task_chunk is None and prefers_loop(model, device_type):
             return False
-        reason = loop_reason(model)
+        reason = loop_reason(model, comparison.objective.norms is not None)
         if reason is None and not _torch.functorch_is_active():
             reason = comparison.difference()
         if reason is not None:
@@ -174,25 +177,25 @@ def prefers_loop(model: nn.Module, device_type: str) -> bool:
     return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
 
 
-def loop_reason(model: nn.Module) -> str | None:
+def loop_reason(model: nn.Module, has_norm_policy: bool = False) -> str | None:
     """Say why torch.vmap cannot take a model, where that shows without trying."""
     if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
         return "torch.vmap passes the backward hooks of all modules by"
-    reasons = (own_loop_reason(name, module) for name, module in model.named_modules())
+    reasons = (own_loop_reason(name, module, has_norm_policy) for name, module in model.named_modules())
     return next(filter(None, reasons), None)
 
 
-def own_loop_reason(name: str, module: nn.Module) -> str | None:
+def own_loop_reason(name: str, module: nn.Module, has_norm_policy: bool = False) -> str | None:
     """Say so of a module without its children."""
     kind = f"{type(module).__name__} ({name or 'the model itself'})"
     if isinstance(module, nn.RNNBase):
         return f"torch.vmap has no rule for {kind}"
     if module._backward_hooks or module._backward_pre_hooks:
         return f"torch.vmap passes the backward hooks of {kind} by"
-    if has_running_statistics(module):
+    if has_running_statistics(module) and not has_norm_policy:
         return (
             f"{kind} updates running statistics, which all tasks share "
-            "(with track_running_stats=False it uses those of each batch)"
+            '(norm="running" moves them once for all; norm="transductive" uses those of each batch)'
         )
     return None
 
@@ -256,7 +259,7 @@ class Comparison:
     def _two(self) -> tuple[Tasks, Params]:
         """Return two tasks, and what each starts from."""
         tasks = self.tasks.select(slice(0, 2))
-        rows = find_rows(self.objective.model, self.sparse, [tasks.support_x], chunk=1)
+        rows = find_rows(self.objective.model, self.sparse, [tasks.support_x], 1, self.objective.norms)
         return tasks._replace(rows=rows), {name: _pair(p, rows.get(name)) for name, p in self.params.items()}
 
     def _each(self, tasks: Tasks, starts: Params, between: Callable[[], None]) -> Derivatives:
@@ -291,7 +294,8 @@ class Comparison:
         """Return what some parameters start from instead."""
         if self.start is None:
             return {}
-        return self.start.values(self.objective.model, self._meta_params, tasks, stacked=stacked)
+        with normalised(self.objective.norms):
+            return self.start.values(self.objective.model, self._meta_params, tasks, stacked=stacked)
 
     @functools.cached_property
     def _meta_params(self) -> Params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import tree_map
 from metagrad.meta.inner.loop import InnerLoop
+from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks
+from metagrad.meta.objective.vmap import call_with
 from metagrad.optim.rules import Params, Rule
 from metagrad.sparse.tables.touched import find_tables, touched_rows
 
@@ -86,7 +89,13 @@ def _mappings(value: object) -> Iterator[Mapping[str, object]]:
             yield from _mappings(getattr(value, field.name))
 
 
-def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Nested], chunk: int) -> Params:
+def find_rows(
+    model: nn.Module,
+    sparse: Sequence[str],
+    inputs: Sequence[Nested],
+    chunk: int,
+    norms: NormPass | None = None,
+) -> Params:
     """Find the rows that each task looks up, ``[tasks, R]``, by the name of the table.
 
     Args:
@@ -94,17 +103,23 @@ def find_rows(model: nn.Module, sparse: Sequence[str], inputs: Sequence[Nested],
         sparse: The names of the tables.
         inputs: Inputs ``[tasks, n, ...]``.
         chunk: How many tasks to compute together; 1 means one by one, without vmap.
+        norms: Whose statistics normalise.
     """
     if not sparse:
         return {}
     tables = find_tables("MAML(batch)", model, sparse)
+    call = call_on if norms is None else functools.partial(_called, norms.uncounted())
     parts = []
     for i in range(0, num_tasks(inputs[0]), chunk):
         index = i if chunk == 1 else slice(i, i + chunk)
         calls = [(x,) for x in tree_map(operator.itemgetter(index), list(inputs))]
-        rows = touched_rows(model, tables, calls, stacked=chunk != 1, call=call_on)
+        rows = touched_rows(model, tables, calls, stacked=chunk != 1, call=call)
         parts.append({name: r.unsqueeze(0) for name, r in rows.items()} if chunk == 1 else rows)
     return {name: _joined([rows[name] for rows in parts]) for name in sparse}
+
+
+def _called(norms: NormPass, model: nn.Module, x: Nested) -> object:
+    return call_with(model, {}, x, norms)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -134,7 +149,9 @@ class AdaptedTables:
     def predict(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of adapted parameters."""
         model = self.inner.objective.model
-        wanted = find_rows(model, tuple(self.rows), [x], self.chunk)
+        norms = self.inner.objective.norms
+        inputs = [x] if norms is None or norms.reference is None else [x, norms.reference]
+        wanted = find_rows(model, tuple(self.rows), inputs, self.chunk, norms)
         start: Params = {name: p for name, p in model.named_parameters() if name in params}
         resting = self.inner.resting(start, self.used, wanted)
         values = {

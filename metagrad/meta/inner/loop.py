@@ -26,6 +26,7 @@ from metagrad.core.tree import Tree, detached, tree_map
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import inner_curvature, observed_layers
 from metagrad.meta.inner.start import OwnStart
+from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, Objective
 from metagrad.meta.objective.tasks import Tasks, num_tasks, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
@@ -134,7 +135,7 @@ class InnerLoop:
 
     def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
         """Return losses ``[tasks]`` and predictions of query examples."""
-        loss: Loss = self._loss(tasks)
+        loss: Loss = self.to_query(tasks)._loss(tasks)
         if self.compiled is not None:
             loss = functools.partial(self.compiled.query_loss, loss)
         with phase("query"):
@@ -185,6 +186,13 @@ class InnerLoop:
         losses, path = _columns(reports, used.numel(), judged)
         return params, losses, used.reshape(-1), path
 
+    def to_query(self, tasks: Tasks) -> InnerLoop:
+        """Return the loop with the objective as it is for query examples after the steps."""
+        if self.objective.norms is None:
+            return self
+        norms = self.objective.norms.query(self.steps, tasks.support_x)
+        return replace(self, objective=replace(self.objective, norms=norms))
+
     @property
     def num_differentiated(self) -> int:
         """How many of the last steps a result is differentiated through."""
@@ -220,7 +228,7 @@ class InnerLoop:
         count = num_tasks(tasks.support_x) if self.stacked else None
         if self.start is None:
             return start_values(params, tasks.rows, count)
-        with phase("start"):
+        with phase("start"), normalised(self.objective.norms):
             own = self.start.values(self.objective.model, params, tasks, stacked=self.stacked)
         others = {name: p for name, p in params.items() if name not in own}
         values = {**start_values(others, tasks.rows, count, apart=True), **own}
@@ -245,7 +253,7 @@ class InnerLoop:
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
         """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
-        create_graph = self.order == 2 and keep_graph
+        create_graph, norms = self.order == 2 and keep_graph, self.objective.norms
 
         def step(
             state: tuple,
@@ -258,7 +266,8 @@ class InnerLoop:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
-                losses, grads, curvature = self._gradients(loss, params, x, y, create_graph, t)
+                here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
+                losses, grads, curvature = self._gradients(here, params, x, y, create_graph, t)
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
                 if passes_on:
                     moved = _constant(moved)
@@ -270,7 +279,8 @@ class InnerLoop:
                     new = (*where_active(active, moved, (params, rule_state)), used + active)
                 if query is None:
                     return new, losses
-                return new, (losses, self._query_losses(loss, new[0], losses, t, *query))
+                after = loss if norms is None else functools.partial(loss, norms=norms.query(t + 1, x))
+                return new, (losses, self._query_losses(after, new[0], losses, t, *query))
 
         return step
 

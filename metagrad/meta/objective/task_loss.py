@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
+from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks, stacked
 from metagrad.meta.objective.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
 from metagrad.optim.rules import Params
@@ -23,8 +24,8 @@ from metagrad.optim.rules import Params
 LossFn = Callable[[Any, Any], Tensor]
 """What the model returns and the targets, of one task, to a scalar."""
 
-Loss = Callable[[Params, Nested, Nested], tuple[Tensor, Nested]]
-"""Parameters, inputs, targets to losses (one, or one for each task) and predictions."""
+Loss = Callable[..., tuple[Tensor, Nested]]
+"""Parameters, inputs, targets (and a :class:`NormPass`) to losses (one, or one for each task) and predictions."""
 
 _ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
 
@@ -48,6 +49,7 @@ class Objective:
         labels: The bounds of the labels, which are held to what the model returns. To compiled code they would be
             constants, so they are checked outside of it.
         rows: Which rows of a table its value holds, by the name of the table.
+        norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
     """
 
@@ -55,23 +57,28 @@ class Objective:
     loss_fn: LossFn
     labels: Labels | None = None
     rows: Params = field(default_factory=dict)
+    norms: NormPass | None = None
     name: str = "MAML"
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.labels.leave_out_examples:
-            _check_padding(self.name, self.model)
+            _check_padding(self.name, self.model, self.norms)
 
-    def single(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
+    def single(
+        self, params: Params, x: Nested, y: Nested, norms: NormPass | None = None
+    ) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar) and the prediction ``[n, ...]`` of one task."""
-        prediction = self.call(params, x)
+        prediction = self.under(norms).call(params, x)
         self._check_examples(prediction, y, num_axes=0)
         loss = self.loss_fn(prediction, restored(y))
         self._check_loss(loss, num_axes=0)
         return loss, structured(prediction, RESULT)
 
-    def stacked(self, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Nested]:
+    def stacked(
+        self, params: Params, x: Nested, y: Nested, norms: NormPass | None = None
+    ) -> tuple[Tensor, Nested]:
         """Return the losses ``[tasks]`` and predictions ``[tasks, n, ...]`` of stacked parameters."""
-        predictions = self.call_stacked(params, x)
+        predictions = self.under(norms).call_stacked(params, x)
         self._check_examples(predictions, y, num_axes=1)
         losses = losses_stacked(self.loss_fn, predictions, y)
         self._check_loss(losses, num_axes=1)
@@ -84,17 +91,22 @@ class Objective:
         predictions = []
         for i in range(num_tasks(x)):
             rows, own, inputs = tree_map(operator.itemgetter(i), (self.rows, params, x))
-            prediction = dataclasses.replace(self, rows=rows).call(own, inputs)
+            norms = None if self.norms is None else self.norms.of_task(i)
+            prediction = dataclasses.replace(self, rows=rows, norms=norms).call(own, inputs)
             predictions.append(structured(prediction, RESULT))
         return stacked(predictions)
 
+    def under(self, norms: NormPass | None) -> Objective:
+        """Return the objective in another pass."""
+        return self if norms is None else dataclasses.replace(self, norms=norms)
+
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        return call_with(self.model, values_for(self.model, params, self.rows), x)
+        return call_with(self.model, values_for(self.model, params, self.rows), x, self.norms)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, params, x, self.rows)
+        return forward_stacked(self.model, params, x, self.rows, self.norms)
 
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Refuse labels and targets that do not fit predictions, where these are tensors."""
@@ -142,10 +154,11 @@ def ignored_label(loss_fn: LossFn) -> int | None:
     return None
 
 
-def _check_padding(name: str, model: nn.Module) -> None:
+def _check_padding(name: str, model: nn.Module, norms: NormPass | None) -> None:
     """Refuse examples that the loss ignores, and that would count in the statistics of a batch all the same."""
     for path, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        of_batch = module.training or (norms is not None and norms.is_of_sets)
+        if isinstance(module, _BatchNorm) and (of_batch or module.running_mean is None):
             raise ValueError(
                 f"{name}(batch): some labels are ignored by the loss, as padding is, but these examples would count "
                 f"in the batch statistics of {path or 'the model'} ({type(module).__name__}), so that the loss of a "

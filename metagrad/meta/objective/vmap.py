@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
+from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
 from metagrad.optim.rules import Params
 from metagrad.sparse.tables.table_proxy import LocalRows
 
@@ -53,13 +54,31 @@ def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextM
     return replaced(model, {k: v.proxy() if isinstance(v, LocalRows) else v for k, v in values.items()})
 
 
-def call_with(model: nn.Module, values: Values, x: Nested) -> Any:
+def call_with(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Any:
     """Return what a model makes of its inputs with other values for some of its parameters."""
-    with substituted(model, values):
-        return call_on(model, x)
+    if norms is None:
+        with substituted(model, values):
+            return call_on(model, x)
+    given = None
+    with substituted(model, values), norms.without_counters():
+        if norms.reference is not None:
+            with NormCalls(norms, measures=True) as calls:
+                call_on(model, norms.reference)
+            given = calls.moments
+        with NormCalls(norms, given) as calls:
+            result = call_on(model, x)
+    norms.collect(calls.found, calls.moments)
+    return result
 
 
-def forward_stacked(model: nn.Module, params: Params, x: Nested, rows: Params | None = None) -> Nested:
+def forward_stacked(
+    model: nn.Module,
+    params: Params,
+    x: Nested,
+    rows: Params | None = None,
+    norms: NormPass | None = None,
+    call: Callable[..., Nested] | None = None,
+) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
 
     Parameters that are not in ``params``, and buffers, are shared by all tasks.
@@ -69,19 +88,39 @@ def forward_stacked(model: nn.Module, params: Params, x: Nested, rows: Params | 
         params: Parameters by name, ``[tasks, ...]`` each.
         x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
         rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
+        norms: Whose statistics normalise, if not those that the model takes.
+        call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
-    values = values_for(model, params, rows or {})
+    if norms is not None:
+        return _forward_normalised(model, params, x, rows, norms)
+    values, call = values_for(model, params, rows or {}), call or _vmapped
     if isinstance(x, Structured):
-        return _vmapped(model, values, x)
+        return call(model, values, x)
     result: Nested = x
     for layer in _layers(model):
         form = _stacked_form(layer, values, result)
         # A layer takes what the one before it returned as one argument, whatever that is.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
-        result = _vmapped(layer, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
+        result = call(layer, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
+    return result
+
+
+def _forward_normalised(
+    model: nn.Module, params: Params, x: Nested, rows: Params | None, norms: NormPass
+) -> Nested:
+    """Do so with norms as a policy says."""
+    given = None
+    with norms.without_counters():
+        if norms.reference is not None:
+            measured = _NormalisedLayers(norms, measures=True)
+            forward_stacked(model, params, norms.reference, rows, call=measured)
+            given = measured.moments
+        layers = _NormalisedLayers(norms, given)
+        result = forward_stacked(model, params, x, rows, call=layers)
+    norms.collect(layers.found, layers.moments)
     return result
 
 
@@ -127,9 +166,48 @@ def _vmapped(module: nn.Module, values: Values, x: Nested) -> Nested:
 
     def forward(own: Values, x: Nested) -> Nested:
         with _Corrections(), substituted(module, own):
-            return structured(call_on(module, x), RESULT)
+            return structured(module(x) if isinstance(x, Tensor) else call_on(module, x), RESULT)
 
     return torch.vmap(forward, randomness="different")(own, x)  # type: ignore[reportReturnType]
+
+
+class _NormalisedLayers:
+    """Calls layers as :func:`_vmapped` does, with norms as a policy says; statistics pass in and out ``[tasks, C]``.
+
+    Args:
+        norms: The pass.
+        given: The statistics to normalise by, in the order of the calls of norms.
+        measures: Whether to note the statistics, to be given.
+
+    Attributes:
+        found: What the statistics in ``moments`` are of, see :class:`.norms.NormCalls`.
+        moments: The statistics.
+    """
+
+    def __init__(
+        self, norms: NormPass, given: Sequence[Moments] | None = None, *, measures: bool = False
+    ) -> None:
+        self.norms, self.given, self.measures = norms, given, measures
+        self.found: list[tuple[str, float]] = []
+        self.moments: list[Moments] = []
+        self._num_calls = 0
+
+    def __call__(self, module: nn.Module, values: Values, x: Nested) -> Nested:
+        """Call a layer."""
+        own = {key: values[key] for key in map(id, module.parameters()) if key in values}
+        calls = NormCalls(self.norms, measures=self.measures)
+
+        def forward(own: Values, x: Nested, given: Sequence[Moments]) -> tuple[Nested, list[Moments]]:
+            calls.given = given if self.given is not None else None
+            with _Corrections(), substituted(module, own), calls:
+                return structured(call_on(module, x), RESULT), calls.moments
+
+        given = [] if self.given is None else self.given[self._num_calls :]
+        result, moments = torch.vmap(forward, randomness="different")(own, x, given)  # type: ignore[reportGeneralTypeIssues]
+        self.found += calls.found
+        self.moments += moments
+        self._num_calls += calls.num_calls
+        return result
 
 
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:

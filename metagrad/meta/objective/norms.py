@@ -1,0 +1,421 @@
+"""Whose statistics normalise: policies for normalisations that keep statistics, such as batch normalisation.
+
+The model stays as it is. While it is called, ``F.batch_norm`` and ``F.instance_norm`` do what the policy says, in
+elementary or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: what is to
+move the running statistics is collected, and they move once, after the tasks of a meta-batch. So recomputation does
+not move them again, and stacked tasks move them as a loop does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from metagrad.core import _torch
+from metagrad.core.structured import Nested
+from metagrad.core.substitution import put
+from metagrad.core.tree import tree_map
+
+Norm = Literal["transductive", "support", "running", "per_step"]
+"""Whose statistics: of the set at hand, of the support set, running ones, or running ones of each inner step."""
+
+_CALL = "MAML(..., norm"
+_STATISTICS = ("running_mean", "running_var")
+_OF_TORCH = (_torch.BatchNorm.forward, _torch.InstanceNorm.forward)
+
+
+class Moments(NamedTuple):
+    """Mean and variance of each channel, ``[C]``, or ``[tasks, C]``."""
+
+    mean: Tensor
+    var: Tensor
+
+
+def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that can keep running statistics, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(statistic in module._buffers for statistic in _STATISTICS)
+    }
+
+
+def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool) -> None:
+    """Refuse a policy that is none, or that the model cannot follow."""
+    if norm is None:
+        return
+    if norm not in get_args(Norm):
+        expected = ", ".join(map(repr, get_args(Norm)))
+        raise ValueError(f"{_CALL}): expected None, {expected}, got {norm!r}.")
+    if is_block:
+        raise ValueError(
+            f'{_CALL}={norm!r}, memory="block"): blocks are recomputed one by one, where no policy reaches. '
+            'Use memory="step".'
+        )
+    layers = statistical_norms(model)
+    if not layers:
+        raise ValueError(
+            f"{_CALL}={norm!r}): no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d "
+            "does. Leave norm at None."
+        )
+    if norm in ("running", "per_step"):
+        _check_running(norm, layers)
+    if norm == "per_step" and not steps:
+        raise ValueError(f'{_CALL}="per_step"): there are statistics for each inner step, but steps is 0.')
+
+
+def _check_running(norm: str, layers: Mapping[str, nn.Module]) -> None:
+    without = [name for name, module in layers.items() if module._buffers["running_mean"] is None]
+    batch = [name for name in without if not isinstance(layers[name], _torch.InstanceNorm)]
+    if batch or len(without) == len(layers):
+        name = (batch or without)[0]
+        raise ValueError(
+            f"{_CALL}={norm!r}): {type(layers[name]).__name__} ({name or 'the model itself'}) keeps no running "
+            'statistics. Construct it with track_running_stats=True, or take norm="transductive".'
+        )
+
+
+class PerStepNorms(nn.Module):
+    """Running statistics for each inner step and, where they are learned, weights and biases.
+
+    The set of step t serves the support examples at step t, and the query examples after it. All start from those of
+    the model.
+
+    Args:
+        model: The model.
+        steps: The number of steps.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.keys: dict[str, str] = {}
+        self.replaced: set[str] = set()
+        for name, layer in statistical_norms(model).items():
+            if layer._buffers["running_mean"] is None:
+                continue
+            key = name.replace(".", "_") or "model"
+            while key in self.keys.values():
+                key += "_"
+            self.keys[name] = key
+            for kind, buffer in layer._buffers.items():
+                if buffer is not None:
+                    self.register_buffer(f"{key}_{kind}", _repeated(buffer, steps))
+            for kind in ("weight", "bias"):
+                param = layer._parameters.get(kind)
+                if param is not None and param.requires_grad:
+                    self.register_parameter(f"{key}_{kind}", nn.Parameter(_repeated(param, steps)))
+                    self.replaced.add(f"{name}.{kind}".lstrip("."))
+
+    def at(self, name: str, kind: str, step: int, otherwise: Tensor | None) -> Tensor | None:
+        """Return what a layer has at a step."""
+        if step >= self.steps:
+            raise ValueError(
+                f'MAML(batch, steps): with norm="per_step" there are statistics for {self.steps} inner steps, but '
+                f"this is step {step} (the first is 0). Take fewer steps, or construct it with more."
+            )
+        values = getattr(self, f"{self.keys[name]}_{kind}", None)
+        return otherwise if values is None else values[step]
+
+
+def _repeated(tensor: Tensor, steps: int) -> Tensor:
+    return tensor.detach().expand(steps, *tensor.shape).clone()
+
+
+class _Key(NamedTuple):
+    """Of what, and when, statistics are: the number of a pass, a layer, and how often it was called before in it."""
+
+    number: int
+    layer: str
+    occurrence: int
+
+
+class _Found(NamedTuple):
+    """Statistics of a call, and what share of them the running ones take up."""
+
+    moments: Moments
+    momentum: float
+
+
+class Norms:
+    """The policy for a model, and what its calls collect; one for each meta-batch.
+
+    Args:
+        model: The model.
+        policy: The policy.
+        per_step: What there is for each step, if the policy is ``"per_step"``.
+    """
+
+    def __init__(self, model: nn.Module, policy: Norm, per_step: PerStepNorms | None = None) -> None:
+        self.policy = policy
+        self.per_step = per_step
+        self.layers = statistical_norms(model)
+        self.names = {
+            id(layer._buffers["running_mean"]): name
+            for name, layer in self.layers.items()
+            if layer._buffers["running_mean"] is not None
+        }
+        self._found: dict[_Key, list[_Found]] | None = None
+        self._met: set[str] = set()
+
+    def begin(self) -> None:
+        """Collect statistics from here on, and forget what was collected."""
+        self._found = {}
+
+    def collect(self, number: int, found: Sequence[tuple[str, float]], moments: Sequence[Moments]) -> None:
+        """Take the statistics of a call of the model; of stacked tasks ``[tasks, C]``."""
+        if self._found is None:
+            return
+        occurrences: dict[str, int] = {}
+        for (layer, momentum), own in zip(found, moments, strict=True):
+            key = _Key(number, layer, occurrences.get(layer, 0))
+            occurrences[layer] = key.occurrence + 1
+            self._found.setdefault(key, []).append(_Found(own, momentum))
+
+    def met(self, layer: str) -> None:
+        """Note that a layer normalises by a function that the policy reaches."""
+        self._met.add(layer)
+
+    def finish(self) -> None:
+        """Move the running statistics: for each pass towards the mean over tasks of theirs."""
+        self._refuse_unmet()
+        found, self._found = self._found or {}, None
+        with torch.no_grad():
+            for key in sorted(found):
+                self._move(key, found[key])
+
+    def _refuse_unmet(self) -> None:
+        for name in self.names.values():
+            layer = self.layers[name]
+            if name not in self._met and type(layer).forward not in _OF_TORCH:
+                raise ValueError(
+                    f"{_CALL}={self.policy!r}): {type(layer).__name__} ({name}) has a forward of its own that calls "
+                    "neither F.batch_norm nor F.instance_norm with its running statistics, so the policy cannot "
+                    "reach it. Let it call one of these, or leave norm at None."
+                )
+
+    def _move(self, key: _Key, found: Sequence[_Found]) -> None:
+        layer = self.layers[key.layer]
+        mean, var = (torch.cat([torch.atleast_2d(f.moments[i]) for f in found]).mean(0) for i in (0, 1))
+        running_mean, running_var, count = (
+            self._buffer(key, kind) for kind in (*_STATISTICS, "num_batches_tracked")
+        )
+        momentum = found[0].momentum
+        if count is not None and isinstance(layer, _torch.BatchNorm):
+            count.add_(1)
+            if layer.momentum is None:
+                momentum = 1.0 / float(count)
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)  # type: ignore[union-attr]
+        running_var.lerp_(var.to(running_var.dtype), momentum)  # type: ignore[union-attr]
+
+    def _buffer(self, key: _Key, kind: str) -> Tensor | None:
+        own = self.layers[key.layer]._buffers.get(kind)
+        return own if self.per_step is None else self.per_step.at(key.layer, kind, key.number // 2, own)
+
+
+@dataclass(frozen=True)
+class NormPass:
+    """A pass of the model over examples, under a policy.
+
+    Attributes:
+        norms: The policy.
+        number: 2t for the support examples at step t, 2t + 1 for the query examples after it.
+        is_counted: Whether running statistics are to move.
+        reference: The support examples, whose statistics the policy ``"support"`` has the query examples take.
+    """
+
+    norms: Norms
+    number: int = 0
+    reference: Nested | None = field(default=None, repr=False)
+    is_counted: bool = True
+
+    @property
+    def is_of_sets(self) -> bool:
+        """Whether sets are normalised by statistics of sets, in evaluation too."""
+        return self.norms.policy in ("transductive", "support")
+
+    def support(self, step: int) -> NormPass:
+        """Return the pass over the support examples at a step."""
+        return replace(self, number=2 * step, reference=None)
+
+    def query(self, steps: int, support_x: Nested) -> NormPass:
+        """Return the pass over the query examples after so many steps."""
+        reference = support_x if self.norms.policy == "support" else None
+        return replace(self, number=2 * max(steps, 1) - 1, reference=reference)
+
+    def uncounted(self) -> NormPass:
+        """Return a pass that moves no running statistics."""
+        return replace(self, is_counted=False, reference=None)
+
+    def of_task(self, number: int) -> NormPass:
+        """Return the pass of one of stacked tasks."""
+        if self.reference is None:
+            return self
+        return replace(self, reference=tree_map(lambda tensor: tensor[number], self.reference))
+
+    def without_counters(self) -> contextlib.AbstractContextManager[None]:
+        """Let modules not count their calls, which are counted once for all tasks."""
+        counting = (m._buffers for m in self.norms.layers.values() if "num_batches_tracked" in m._buffers)
+        return put([(buffers, "num_batches_tracked", None) for buffers in counting])  # type: ignore[list-item]
+
+    def collect(self, found: Sequence[tuple[str, float]], moments: Sequence[Moments]) -> None:
+        """Hand the statistics of a call of the model on, where running ones are to move."""
+        if self.is_counted:
+            self.norms.collect(self.number, found, moments)
+
+
+@contextlib.contextmanager
+def normalised(norms: NormPass | None) -> Iterator[None]:
+    """Normalise as the policy says within a ``with`` block, and move no running statistics."""
+    if norms is None:
+        yield
+        return
+    with norms.without_counters(), NormCalls(norms.uncounted()):
+        yield
+
+
+class NormCalls(TorchFunctionMode):
+    """Normalises as a policy says, within a ``with`` block, which is one call of the model or of a layer.
+
+    Args:
+        norms: The pass.
+        given: The statistics to normalise by, in the order of the calls; None takes those of the policy.
+        measures: Whether to note the statistics, to be given.
+
+    Attributes:
+        found: The layers whose running statistics are to move, and by what share, in the order of the calls.
+        moments: The statistics, likewise, or those that were to be noted.
+    """
+
+    def __init__(
+        self, norms: NormPass, given: Sequence[Moments] | None = None, *, measures: bool = False
+    ) -> None:
+        super().__init__()
+        self.norms, self.given, self.measures = norms, given, measures
+        self.found: list[tuple[str, float]] = []
+        self.moments: list[Moments] = []
+        self.num_calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(**_bound(func, args, kwargs))
+        if func is F.instance_norm:
+            return self._instance_norm(**_bound(func, args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        name = self._layer(running_mean)
+        if self.norms.is_of_sets:
+            return self._by_sets(input, weight, bias, eps)
+        name = self._known(name, "F.batch_norm")
+        weight, bias = self._at_step(name, weight=weight, bias=bias)
+        if not training:
+            mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
+            return F.batch_norm(input, mean, var, weight, bias, False, momentum, eps)
+        result = F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+        self._find(name, momentum, _moments(input, (0, *range(2, input.ndim)), unbiased=True))
+        return result
+
+    def _instance_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        name = self._layer(running_mean)
+        if running_mean is None or self.norms.is_of_sets:
+            return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+        name = self._known(name, "F.instance_norm")
+        weight, bias = self._at_step(name, weight=weight, bias=bias)
+        if not use_input_stats:
+            mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
+            return F.instance_norm(input, mean, var, weight, bias, False, momentum, eps)
+        result = F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+        each = _moments(input, tuple(range(2, input.ndim)), unbiased=True)
+        self._find(name, momentum, Moments(*(statistic.mean(0) for statistic in each)))
+        return result
+
+    def _by_sets(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise by the statistics of the input, or by those that were given."""
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if self.given is None:
+            if self.measures:
+                self.moments.append(_moments(input, (0, *range(2, input.ndim)), unbiased=False))
+            return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
+        if number >= len(self.given):
+            raise ValueError(
+                f'{_CALL}="support"): the model normalises more often for the query examples than for the support '
+                "examples. Let what it calls not depend on the data."
+            )
+        shape = (-1, *[1] * (input.ndim - 2))
+        mean, var = (statistic.view(shape) for statistic in self.given[number])
+        result = (input - mean) * (var + eps).rsqrt()
+        result = result if weight is None else result * weight.view(shape)
+        return result if bias is None else result + bias.view(shape)
+
+    def _at_step(self, name: str, **own: Tensor | None) -> list[Tensor | None]:
+        """Return statistics, or weight and bias, as they are at the step, where each has its own."""
+        per_step = self.norms.norms.per_step
+        if per_step is None:
+            return list(own.values())
+        return [per_step.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
+
+    def _layer(self, running_mean: Tensor | None) -> str | None:
+        """Return the name of the layer that has these running statistics."""
+        name = self.norms.norms.names.get(id(running_mean))
+        if name is not None:
+            self.norms.norms.met(name)
+        return name
+
+    def _known(self, name: str | None, function: str) -> str:
+        if name is None:
+            raise ValueError(
+                f"{_CALL}={self.norms.norms.policy!r}): the model calls {function} without running statistics that "
+                'are the buffers "running_mean" and "running_var" of one of its modules. Register them so.'
+            )
+        return name
+
+    def _find(self, name: str, momentum: float, moments: Moments) -> None:
+        self.found.append((name, momentum))
+        self.moments.append(Moments(*(statistic.detach() for statistic in moments)))
+
+
+def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments:
+    var, mean = torch.var_mean(input, axes, correction=int(unbiased))
+    return Moments(mean, var)
+
+
+_SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
+
+
+def _bound(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(_SIGNATURES[func].bind(*args, **(kwargs or {})).arguments)

@@ -1,0 +1,412 @@
+"""Whose statistics normalise, against loops over tasks that say so in elementary operations."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined, slow
+
+sgd = mg.optim.rules.sgd
+STEPS, LR, EPS = 2, 0.1, 1e-5
+
+
+class Net(nn.Module):
+    """Two layers with a batch norm between them, which only torch.vmap stacks."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.norm, self.leave = nn.Linear(2, 4), norm(4), nn.Linear(4, 3)
+        with torch.no_grad():
+            self.norm.weight.copy_(torch.rand(4) + 0.5)
+            self.norm.bias.copy_(torch.randn(4))
+        self.double()
+
+    def forward(self, x):
+        return self.leave(torch.tanh(self.norm(self.enter(x))))
+
+
+class Layers(nn.Sequential):
+    """The same as a chain, whose layers are called one by one."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        net = Net(norm)
+        super().__init__(net.enter, net.norm, nn.Tanh(), net.leave)
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A norm of a user's."""
+
+    def forward(self, x):
+        is_training = self.training or self.running_mean is None
+        return 1.1 * F.batch_norm(
+            x, self.running_mean, self.running_var, weight=self.weight, bias=self.bias, training=is_training
+        )
+
+
+def moments(h):
+    return h.mean(0), h.var(0, unbiased=False)
+
+
+def normalised(h, mean, var, weight, bias):
+    return (h - mean) / (var + EPS).sqrt() * weight + bias
+
+
+def forward(p, x, statistics=None):
+    """Return the prediction, and what the input of the norm was; without statistics by those of the batch."""
+    w1, b1, weight, bias, w2, b2 = p
+    h = F.linear(x, w1, b1)
+    mean, var = moments(h) if statistics is None else statistics
+    return F.linear(torch.tanh(normalised(h, mean, var, weight, bias)), w2, b2), h
+
+
+class Textbook:
+    """A loop over tasks and steps; what runs is noted pass by pass."""
+
+    def __init__(self, policy, params, *, order=2, running=None, weights=None):
+        self.policy, self.params, self.order, self.running = policy, params, order, running
+        self.per_step = weights  # (weights, biases), [steps, C] each
+        self.passes = {}
+
+    def at(self, p, step):
+        return p if self.per_step is None else [*p[:2], *(v[step] for v in self.per_step), *p[4:]]
+
+    def predict(self, p, x, step, number, support_x=None):
+        p, statistics = self.at(p, step), None
+        if support_x is not None:
+            statistics = moments(forward(p, support_x)[1])
+        if self.running is not None:
+            statistics = [values[step] if self.policy == "per_step" else values for values in self.running]
+        out, h = forward(p, x, statistics)
+        self.passes.setdefault(number, []).append((h.mean(0).detach(), h.var(0).detach()))
+        return out
+
+    def query_loss(self, x, y, query_x, query_y):
+        p = list(self.params)
+        adapted = [0, 1, 4, 5] if self.per_step is not None else range(6)
+        for t in range(STEPS):
+            loss = F.mse_loss(self.predict(p, x, t, 2 * t), y)
+            grads = torch.autograd.grad(loss, [p[i] for i in adapted], create_graph=self.order == 2)
+            for i, g in zip(adapted, grads, strict=True):
+                p[i] = p[i] - LR * g
+        reference = x if self.policy == "support" else None
+        return F.mse_loss(self.predict(p, query_x, STEPS - 1, 2 * STEPS - 1, reference), query_y)
+
+    def losses(self, batch):
+        return torch.stack([self.query_loss(*t) for t in zip(*batch.support, *batch.query, strict=True)])
+
+    def moved(self, mean, var, number=None, momentum=0.1):
+        """Return running statistics after the passes, or after one of them."""
+        for key in sorted(self.passes) if number is None else [number]:
+            means, variances = zip(*self.passes[key], strict=True)
+            mean = mean.lerp(torch.stack(means).mean(0), momentum)
+            var = var.lerp(torch.stack(variances).mean(0), momentum)
+        return mean, var
+
+
+def parameters(model):
+    return list(model.parameters())
+
+
+def gradients(loss, of, **options):
+    return torch.autograd.grad(loss, of, materialize_grads=True, **options)
+
+
+def assert_close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def maml_of(model, norm, **options):
+    options = {"inner": sgd(lr=LR), "steps": STEPS, **options}
+    return mg.MAML(model, F.mse_loss, norm=norm, **options)
+
+
+def norm_of(model):
+    return next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d))
+
+
+MODELS = {"net": Net, "layers": Layers}
+MEMORIES = ["full", "step", "sqrt", "64KiB"]
+
+
+def setup(policy, model):
+    """Return a MAML without learned norms of steps, its textbook, and what is learned."""
+    params = parameters(model)
+    if policy != "per_step":
+        return None, params
+    weights = tuple(p.detach().expand(STEPS, 4).clone().requires_grad_() for p in params[2:4])
+    return weights, [*params[:2], *params[4:], *weights]
+
+
+def learned_of(maml):
+    params = parameters(maml.model)
+    if maml.norm != "per_step":
+        return params
+    return [*params[:2], *params[4:], *(p for p in maml.per_step_norms.parameters())]
+
+
+@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+@pytest.mark.parametrize(
+    ("kind", "memory", "order", "task_chunk"),
+    combined(MODELS, MEMORIES, [1, 2], [None, 1, 3],
+             fast=lambda kind, memory, order, chunk: order == 2 and (
+                 chunk == 3 if kind == "layers" and memory == "full"
+                 else kind == "net" and chunk != 3 and memory in ("full", "step"))),
+)  # fmt: skip
+def test_meta_gradients_and_statistics_are_those_of_the_textbook(
+    regression, policy, kind, memory, order, task_chunk
+):
+    model = MODELS[kind]()
+    weights, of = setup(policy, model)
+    book = Textbook(policy, parameters(model), order=order, weights=weights)
+    maml = maml_of(model, policy, order=order, memory=memory, task_chunk=task_chunk)
+    before = [b.clone() for b in model.buffers()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = maml(regression)
+    losses = book.losses(regression)
+    assert out.norm == policy
+    assert_close(out.query_losses, losses)
+    assert_close(gradients(out.loss, learned_of(maml)), gradients(losses.mean(), of))
+    # The backward pass has recomputed steps, and moved nothing again.
+    if policy == "running":
+        norm = norm_of(model)
+        assert_close((norm.running_mean, norm.running_var), book.moved(*before[:2]))
+        assert norm.num_batches_tracked == STEPS + 1
+    else:
+        assert all(map(torch.equal, model.buffers(), before))
+    if policy == "per_step":
+        mean, var, count = maml.per_step_norms.buffers()
+        assert_close((mean[0], var[0]), book.moved(*before[:2], number=0))
+        assert count.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("memory", [slow("full"), "step"])
+@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+def test_third_derivatives_are_right_where_norms_are_written_out(regression, policy, memory):
+    model = Net()
+    weights, of = setup(policy, model)
+    maml = maml_of(model, policy, memory=memory)
+    seconds = []
+    with mg.models.composite_norms():
+        loss = maml(regression).loss
+        for total, variables in (
+            (loss, learned_of(maml)),
+            (Textbook(policy, parameters(model), weights=weights).losses(regression).mean(), of),
+        ):
+            grads = gradients(total, variables, create_graph=True)
+            seconds.append(gradients(sum((g**3).sum() for g in grads), variables))
+    assert_close(*seconds)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("policy", ["running", "per_step"])
+def test_evaluation_uses_the_running_statistics(regression, policy, task_chunk):
+    model = Net()
+    weights, _ = setup(policy, model)
+    maml = maml_of(model, policy, task_chunk=task_chunk)
+    for _ in range(3):
+        maml(regression)
+    maml.eval()
+    kept = copy.deepcopy(maml.state_dict())
+    source = model.norm if policy == "running" else maml.per_step_norms
+    running = [b.clone() for b in source.buffers()][:2]
+    book = Textbook(policy, parameters(model), running=running, weights=weights)
+    out, losses = maml(regression), book.losses(regression)
+    assert_close(out.query_losses, losses)
+    assert_close(gradients(out.loss, parameters(model)[:2]), gradients(losses.mean(), parameters(model)[:2]))
+    assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
+
+
+def test_one_task_moves_running_statistics_as_torch_does(regression):
+    one = Batch(*(Examples(part.x[:1], part.y[:1]) for part in regression))
+    results = []
+    for policy in ("running", None):
+        model = Net()
+        maml_of(model, policy)(one)
+        results.append(list(model.buffers()))
+    assert_close(*results)
+
+
+def test_statistics_of_a_cumulative_average_weigh_all_passes_alike(regression):
+    model = Net(lambda n: nn.BatchNorm1d(n, momentum=None))
+    book = Textbook("running", parameters(model))
+    maml = maml_of(model, "running")
+    maml(regression)
+    book.losses(regression)
+    means = [torch.stack([mean for mean, _ in book.passes[number]]).mean(0) for number in sorted(book.passes)]
+    assert_close(model.norm.running_mean, torch.stack(means).mean(0))
+
+
+@pytest.mark.parametrize("policy", ["transductive", "support", "running"])
+def test_query_losses_on_the_way_follow_the_policy(regression, policy):
+    model = Net()
+    maml = maml_of(model, policy, query_weights=[1.0, 0.0])
+    one = maml_of(copy.deepcopy(model), policy, steps=1)
+    out, expected = maml(regression), one(regression)
+    assert_close(out.loss, expected.loss)
+    assert_close(gradients(out.loss, parameters(model)), gradients(expected.loss, parameters(one.model)))
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+def test_an_adapted_model_predicts_as_the_meta_batch(regression, policy, task_chunk):
+    maml = maml_of(Net(), policy, task_chunk=task_chunk)
+    expected = maml(regression).query_outputs
+    assert_close(maml.adapt(regression.support)(regression.query.x), expected)
+
+
+def test_the_support_policy_predicts_one_query_as_many(regression):
+    fast = maml_of(Net(), "support").adapt(regression.support)
+    assert_close(fast(regression.query.x)[:, :1], fast(regression.query.x[:, :1]))
+
+
+def test_norms_of_users_and_of_instances_follow(regression):
+    results = []
+    for kind, policy in ((OwnNorm, "running"), (OwnNorm, None)):
+        model = Net(kind)
+        one = Batch(*(Examples(part.x[:1], part.y[:1]) for part in regression))
+        maml_of(model, policy)(one)
+        results.append([model.norm.running_mean, model.norm.running_var])
+    assert_close(*results)
+
+
+def signals(tasks):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *s: torch.randn(s, generator=generator, dtype=torch.float64)  # noqa: E731
+    return Batch(*(Examples(draw(tasks, 4, 2, 5), draw(tasks, 4, 2)) for _ in range(2)))
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_instance_norms_keep_statistics_likewise(task_chunk):
+    results = []
+    for policy, tasks in (("running", 1), (None, 1), ("running", 3), ("transductive", 3)):
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        model = nn.Sequential(nn.Conv1d(2, 2, 1), norm, nn.Tanh(), nn.Flatten(), nn.Linear(10, 2)).double()
+        maml = maml_of(model, policy, task_chunk=task_chunk)
+        batch = signals(3)
+        out = maml(Batch(*(Examples(part.x[:tasks], part.y[:tasks]) for part in batch)))
+        grads = gradients(out.loss, parameters(model))
+        results.append((grads, norm.running_mean, norm.running_var))
+    assert_close(results[0], results[1])
+    assert_close(results[2][0], results[3][0])
+    assert not torch.equal(results[2][1], results[3][1])
+
+
+def test_state_is_copied_saved_and_loaded(regression):
+    maml = maml_of(Net(), "per_step", memory="step")
+    maml(regression)
+    again, loaded = copy.deepcopy(maml), pickle.loads(pickle.dumps(maml))
+    other = maml_of(Net(), "per_step")
+    other.load_state_dict(maml.state_dict())
+    expected = maml.eval()(regression).loss
+    for one in (again, loaded, other):
+        assert_close(one.eval()(regression).loss, expected)
+
+
+def test_a_policy_may_be_assigned(regression):
+    model = Net()
+    maml = maml_of(model, None, task_chunk=1)
+    maml(regression)
+    assert model.norm.num_batches_tracked > 0
+    maml.norm = "transductive"
+    before = model.norm.running_mean.clone()
+    out = maml(regression)
+    assert_close(out.query_losses, Textbook("transductive", parameters(model)).losses(regression))
+    assert torch.equal(before, model.norm.running_mean)
+    maml.norm = "per_step"
+    assert "per_step_norms.norm_weight" in dict(maml.named_parameters())
+    maml.norm = None
+    assert "norm=None" in repr(maml)
+    assert not any("per_step" in name for name, _ in maml.named_parameters())
+
+
+def test_tables_are_found_without_moving_statistics():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 20, (2, 3, 6), generator=generator)
+    y = torch.randn(2, 3, 6, 3, generator=generator, dtype=torch.float64)
+    batch = Batch(*(Examples(i, target) for i, target in zip(ids, y, strict=True)))
+    results = []
+    for sparse in ([], ["0.weight"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(20, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+        maml = maml_of(model, "running", sparse=sparse)
+        found = torch.autograd.grad(maml(batch).loss, parameters(model))
+        found = [g.to_dense() if isinstance(g, mg.sparse.RowSparse) else g for g in found]
+        support = maml_of(model, "support", sparse=sparse)
+        results.append((found, list(model.buffers()), support.adapt(batch.support)(batch.query.x)))
+    assert_close(*results)
+
+
+def test_a_task_that_is_left_out_moves_nothing(regression):
+    class Bursting(nn.Module):
+        def forward(self, prediction, y):
+            return F.mse_loss(prediction, y) / (y[0, 0] != 7)
+
+    support = Examples(regression.support.x, regression.support.y.clone())
+    support.y[1, 0, 0] = 7.0
+    results = []
+    for keep in (slice(None), torch.tensor([0, 2, 3])):
+        model = Net()
+        maml = mg.MAML(model, Bursting(), inner=sgd(lr=LR), steps=STEPS, norm="running", nonfinite="skip")
+        maml(Batch(*(Examples(part.x[keep], part.y[keep]) for part in (support, regression.query))))
+        results.append(list(model.buffers()))
+    assert_close(*results)
+
+
+def test_compiling_is_passed_over_with_a_warning(regression):
+    model = Net()
+    with pytest.warns(UserWarning, match="norm= exchanges the normalisations"):
+        out = maml_of(model, "transductive", compile=True)(regression)
+    assert_close(out.query_losses, Textbook("transductive", parameters(model)).losses(regression))
+
+
+def untracked(channels):
+    return nn.BatchNorm1d(channels, track_running_stats=False)
+
+
+class Unreachable(nn.BatchNorm1d):
+    def forward(self, x):
+        return (x - self.running_mean) * self.weight + self.bias
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            Net,
+            {"norm": "batch"},
+            "expected None, 'transductive', 'support', 'running', 'per_step', got 'batch'",
+        ),
+        (lambda: nn.Linear(2, 3), {"norm": "running"}, "no module of the model normalises by statistics"),
+        (lambda: Net(untracked), {"norm": "running"}, r"BatchNorm1d \(norm\) keeps no running statistics"),
+        (lambda: Net(untracked), {"norm": "per_step"}, "track_running_stats=True"),
+        (Net, {"norm": "per_step", "steps": 0}, "statistics for each inner step, but steps is 0"),
+        (Layers, {"norm": "transductive", "memory": "block"}, "blocks are recomputed one by one"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        mg.MAML(model(), F.mse_loss, **{"inner": sgd(lr=LR), "steps": STEPS, **options})
+
+
+def test_a_norm_that_no_policy_reaches_is_refused(regression):
+    with pytest.raises(ValueError, match=r"Unreachable \(norm\) has a forward of its own"):
+        maml_of(Net(Unreachable), "running")(regression)
+
+
+def test_more_steps_than_there_are_statistics_are_refused(regression):
+    maml = maml_of(Net(), "per_step")
+    maml(regression, steps=0)
+    with pytest.raises(ValueError, match="there are statistics for 2 inner steps, but this is step 2"):
+        maml(regression, steps=3)
