@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from experiments import build
 from metagrad.curvature.estimators.student import student_t
@@ -66,10 +68,11 @@ def evaluate(
     """
     judged = {"_before": 0, "": steps} if steps is not None else {"": None}
     parts: dict[str, list[Tensor]] = {}
-    for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device):
-        for suffix, number in judged.items():
-            for name, values in _judge(algorithm, batch, number, suffix).items():
-                parts.setdefault(name, []).append(values.cpu())
+    with _policy_of_norms(algorithm):
+        for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device):
+            for suffix, number in judged.items():
+                for name, values in _judge(algorithm, batch, number, suffix).items():
+                    parts.setdefault(name, []).append(values.cpu())
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
 
 
@@ -109,6 +112,21 @@ def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
 def is_classification(labels: Tensor) -> bool:
     """Tell labels from real-valued targets."""
     return not labels.is_floating_point()
+
+
+@contextlib.contextmanager
+def _policy_of_norms(algorithm: Algorithm) -> Iterator[None]:
+    """Let an algorithm with a policy of normalisation follow that of evaluation."""
+    if not isinstance(algorithm, nn.Module) or getattr(algorithm, "norm", None) is None:
+        yield
+        return
+    modes = {module: module.training for module in algorithm.modules()}
+    algorithm.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 @torch.no_grad()

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 
 FILE = "result.json"
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+POLICIES = {
+    None: "batch statistics, transductive",
+    "transductive": "batch statistics, transductive",
+    "support": "statistics of the support examples of a task",
+    "running": "running statistics in evaluation",
+    "per_step": "running statistics of each inner step in evaluation",
+}
 
 
 def judge(run: Run) -> dict[str, Any]:
@@ -33,6 +40,7 @@ def protocol(run: Run) -> dict[str, Any]:
     """Return what must be known to compare the result with another."""
     config, model = run.config, run.parts.model
     batch_norm = any(isinstance(module, NORMS) for module in model.modules())
+    policy = POLICIES[getattr(run.parts.algorithm, "norm", None)]
     return {
         "test_tasks": config.evaluate.tasks,
         "tasks": describe(run.splits.test),
@@ -42,7 +50,7 @@ def protocol(run: Run) -> dict[str, Any]:
         "inner_steps_test": config.evaluate.steps,
         "meta_batch": config.meta_batch,
         "iterations": config.iterations,
-        "batch_norm": "batch statistics, transductive" if batch_norm else "none in the model",
+        "batch_norm": policy if batch_norm else "none in the model",
     }
 
 

@@ -19,6 +19,7 @@ POOLS = ("max", "stride")
 HEADS = ("flatten", "mean")
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     "batch": lambda channels: nn.BatchNorm2d(channels, track_running_stats=False),
+    "running": nn.BatchNorm2d,
     "group": lambda channels: nn.GroupNorm(math.gcd(8, channels), channels),
     "none": lambda channels: nn.Identity(),
 }
@@ -37,6 +38,7 @@ class Conv4(nn.Module):
             4 -> 2), which takes about a quarter of the multiplications.
         norm: `"batch"` normalises by the statistics of the batch at hand, in evaluation too, and keeps no
             running ones: predictions for a set of queries then depend on each other (transductive).
+            `"running"` keeps running statistics, for `norm=` of an algorithm to say when they are used.
             `"group"` normalises each image by gcd(8, hidden) groups of channels. `"none"` does not.
         head: What the linear layer sees: `"flatten"`, all features, or `"mean"`, their mean over space.
         context: Entries of a context vector, the parameter `context`, by which a `FiLM` layer modulates the

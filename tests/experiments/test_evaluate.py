@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
+import metagrad
 from experiments.build import build_parts, build_splits, generator
 from experiments.evaluate import Interval, accuracies, evaluate, mean_interval
 
@@ -67,3 +68,32 @@ def test_evaluation_leaves_no_gradient_and_no_change(composed):
     judge(parts, build_splits(config).test, chunk=2)
     assert all(torch.equal(before[name], value) for name, value in parts.module.state_dict().items())
     assert all(parameter.grad is None for parameter in parts.module.parameters())
+
+
+def test_an_algorithm_with_a_policy_of_norms_is_evaluated_by_its_running_statistics():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    maml = metagrad.MAML(
+        model,
+        torch.nn.functional.mse_loss,
+        inner=metagrad.optim.rules.sgd(lr=0.1),
+        steps=1,
+        norm="running",
+    )
+    tasks = metagrad.tasks.Sinusoid(shots=5, queries=5)
+    maml(tasks.sample(3, generator=torch.Generator().manual_seed(0)))
+    model[2].eval()
+    before = [buffer.clone() for buffer in model.buffers()]
+    found = evaluate(
+        maml,
+        tasks,
+        num_tasks=4,
+        steps=1,
+        chunk=4,
+        generator=torch.Generator().manual_seed(1),
+        device=torch.device("cpu"),
+    )
+    assert all(map(torch.equal, model.buffers(), before))
+    assert [maml.training, model[1].training, model[2].training] == [True, True, False]
+    expected = maml.eval()(tasks.sample(4, generator=torch.Generator().manual_seed(1)))
+    assert found["query_loss"].mean == pytest.approx(expected.query_losses.mean().item(), rel=1e-6)

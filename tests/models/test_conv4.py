@@ -112,7 +112,7 @@ def test_nothing_works_in_place():
         ({"image_size": 0}, "Conv4: image_size must be at least 1, got 0"),
         ({"image_size": 15}, 'image_size must be at least 16 .* got 15.*pool="stride"'),
         ({"pool": "mean"}, "Conv4: pool must be one of 'max', 'stride', got 'mean'"),
-        ({"norm": "layer"}, "Conv4: norm must be one of 'batch', 'group', 'none', got 'layer'"),
+        ({"norm": "layer"}, "Conv4: norm must be one of 'batch', 'running', 'group', 'none', got 'layer'"),
         ({"head": "max"}, "Conv4: head must be one of 'flatten', 'mean', got 'max'"),
     ],
 )
