@@ -196,7 +196,7 @@ class _HeadObjective(Objective):
     def fitted(self, features: Tensor, y: Tensor, classes: Classes) -> Params:
         """Fit the heads; where tasks have other numbers of classes, what is fitted says which (``classes``)."""
         if classes.is_padded:
-            features = features.masked_fill((y == PADDING).unsqueeze(-1), 0.0)
+            features = features.masked_fill((y.long() == PADDING).unsqueeze(-1), 0.0)
         labels = one_hot(y, classes.ways)
         with without_autocast(features):
             fitted = self.head.fit(features, labels.to(features.dtype))

@@ -42,6 +42,7 @@ def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
             f"{call}: support.y must be the classes of the support examples, integers [tasks, shots], got "
             f"{described(y)}."
         )
+    y = y.long()
     is_padding = y == PADDING
     counts = torch.where(is_padding, -1, y).amax(1) + 1
     lowest, fewest, ways = torch.stack(
@@ -78,6 +79,7 @@ def _queries(y: Nested | None, loss_fn: LossFn, present: Tensor) -> tuple[Tensor
     ignored = ignored_label(loss_fn)
     if ignored is None or not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 2:
         return present.new_zeros(()), present.new_zeros(())
+    y = y.long()
     is_known = (one_hot(y, present.shape[1]) & present.unsqueeze(1)).any(2)
     return ~is_known & (y != ignored), y == ignored
 

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples, FewShot
-from tests.marks import combined
+from tests.marks import combined, fast
 
 TASKS, WAYS, FEATURES = 3, 3, 4
 LABELS = torch.tensor([[0, 1, 2, 0, 1, 2, 2], [2, 2, 2, 2, 1, 0, 0], [0, 0, 1, 1, 2, 0, 1]])  # unequal shots
@@ -196,6 +196,23 @@ def test_a_call_with_other_parameters(case, batch):
     assert_close(list(grads.values()), list(torch.autograd.grad(expected.loss, list(params.values()))))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", fast({"ProtoNet", "MetaOptNet"}, EVERY))
+def test_forward_mode_and_hessians_of_torch_func(name, batch):
+    case = EVERY[name]
+    algorithm = case.make(nn.Linear(2, 2)).double()
+    params = {name: p.detach() for name, p in algorithm.named_parameters()}
+    loss = lambda p: functional_call(algorithm, p, (batch,)).loss  # noqa: E731
+    direction = {name: torch.randn_like(p) for name, p in params.items()}
+    gradient = torch.func.grad(loss)
+    slope = sum((g * v).sum() for g, v in zip(gradient(params).values(), direction.values(), strict=True))
+    assert_close(torch.func.jvp(loss, (params,), (direction,))[1], slope)
+    expected = torch.func.grad(lambda p: sum((g * direction[n]).sum() for n, g in gradient(p).items()))(
+        params
+    )
+    assert_close(torch.func.jvp(gradient, (params,), (direction,))[1], expected)
+
+
 class Adapting(nn.Module):
     def __init__(self, algorithm):
         super().__init__()
@@ -275,6 +292,14 @@ def test_forms_of_a_batch(batch):
     assert_close(algorithm(named).loss, expected)
     fast = algorithm.adapt(named["support"])
     assert_close(fast({"points": batch.query.x}), algorithm(batch).query_outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_of_any_kind_of_integer(dtype, batch):
+    algorithm = mg.ProtoNet(embedding(), lambda logits, y: F.cross_entropy(logits, y.long()))
+    expected = algorithm(batch).loss
+    small = Batch(*(Examples(part.x, part.y.to(dtype)) for part in batch))
+    assert_close(algorithm(small).loss, expected)
 
 
 def test_features_of_any_shape_are_flattened(images):
