@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from metagrad.meta.execution.executor import TaskExecutor
-from metagrad.meta.inner.displacement import DisplacementLoop
+from metagrad.meta.inner.loop import InnerLoop
+from metagrad.meta.inner.trajectories import DisplacementLoop, TrajectoryLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.meta.objective.tasks import Tasks
@@ -18,7 +19,67 @@ from metagrad.optim.walk import hyperparameters_in
 Examples = Literal["all", "support"]
 
 
-class Reptile(MAML):
+class TrajectoryLearner(MAML):
+    """MAML whose meta-gradient is read off the steps of the tasks, which are not differentiated through.
+
+    Args:
+        model: As of :class:`MAML`.
+        loss_fn: As of :class:`MAML`.
+        inner: As of :class:`MAML`; nothing of it is learned.
+        steps: As of :class:`MAML`.
+        examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate`` and ``query_weights``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        inner: Rule,
+        steps: int,
+        examples: Examples,
+        **arguments: Any,
+    ) -> None:
+        self._name = type(self).__name__
+        if examples not in get_args(Examples):
+            raise ValueError(f'{self._name}(..., examples): expected "all" or "support", got {examples!r}.')
+        fixed = {"adapt": None, "order": 1, "truncate": None, "query_weights": None}
+        super().__init__(model, loss_fn, inner=inner, steps=steps, **fixed, **arguments)
+        self.examples: Examples = examples
+        self._refuse_learned()
+        if self._compile is not None and self._compile.whole:
+            raise ValueError(
+                f'{self._name}(..., compile="whole"): there is no graph of a meta-batch. Use compile=True.'
+            )
+
+    def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
+        """Return the inner loop that gives the meta-gradient."""
+        raise NotImplementedError
+
+    def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
+        self._refuse_learned()
+        executor = super()._executor(steps, tasks)
+        joins = self.examples == "all" and self.training and tasks.query_x is not None
+        return dataclasses.replace(executor, inner=self._loop(executor.inner, joins=joins))
+
+    def _refuse_learned(self) -> None:
+        """Refuse what would be learned, but has no gradient."""
+        learned = [path for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad]
+        beside = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
+        what = (
+            f"inner has learned hyper-parameters, {', '.join(learned)}"
+            if learned
+            else "the loss has parameters"
+        )
+        if learned or any(p.requires_grad for p in beside):
+            raise ValueError(
+                f"{self._name}(...): {what}, but the steps are not differentiated through. Give numbers and a loss "
+                "without parameters that require grad, or use FOMAML or MAML."
+            )
+
+
+class Reptile(TrajectoryLearner):
     r"""Learn parameters close to what all tasks come to, without differentiating through the inner steps.
 
     .. math::
@@ -74,34 +135,7 @@ class Reptile(MAML):
         examples: Examples = "all",
         **arguments: Any,
     ) -> None:
-        if examples not in get_args(Examples):
-            raise ValueError(f'Reptile(..., examples): expected "all" or "support", got {examples!r}.')
-        fixed = {"adapt": None, "order": 1, "truncate": None, "query_weights": None}
-        super().__init__(model, loss_fn, inner=inner, steps=steps, **fixed, **arguments)
-        self.examples: Examples = examples
-        self._refuse_learned()
-        if self._compile is not None and self._compile.whole:
-            raise ValueError(
-                'Reptile(..., compile="whole"): there is no graph of a meta-batch. Use compile=True.'
-            )
+        super().__init__(model, loss_fn, inner=inner, steps=steps, examples=examples, **arguments)
 
-    def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:
-        self._refuse_learned()
-        executor = super()._executor(steps, tasks)
-        joins = self.examples == "all" and self.training and tasks.query_x is not None
-        return dataclasses.replace(executor, inner=DisplacementLoop(**vars(executor.inner), joins=joins))
-
-    def _refuse_learned(self) -> None:
-        """Refuse what would be learned, but has no gradient."""
-        learned = [path for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad]
-        beside = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
-        what = (
-            f"inner has learned hyper-parameters, {', '.join(learned)}"
-            if learned
-            else "the loss has parameters"
-        )
-        if learned or any(p.requires_grad for p in beside):
-            raise ValueError(
-                f"Reptile(...): {what}, but its gradient is theta - phi, of what adapts alone. Give numbers and a "
-                "loss without parameters that require grad, or use FOMAML or MAML."
-            )
+    def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
+        return DisplacementLoop(**vars(inner), joins=joins)

@@ -275,7 +275,7 @@ class InnerLoop:
                 if self.tolerance is None:
                     new = (*moved, used + 1)
                 else:
-                    active = (used == t) & (_norms(grads, losses.ndim) > self.tolerance)
+                    active = (used == t) & (task_norms(grads, losses.ndim) > self.tolerance)
                     new = (*where_active(active, moved, (params, rule_state)), used + active)
                 if query is None:
                     return new, losses
@@ -390,7 +390,7 @@ def with_history_of(starts: Params, values: Params) -> Params:
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
 
 
-def _norms(grads: Params, num_axes: int) -> Tensor:
+def task_norms(grads: Params, num_axes: int) -> Tensor:
     """Return the Euclidean norm over all parameters, for each task."""
     return torch.stack([g.detach().flatten(num_axes).square().sum(-1) for g in grads.values()]).sum(0).sqrt()
 

@@ -171,7 +171,7 @@ def test_a_task_that_is_not_finite(regression):
 def test_a_second_derivative_is_refused(regression):
     learner = make()
     (first, *_) = torch.autograd.grad(learner(regression).loss, list(learner.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="is that of no function, and cannot be differentiated"):
+    with pytest.raises(RuntimeError, match=r"is that of no function .*, and cannot be differentiated"):
         first.sum().backward()
 
 
@@ -192,7 +192,7 @@ class LearnedLoss(nn.Module):
             ValueError,
             "inner has learned .*, lr, but",
         ),
-        ({"loss_fn": LearnedLoss()}, ValueError, "the loss has parameters, but its gradient is theta - phi"),
+        ({"loss_fn": LearnedLoss()}, ValueError, "the loss has parameters, but the steps are not"),
         ({"examples": "query"}, ValueError, 'expected "all" or "support", got .query'),
         ({"compile": "whole"}, ValueError, "there is no graph of a meta-batch. Use compile=True"),
         ({"order": 2}, TypeError, "multiple values for keyword argument 'order'"),
