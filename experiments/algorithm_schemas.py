@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     name: schema_of(f"metagrad.{made}", Algorithm, types=KINDS, other=Any, without=("model", "loss_fn"))
     for name, made in {
         "maml": "MAML",
+        "maml_plus_plus": "MAMLPlusPlus",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
         "cavia": "CAVIA",

@@ -112,6 +112,8 @@ def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None
     """Take one outer step and record it; on return its batch and output are free."""
     start = time.perf_counter()
     batch, out = outer_step(run, tracker)
+    if (advance := getattr(run.parts.algorithm, "advance", None)) is not None:
+        advance()
     run.seconds += time.perf_counter() - start
     run.step += 1
     run.untimed += 1

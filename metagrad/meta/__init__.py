@@ -9,6 +9,7 @@ from metagrad.meta.algorithms.heads.metaoptnet import MetaOptNet
 from metagrad.meta.algorithms.heads.protonet import ProtoNet
 from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
 from metagrad.meta.algorithms.leap import Leap
+from metagrad.meta.algorithms.maml_plus_plus import MAMLPlusPlus
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
@@ -30,6 +31,7 @@ __all__ = [
     "Algorithm",
     "HeadAlgorithm",
     "Leap",
+    "MAMLPlusPlus",
     "MemoryCost",
     "MetaCurvature",
     "MetaOptNet",

@@ -37,6 +37,11 @@ OWN = {
         "model._target_=metagrad.models.Conv4",
         "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, context: 2}",
     ],
+    "maml_plus_plus": [
+        "model=custom",
+        "model._target_=metagrad.models.Conv4",
+        "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, norm: running}",
+    ],
 }
 """What an algorithm needs beside that."""
 OPTIONS = sorted(file.stem for file in CONF.glob("algorithm/*.yaml") if file.stem != "custom")
@@ -69,8 +74,8 @@ def test_every_algorithm_trains(run, tmp_path, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_experiments_are_for_every_algorithm(composed, name):
-    context = ["model.context=8"] if name == "cavia" else []
-    config = composed("experiment=omniglot_20way1shot", f"algorithm={name}", "device=cpu", *context)
+    own = {"cavia": ["model.context=8"], "maml_plus_plus": ["model.norm=running"]}.get(name, [])
+    config = composed("experiment=omniglot_20way1shot", f"algorithm={name}", "device=cpu", *own)
     assert isinstance(build_parts(config).algorithm, Algorithm)
     assert json.loads(json.dumps(plain(config)))["algorithm"]["_target_"] == config.algorithm._target_
 

@@ -1,0 +1,126 @@
+"""MAML++: a loss after every step, learned rates, norms of their own for every step, and schedules of these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from metagrad.meta.maml import MAML
+from metagrad.meta.objective.norms import Norm
+from metagrad.meta.objective.query_weights import QueryWeights
+from metagrad.meta.objective.task_loss import LossFn
+from metagrad.optim.rules import Params, sgd
+
+
+class MAMLPlusPlus(MAML):
+    r"""MAML++: MAML with a multi-step loss, rates for every parameter and step, and norms of their own for each step.
+
+    .. math::
+        \min_{\theta, \alpha} \; \frac{1}{|\mathcal T|} \sum_{i \in \mathcal T} \sum_{t=1}^{T}
+            w_t L_i^{\mathrm{query}}(\phi_t), \qquad
+        \phi_{t+1}^p = \phi_t^p - \alpha_t^p \nabla_{\phi^p} L_i^{\mathrm{support}}(\phi_t)
+
+    for every parameter :math:`p`, with the learned rates :math:`\alpha_t^p`. After update :math:`e` of :math:`E`
+    (``multi_step_updates``) the weights are :math:`w_t = (1 - e/E) / T` for :math:`t < T` and
+    :math:`w_T = 1 - (T - 1)(1 - e/E) / T`: at first all steps count alike, then the last alone. Inner gradients are
+    constants for the first ``first_order_updates``. Call :meth:`advance` after each update of the meta-parameters;
+    the count is a buffer, ``updates``, and is saved with the state.
+
+    The paper also lets the outer learning rate fall along a cosine, as ``CosineAnnealingLR`` does
+    (``schedule=cosine`` of the experiments).
+
+    Args:
+        model: As of :class:`MAML`.
+        loss_fn: As of :class:`MAML`.
+        lr: The rate that all parameters and steps start from.
+        steps: The number of inner steps; an evaluation takes no more.
+        multi_step_updates: After how many updates the last query loss alone counts; 0 from the first on.
+        first_order_updates: How many updates take inner gradients as constants.
+        norm: As of :class:`MAML`; None for models without batch normalisation.
+        order: The order after those; assigned, it is that.
+        query_weights: As of :class:`MAML`; if they are given, they take the place of those that anneal.
+        **arguments: As of :class:`MAML`.
+
+    Raises:
+        ValueError: A number of updates is negative, ``lr`` is negative, or :class:`MAML` refuses the other arguments.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> learner = metagrad.MAMLPlusPlus(model, torch.nn.functional.mse_loss, steps=2, multi_step_updates=2,
+        ...                                 first_order_updates=1)
+        >>> schedule = []
+        >>> for update in range(3):
+        ...     schedule.append((learner.order, learner.query_weights))
+        ...     learner.advance()
+        >>> schedule
+        [(1, [0.5, 0.5]), (2, [0.25, 0.75]), (2, None)]
+        >>> learner.per_step_norms.get_parameter("1_weight").shape
+        torch.Size([2, 2])
+
+    References:
+        Antoniou, Edwards, Storkey, "How to train your MAML", ICLR 2019, section 4.
+    """
+
+    updates: Tensor
+    multi_step_updates: int = 0
+    first_order_updates: int = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        lr: float = 0.1,
+        steps: int = 5,
+        multi_step_updates: int = 0,
+        first_order_updates: int = 0,
+        norm: Norm | None = "per_step",
+        order: int = 2,
+        query_weights: QueryWeights | None = None,
+        **arguments: Any,
+    ) -> None:
+        _check_updates("multi_step_updates", multi_step_updates)
+        _check_updates("first_order_updates", first_order_updates)
+        arguments |= {"norm": norm, "order": order, "query_weights": query_weights}
+        super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.multi_step_updates, self.first_order_updates = multi_step_updates, first_order_updates
+        params = self._adapted_parameters()
+        self.inner = sgd(lr=[_rates(params, lr) for _ in range(steps)]) if steps else sgd(lr=lr)
+
+    def advance(self) -> None:
+        """Count an update of the meta-parameters, which moves what anneals."""
+        self.updates += 1
+
+    @property
+    def order(self) -> int:  # type: ignore[reportIncompatibleVariableOverride]
+        """The order at this update."""
+        is_first = self.first_order_updates and int(self.updates) < self.first_order_updates
+        return 1 if is_first else self._order
+
+    @order.setter
+    def order(self, order: int) -> None:
+        self._order = order
+
+    @property
+    def query_weights(self) -> QueryWeights | None:  # type: ignore[reportIncompatibleVariableOverride]
+        """The weights of the query losses at this update, unless others were given."""
+        if self._query_weights is not None or not self.multi_step_updates or not self.steps:
+            return self._query_weights
+        early = max(0.0, 1 - int(self.updates) / self.multi_step_updates) / self.steps
+        return [*[early] * (self.steps - 1), 1 - (self.steps - 1) * early] if early else None
+
+    @query_weights.setter
+    def query_weights(self, weights: QueryWeights | None) -> None:
+        self._query_weights = weights
+
+
+def _rates(params: Params, lr: float) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(p.detach().new_full((), lr)) for name, p in params.items()}
+
+
+def _check_updates(name: str, number: object) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"MAMLPlusPlus(..., {name}): expected an int of 0 or more, got {number!r}.")
