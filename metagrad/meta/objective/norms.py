@@ -48,37 +48,38 @@ def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool) -> None:
+def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool, name: str = "MAML") -> None:
     """Refuse a policy that is none, or that the model cannot follow."""
     if norm is None:
         return
+    call = f"{name}(..., norm"
     if norm not in get_args(Norm):
         expected = ", ".join(map(repr, get_args(Norm)))
-        raise ValueError(f"{_CALL}): expected None, {expected}, got {norm!r}.")
+        raise ValueError(f"{call}): expected None, {expected}, got {norm!r}.")
     if is_block:
         raise ValueError(
-            f'{_CALL}={norm!r}, memory="block"): blocks are recomputed one by one, where no policy reaches. '
+            f'{call}={norm!r}, memory="block"): blocks are recomputed one by one, where no policy reaches. '
             'Use memory="step".'
         )
     layers = statistical_norms(model)
     if not layers:
         raise ValueError(
-            f"{_CALL}={norm!r}): no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d "
+            f"{call}={norm!r}): no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d "
             "does. Leave norm at None."
         )
     if norm in ("running", "per_step"):
-        _check_running(norm, layers)
+        _check_running(call, norm, layers)
     if norm == "per_step" and not steps:
-        raise ValueError(f'{_CALL}="per_step"): there are statistics for each inner step, but steps is 0.')
+        raise ValueError(f'{call}="per_step"): there are statistics for each inner step, but steps is 0.')
 
 
-def _check_running(norm: str, layers: Mapping[str, nn.Module]) -> None:
+def _check_running(call: str, norm: str, layers: Mapping[str, nn.Module]) -> None:
     without = [name for name, module in layers.items() if module._buffers["running_mean"] is None]
     batch = [name for name in without if not isinstance(layers[name], _torch.InstanceNorm)]
     if batch or len(without) == len(layers):
         name = (batch or without)[0]
         raise ValueError(
-            f"{_CALL}={norm!r}): {type(layers[name]).__name__} ({name or 'the model itself'}) keeps no running "
+            f"{call}={norm!r}): {type(layers[name]).__name__} ({name or 'the model itself'}) keeps no running "
             'statistics. Construct it with track_running_stats=True, or take norm="transductive".'
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.structured import Nested, call_on, restored
+from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.algorithms.heads.classes import PADDING, Classes, described, one_hot, read_classes
@@ -19,6 +19,7 @@ from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Comparison, Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
+from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
 from metagrad.meta.objective.task_loss import LossFn, Objective
 from metagrad.meta.objective.tasks import (
     BatchLike,
@@ -28,7 +29,7 @@ from metagrad.meta.objective.tasks import (
     read_support,
     with_task_axis,
 )
-from metagrad.meta.objective.vmap import forward_stacked
+from metagrad.meta.objective.vmap import call_with, forward_stacked
 from metagrad.optim.rules import Params, Rule, sgd
 
 _NO_STEPS = sgd(lr=0.0)
@@ -48,6 +49,7 @@ class HeadAlgorithm(nn.Module):
             Called as :class:`metagrad.MAML` calls its model. All its parameters that require grad are meta-learned.
         loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
         task_chunk: How many tasks run together; None means all, 1 is a loop.
+        norm: Whose statistics normalise, as of :class:`metagrad.MAML`; there are no steps, so not ``"per_step"``.
         nonfinite: As of :class:`metagrad.MAML`.
     """
 
@@ -57,12 +59,14 @@ class HeadAlgorithm(nn.Module):
         loss_fn: LossFn,
         *,
         task_chunk: int | None = None,
+        norm: Norm | None = None,
         nonfinite: Nonfinite = "raise",
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.task_chunk = task_chunk
+        self.norm: Norm | None = norm
         self.nonfinite: Nonfinite = nonfinite
         self._check()
 
@@ -106,7 +110,7 @@ class HeadAlgorithm(nn.Module):
         assert isinstance(found, Evaluation)
         losses, logits = found.query_losses, restored(found.predictions)
         counted = losses[~skipped] if self.nonfinite == "skip" else losses
-        return MetaOutput(counted.mean(), losses, logits, found.losses, found.used, skipped)
+        return MetaOutput(counted.mean(), losses, logits, found.losses, found.used, skipped, self.norm)
 
     def adapt(
         self, support: ExamplesLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -121,7 +125,7 @@ class HeadAlgorithm(nn.Module):
         executor = self._executor(tasks, call, steps)
         results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
-        objective, slots = executor.inner.objective, Slots([self])
+        objective, slots = executor.inner.to_query(tasks).objective, Slots([self])
 
         def predict(fitted: Params, x: Nested) -> Nested:
             with slots.restored({}):  # also after a ``functional_call`` has ended
@@ -131,7 +135,7 @@ class HeadAlgorithm(nn.Module):
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
-        return f"task_chunk={self.task_chunk}, nonfinite={self.nonfinite!r}"
+        return f"task_chunk={self.task_chunk}, norm={self.norm!r}, nonfinite={self.nonfinite!r}"
 
     @property
     def _name(self) -> str:
@@ -146,7 +150,10 @@ class HeadAlgorithm(nn.Module):
                 f"{steps!r}. Leave steps out."
             )
         classes = read_classes(call, tasks, self.loss_fn)
-        objective = _HeadObjective(self.model, self.loss_fn, classes.labels, name=self._name, head=self)
+        norms = None if self.norm is None else NormPass(Norms(self.model, self.norm))
+        objective = _HeadObjective(
+            self.model, self.loss_fn, classes.labels, name=self._name, norms=norms, head=self
+        )
         loop = _HeadLoop(objective, _NO_STEPS, steps=0, order=2, memory="full", classes=classes)
         return _HeadExecutor(loop, {}, (), self.nonfinite, self._stacking, self._name)
 
@@ -154,6 +161,7 @@ class HeadAlgorithm(nn.Module):
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
         check_arguments(self.model, 0, 2, self.task_chunk, self._name)
         check_nonfinite(self.nonfinite, self._name)
+        check_norm(self.model, self.norm, 0, is_block=False, name=self._name)
         stacking = self.__dict__.get("_stacking")
         if stacking is None or stacking.task_chunk != self.task_chunk:
             self._stacking = Stacking(self.task_chunk, self._name)
@@ -182,9 +190,10 @@ class _HeadObjective(Objective):
 
     def features(self, x: Nested, *, is_stacked: bool) -> Tensor:
         """Return the embeddings ``[tasks, n, features]``, of at least single precision."""
-        embedded = (
-            forward_stacked(self.model, {}, x) if is_stacked else with_task_axis(call_on(self.model, x))
-        )
+        if is_stacked:
+            embedded = forward_stacked(self.model, {}, x, norms=self.norms)
+        else:
+            embedded = with_task_axis(call_with(self.model, {}, x, self.norms))
         if not isinstance(embedded, Tensor) or not embedded.is_floating_point() or embedded.ndim < 3:
             raise TypeError(
                 f"{self.name}(model, ...): the model must return a floating tensor [examples, ...], its embedding, "
@@ -243,7 +252,7 @@ class _HeadExecutor(TaskExecutor):
 
     def _chunk_size(self, tasks: Tasks) -> int:
         objective = self.inner.objective
-        embedding = Objective(objective.model, _probe, name=objective.name)
+        embedding = Objective(objective.model, _probe, name=objective.name, norms=objective.norms)
         return self.stacking.chunk_size(Comparison(embedding, {}, tasks, self.sparse, order=2))
 
     @property

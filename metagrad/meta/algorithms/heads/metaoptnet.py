@@ -44,7 +44,7 @@ class MetaOptNet(HeadAlgorithm):
             embeddings that are linearly independent.
         penalty: :math:`\lambda` of ridge regression.
         scale: What :math:`\gamma`, which is meta-learned, starts from.
-        **arguments: ``task_chunk`` and ``nonfinite`` as of :class:`metagrad.MAML`.
+        **arguments: ``task_chunk``, ``norm`` and ``nonfinite`` as of :class:`metagrad.MAML`.
 
     Raises:
         ValueError: ``head`` is none of these, ``C`` or ``penalty`` is not positive, or ``damping`` is negative.

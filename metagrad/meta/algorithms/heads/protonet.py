@@ -30,7 +30,7 @@ class ProtoNet(HeadAlgorithm):
         loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
         distance: ``"euclidean"``, squared, as in the paper, or ``"cosine"``, whose logits lie within ``scale``.
         scale: :math:`\gamma`; meta-learned if it is a :class:`torch.nn.Parameter`.
-        **arguments: ``task_chunk`` and ``nonfinite`` as of :class:`metagrad.MAML`.
+        **arguments: ``task_chunk``, ``norm`` and ``nonfinite`` as of :class:`metagrad.MAML`.
 
     Raises:
         ValueError: ``distance`` is none of these.

@@ -65,7 +65,7 @@ class R2D2(HeadAlgorithm):
         penalty: The value of :math:`\lambda` to start from.
         scale: That of :math:`\alpha`; predictions lie about between 0 and 1, logits must reach further.
         bias: That of :math:`\beta`.
-        **arguments: ``task_chunk`` and ``nonfinite`` as of :class:`metagrad.MAML`.
+        **arguments: ``task_chunk``, ``norm`` and ``nonfinite`` as of :class:`metagrad.MAML`.
 
     Raises:
         ValueError: ``penalty`` or ``scale`` is not positive.

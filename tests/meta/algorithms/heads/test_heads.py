@@ -363,6 +363,47 @@ def test_padding_that_would_count_in_batch_statistics_is_refused(batch):
         make(CASES["R2D2"])(changed(batch, y=labels))
 
 
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("policy", ["transductive", "support", "running"])
+def test_statistics_by_a_policy(policy, chunk, batch):
+    enter, norm, leave = nn.Linear(2, 5), nn.BatchNorm1d(5), nn.Linear(5, 4)
+    algorithm = mg.R2D2(nn.Sequential(enter, norm, nn.Tanh(), leave), norm=policy, task_chunk=chunk).double()
+
+    def embedded(x, mean, var):
+        return leave(torch.tanh((enter(x) - mean) / (var + norm.eps).sqrt() * norm.weight + norm.bias))
+
+    def of_set(x):
+        return enter(x).mean(0), enter(x).var(0, unbiased=False)
+
+    def losses(by):
+        found = []
+        for x, y, query, target in zip(*batch.support, *batch.query, strict=True):
+            logits = ridge(embedded(x, *by(x, x)), y, embedded(query, *by(query, x)), params)
+            found.append(F.cross_entropy(logits, target))
+        return torch.stack(found)
+
+    params = dict(algorithm.named_parameters())
+    expected = losses(lambda x, support: of_set(support if policy == "support" else x))
+    out = algorithm(batch)
+    assert out.norm == policy
+    assert_close(out.query_losses, expected)
+    every = list(params.values())
+    assert_close(derivatives(out.query_losses, every), derivatives(expected, every))
+    assert_close(algorithm.adapt(batch.support)(batch.query.x), out.query_outputs)
+    if policy == "running":
+        passes = [torch.stack([enter(x).mean(0) for x in part.x]).mean(0) for part in (*batch, batch.support)]
+        running = torch.zeros(5).double()
+        for mean in passes:  # of forward, then of adapt
+            running = 0.9 * running + 0.1 * mean
+        assert_close(norm.running_mean, running)
+    else:
+        assert norm.running_mean.eq(0).all()
+    algorithm.eval()
+    if policy == "running":
+        expected = losses(lambda x, support: (norm.running_mean, norm.running_var))
+    assert_close(algorithm(batch).query_losses, expected)
+
+
 def test_memory_is_tracked_as_an_outer_step(batch):
     with mg.MemoryTracker() as memory:
         make(CASES["R2D2"])(batch).loss.backward()
@@ -461,6 +502,16 @@ def test_batches_that_are_refused(change, error, message, batch):
             lambda: mg.LRD2(nn.Identity(), newton_steps=0),
             ValueError,
             r"LRD2\(..., newton_steps\): expected an",
+        ),
+        (
+            lambda: mg.ProtoNet(nn.Identity(), norm="running"),
+            ValueError,
+            r"^ProtoNet\(..., norm='running'\): no module",
+        ),
+        (
+            lambda: mg.ProtoNet(nn.BatchNorm1d(2), norm="per_step"),
+            ValueError,
+            r'^ProtoNet\(..., norm="per_step"\): there are statistics for each inner step, but steps is 0',
         ),
         (
             lambda: mg.MetaOptNet(nn.Identity(), C=0.0),
