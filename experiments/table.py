@@ -1,0 +1,127 @@
+"""Compare algorithms: `python -m experiments.table [algorithms=[maml,protonet]] [minutes=15] [KEY=VALUE ...]`.
+
+Every cell of the grid, an experiment with an algorithm and a seed, is a run of `experiments.train` in a process of
+its own, in `FOLDER/EXPERIMENT/ALGORITHM/SEED`. Cells that are finished are not run again, and those that were
+interrupted go on from their checkpoint, so the same command continues where it ended. After every cell the tables
+`FOLDER/EXPERIMENT.md` and the validation curves `FOLDER/EXPERIMENT.png` are written anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import hydra
+import yaml
+from hydra.core.config_store import ConfigStore
+
+from experiments import checkpoint, result
+from experiments.config import check_least, converted
+from experiments.job import launch
+from experiments.metrics import read_rows, series
+from experiments.schema import key
+from experiments.table_report import TIME, write
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger("experiments.table")
+PILOT = 30  # outer steps by which the time of one is measured
+SHORT = ["evaluate.tasks=2", "evaluate.validation_tasks=2", "memory.enabled=false", "log.every=5"]
+
+
+@dataclass
+class Table:
+    """A grid of runs."""
+
+    folder: str = key("Where cells and tables are.")
+    experiments: list[str] = key("The protocols, options of `experiment`; each has a table.")
+    algorithms: list[str] = key("Options of `algorithm`, the rows of a table.")
+    seeds: list[int] = key("The seeds of each row.")
+    iterations: int | None = key("Outer steps of every cell; null is the number of the experiment.")
+    minutes: float | None = key("Minutes of training of every cell, which say how many outer steps it takes.")
+    overrides: list[str] = key('Overrides of every cell: ["threads=1"].')
+    own: dict[str, list[str]] = key('Overrides of the cells of an algorithm: {maml: ["algorithm.steps=3"]}.')
+    papers: dict[str, dict[str, str]] = key("What the papers report, by experiment and algorithm.")
+
+
+class Cell(NamedTuple):
+    """A run of the grid."""
+
+    folder: Path
+    overrides: list[str]
+
+
+ConfigStore.instance().store(name="table_schema", node=Table)
+
+
+def main() -> None:
+    """Run the program."""
+    launch(program, "table", "experiments.table")
+
+
+@hydra.main(config_path="../conf", config_name="table", version_base="1.3")
+def program(config: DictConfig) -> None:
+    """Run the cells that are missing, and write the tables."""
+    run_table(converted("table", config))
+
+
+def run_table(config: Table) -> None:
+    """Run all cells, seed by seed, so that a table that is interrupted has every row."""
+    if config.iterations is not None and config.minutes is not None:
+        raise ValueError("table: give iterations or minutes, not both.")
+    check_least("table", {"iterations": (1 if config.iterations is None else config.iterations, 1)})
+    for seed in config.seeds:
+        for experiment in config.experiments:
+            for algorithm in config.algorithms:
+                start(_cell(config, experiment, algorithm, seed))
+                write(config, experiment)
+    for experiment in config.experiments:
+        print((Path(config.folder) / f"{experiment}.md").read_text())
+
+
+def start(cell: Cell) -> None:
+    """Run a cell to its end, or on from its checkpoint, if it is not finished.
+
+    Raises:
+        ValueError: Its folder holds a run with other overrides.
+    """
+    saved = cell.folder / ".hydra" / "overrides.yaml"
+    if saved.exists() and (yaml.safe_load(saved.read_text()) or []) != cell.overrides:
+        raise ValueError(
+            f"table: {cell.folder} holds a run with other overrides, {saved}; choose another folder=, or remove it."
+        )
+    if not (cell.folder / result.FILE).exists():
+        log.info("%s", cell.folder)
+        is_begun = (cell.folder / checkpoint.FILE).exists()
+        arguments = (
+            [f"resume={cell.folder}"] if is_begun else [*cell.overrides, f"hydra.run.dir='{cell.folder}'"]
+        )
+        train(arguments)
+
+
+def train(arguments: list[str]) -> None:
+    """Run `experiments.train` in a process of its own, whose peak of memory is that of the cell alone."""
+    subprocess.run([sys.executable, "-m", "experiments.train", *arguments], check=False)
+
+
+def _cell(config: Table, experiment: str, algorithm: str, seed: int) -> Cell:
+    folder = Path(config.folder) / experiment / algorithm
+    choice = [f"experiment={experiment}", f"algorithm={algorithm}"]
+    overrides = [*choice, f"seed={seed}", *config.overrides, *config.own.get(algorithm, [])]
+    number = config.iterations
+    if config.minutes is not None:
+        pilot = Cell(folder / "pilot", [*overrides[:2], *overrides[3:], f"iterations={PILOT}", *SHORT])
+        start(pilot)
+        times = series(read_rows(pilot.folder / "costs.jsonl"), TIME)[1]
+        number = max(1, round(60_000 * config.minutes / statistics.median(times))) if times else 1
+    return Cell(folder / str(seed), overrides if number is None else [*overrides, f"iterations={number}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The table of a grid of runs: cells run once, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from unittest import mock
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from experiments import table, table_report
+from experiments.config import converted
+from experiments.evaluate import Interval
+from experiments.help import CONF
+from experiments.table import run_table
+from tests.experiments.test_algorithms import TINY
+
+
+@pytest.fixture
+def grid(run, tmp_path, monkeypatch):
+    """Return a config of two cells, and the list of command lines that are run, in this process."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = converted("table", compose("table", ["algorithms=[maml,protonet]", "seeds=[0]"]))
+    config.folder, config.experiments = str(tmp_path), ["sinusoid"]
+    config.overrides, config.papers = ["task=custom"], {"sinusoid": {"maml": "98 %, a paper"}}
+    commands, drawn = [], []
+
+    def train(arguments):
+        commands.append(arguments)
+        chosen = {key: value for key, _, value in (word.partition("=") for word in arguments)}
+        folder = tmp_path.joinpath(*chosen["hydra.run.dir"].strip("'").split("/")[-3:])
+        (folder / ".hydra").mkdir(parents=True)
+        (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(arguments[:-1]))
+        own = [f"algorithm={chosen['algorithm']}", f"seed={chosen.get('seed', 0)}"]
+        run(folder, *own, *TINY)
+
+    monkeypatch.setattr(table, "train", train)
+    monkeypatch.setattr(table_report, "comparison", lambda path, curves: drawn.append((path, curves)))
+    return config, commands, drawn
+
+
+def test_cells_run_once_and_fill_a_table(grid, tmp_path, capsys):
+    config, commands, drawn = grid
+    run_table(config)
+    assert [command[:3] for command in commands] == [
+        ["experiment=sinusoid", "algorithm=maml", "seed=0"],
+        ["experiment=sinusoid", "algorithm=protonet", "seed=0"],
+    ]
+    written = (tmp_path / "sinusoid.md").read_text()
+    assert written.strip() in capsys.readouterr().out
+    rows = {line.split(" | ")[0].strip("| "): line for line in written.splitlines() if line.startswith("| ")}
+    assert list(rows) == ["algorithm", "---", "maml", "protonet"]
+    assert "98 %, a paper" in rows["maml"]
+    assert "5, 5 in the test" in rows["maml"]
+    assert "+-" in rows["protonet"]
+    assert "Corners()" in written
+    assert "Not finished" not in written
+    path, curves = drawn[-1]
+    assert path == tmp_path / "sinusoid.png"
+    assert {name: len(runs) for name, runs in curves.items()} == {"maml": 1, "protonet": 1}
+    run_table(config)
+    assert len(commands) == 2
+    config.overrides = ["meta_batch=3"]
+    with pytest.raises(ValueError, match=r"holds a run with other overrides, .*; choose another folder="):
+        run_table(config)
+
+
+def test_minutes_are_outer_steps_by_the_time_of_a_few(grid, tmp_path):
+    config, commands, _ = grid
+    config.minutes, config.algorithms = 1.0, ["maml"]
+    with mock.patch.object(table, "series", return_value=([1, 2, 3], [90_000.0, 20_000.0, 19_000.0])):
+        run_table(config)
+    assert [command[-2] for command in commands] == [table.SHORT[-1], "iterations=3"]
+    assert sorted(folder.name for folder in (tmp_path / "sinusoid" / "maml").iterdir()) == ["0", "pilot"]
+    assert "minutes of training: 1" in (tmp_path / "sinusoid.md").read_text()
+
+
+def test_a_cell_that_was_interrupted_goes_on_and_one_that_failed_is_told(tmp_path, grid, monkeypatch):
+    config, *_ = grid
+    config.algorithms, commands = ["maml"], []
+    cell = tmp_path / "sinusoid" / "maml" / "0"
+    (cell / "checkpoints").mkdir(parents=True)
+    (cell / "checkpoints" / "last.pt").touch()
+    (cell / "failure.txt").write_text("Out of memory.\nmore\n")
+    monkeypatch.setattr(table, "train", commands.append)
+    run_table(config)
+    assert commands == [[f"resume={cell}"]]
+    written = (tmp_path / "sinusoid.md").read_text()
+    assert f"Not finished:\n\n- {cell}: Out of memory.\n" in written
+    assert "No cell is finished." in written
+
+
+def test_an_interval_of_seeds_is_over_all_their_tasks():
+    values = [Interval(90.0, 0.6, 100), Interval(92.0, 0.8, 100)]
+    assert table_report.pooled(values) == Interval(91.0, math.sqrt(0.6**2 + 0.8**2) / 2, 200)
+
+
+def test_a_budget_is_one(grid):
+    config, *_ = grid
+    config.minutes, config.iterations = 1.0, 10
+    with pytest.raises(ValueError, match="table: give iterations or minutes, not both"):
+        run_table(config)
