@@ -26,6 +26,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     for name, made in {
         "maml": "MAML",
         "maml_plus_plus": "MAMLPlusPlus",
+        "fomaml": "FOMAML",
+        "reptile": "Reptile",
+        "leap": "Leap",
+        "anil": "ANIL",
+        "boil": "BOIL",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
         "cavia": "CAVIA",

@@ -95,7 +95,8 @@ def schema_of(
 
 def _type(annotation: str, types: Mapping[str, Any], other: Any) -> Any:
     words = annotation.replace("[", " ").split()
-    kind = types.get(words[0], other)
+    is_number = words[0] == "Literal" and not {"'", '"'} & set(annotation)
+    kind = int if is_number else types.get(words[0], other)
     return Optional[kind] if kind is not None and words[-1] == "None" else kind  # noqa: UP045  # made at run time
 
 

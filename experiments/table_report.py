@@ -26,6 +26,7 @@ HEADER = [
     "of each seed",
     "before",
     "inner steps",
+    "batch norm",
     "outer steps",
     "minutes",
     "MiB",
@@ -87,6 +88,7 @@ def _values(cells: list[Path]) -> list[str]:
         ", ".join(f"{one.mean:.1f}" for one in after),
         f"{statistics.mean(before):.1f}" if before else "-",
         "-" if trained is None else f"{trained}, {tested} in the test",
+        outcomes[0]["protocol"]["batch_norm"],
         ", ".join(map(str, sorted({one["step"] for one in outcomes}))),
         f"{statistics.mean(spent) / 60_000:.2g}",
         f"{max(last_values(rows)[PEAK] for rows in costs):.0f}",
@@ -101,7 +103,7 @@ def _protocol(cells: list[Path], config: Table) -> list[str]:
     budget = f"outer steps: {steps}" if config.minutes is None else f"minutes of training: {config.minutes:g}"
     return [
         f"Test tasks: {protocol['tasks']}, {protocol['test_tasks']} a seed. Meta-batch: {protocol['meta_batch']}. "
-        f"Batch norm: {protocol['batch_norm']}. Budget of a cell, {budget}.",
+        f"Budget of a cell, {budget}.",
         "",
         "Accuracy is the mean over seeds with the 95 % confidence interval over all their test tasks; minutes are "
         "those of the outer steps; MiB are the peak of the process on a CPU, of the allocator on a GPU.",
