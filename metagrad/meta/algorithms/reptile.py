@@ -65,18 +65,20 @@ class TrajectoryLearner(MAML):
 
     def _refuse_learned(self) -> None:
         """Refuse what would be learned, but has no gradient."""
-        learned = [path for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad]
-        beside = self.loss_fn.parameters() if isinstance(self.loss_fn, nn.Module) else ()
-        what = (
-            f"inner has learned hyper-parameters, {', '.join(learned)}"
-            if learned
-            else "the loss has parameters"
-        )
-        if learned or any(p.requires_grad for p in beside):
+        beside = {"the loss": self.loss_fn, 'norm="per_step"': self.per_step_norms}
+        what = [
+            *(f"{path} of inner" for path, tensor in hyperparameters_in(self.inner) if tensor.requires_grad),
+            *(name for name, part in beside.items() if isinstance(part, nn.Module) and _is_learned(part)),
+        ]
+        if what:
             raise ValueError(
-                f"{self._name}(...): {what}, but the steps are not differentiated through. Give numbers and a loss "
-                "without parameters that require grad, or use FOMAML or MAML."
+                f"{self._name}(...): {what[0]} would be learned, but the steps are not differentiated through. Give "
+                "numbers, and modules without parameters that require grad, or use FOMAML or MAML."
             )
+
+
+def _is_learned(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 class Reptile(TrajectoryLearner):

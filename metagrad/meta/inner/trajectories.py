@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +95,10 @@ class PathLengthLoop(TrajectoryLoop):
     def follow(self, params: Params, starts: Params, tasks: Tasks, rule: Rule | None) -> Trajectory:
         """Take the steps, and sum the gradients of their lengths."""
         recorder, (loss, x, y) = _Recorder(self.rule), (self._loss(tasks), tasks.support_x, tasks.support_y)
+        norms = self.objective.norms
+        # There are statistics for each step, and at the end those of the last.
+        last = None if norms is None else norms.support(max(self.steps - 1, 0)).uncounted()
+        end = loss if last is None else functools.partial(loss, norms=last)
         step = dataclasses.replace(self, rule=recorder)._step(loss, keep_graph=False)
         used = torch.zeros(tasks.count if self.stacked else (), dtype=torch.int64, device=tasks.device)
         state = _of_its_own((starts, recorder.init(starts), used))
@@ -102,7 +107,7 @@ class PathLengthLoop(TrajectoryLoop):
         for t in range(self.steps + 1):
             at = state[0]
             with torch.enable_grad():
-                new, value = step(state, t, x, y) if t < self.steps else (state, loss(at, x, y)[0])
+                new, value = step(state, t, x, y) if t < self.steps else (state, end(at, x, y)[0])
             if leg is not None:
                 pull = self._pull(value - losses[-1], *leg)
                 total = {name: total[name] + pull[name] for name in total}

@@ -175,3 +175,17 @@ def test_a_head_that_is_called_otherwise(batch):
 def test_another_start_is_refused():
     with pytest.raises(TypeError, match="multiple values for keyword argument 'start'"):
         make(start={"head.*": "zeros"})
+
+
+@pytest.mark.parametrize("norm", ["transductive", "support", "running", "per_step"])
+def test_policies_for_statistics(batch, norm):
+    """Prototypes are of embeddings that the policy normalises; stacked as in a loop."""
+    found = []
+    for task_chunk in (None, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, WAYS)).double()
+        learner = make(model, head="3", norm=norm, task_chunk=task_chunk, query_weights=[0.2, 0.3, 0.5])
+        out = learner(batch)
+        buffers = [buffer.double() for buffer in learner.buffers()]
+        found.append((out.loss, *gradients(out.loss, learner), *buffers))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

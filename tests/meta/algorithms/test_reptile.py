@@ -190,9 +190,9 @@ class LearnedLoss(nn.Module):
         (
             {"inner": rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))},
             ValueError,
-            "inner has learned .*, lr, but",
+            "lr of inner would be learned, but the steps are not",
         ),
-        ({"loss_fn": LearnedLoss()}, ValueError, "the loss has parameters, but the steps are not"),
+        ({"loss_fn": LearnedLoss()}, ValueError, "the loss would be learned"),
         ({"examples": "query"}, ValueError, 'expected "all" or "support", got .query'),
         ({"compile": "whole"}, ValueError, "there is no graph of a meta-batch. Use compile=True"),
         ({"order": 2}, TypeError, "multiple values for keyword argument 'order'"),
@@ -203,3 +203,31 @@ class LearnedLoss(nn.Module):
 def test_what_makes_no_sense_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         make(**options)
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
+        self.double()
+
+
+@pytest.mark.parametrize("norm", ["transductive", "support", "running"])
+@pytest.mark.parametrize("algorithm", [mg.Reptile, mg.Leap])
+def test_policies_for_statistics(regression, algorithm, norm):
+    """Stacked as in a loop, with the losses of MAML."""
+    options: Any = {"inner": rules.sgd(lr=0.1), "steps": 2, "norm": norm}
+    found = []
+    for task_chunk in (None, 1):
+        learner = algorithm(Normalised(), F.mse_loss, examples="support", task_chunk=task_chunk, **options)
+        out = learner(regression)
+        expected = mg.MAML(Normalised(), F.mse_loss, order=1, **options)(regression)
+        torch.testing.assert_close(out.query_losses, expected.query_losses)
+        buffers = [buffer.double() for buffer in learner.buffers()]
+        found.append((*gradients(out.loss, learner), *buffers))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+def test_norms_of_each_step_are_refused():
+    with pytest.raises(ValueError, match='norm="per_step" would be learned'):
+        mg.Reptile(Normalised(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2, norm="per_step")

@@ -167,6 +167,17 @@ def test_truncated_steps_pass_the_gradient_on_to_the_start(regression):
     )
 
 
+@pytest.mark.parametrize("memory", ["full", "step"])
+def test_the_loss_after_each_step(regression, memory):
+    """Query losses on the way have gradients through the start, too."""
+    weights = [0.2, 0.3, 0.5]
+    maml, function = make("two", query_weights=weights, memory=memory)
+    steps = [textbook(maml.model, function, regression, lr=0.1, steps=t) for t in (1, 2, 3)]
+    expected = torch.stack([w * losses.mean() for w, losses in zip(weights, steps, strict=True)]).sum()
+    got = gradients(maml(regression).loss, maml)
+    torch.testing.assert_close(got, gradients(expected, maml), rtol=1e-9, atol=1e-12)
+
+
 def test_a_module_is_a_part_of_maml(regression):
     maml, _ = make("a module")
     assert dict(maml.named_parameters())["start.scale"].grad is None
