@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments import bench_curvature, bench_sparse
+from experiments import bench_curvature, bench_sparse, bench_tasks
 from experiments.bench import workloads
 from experiments.config import SCHEMAS
 
@@ -41,6 +41,7 @@ WORKLOADS = {
     "bench": workloads.WORKLOADS,
     "bench_curvature": bench_curvature.WORKLOADS,
     "bench_sparse": bench_sparse.WORKLOADS,
+    "bench_tasks": bench_tasks.SOURCES,
 }
 
 
