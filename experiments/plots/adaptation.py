@@ -35,7 +35,7 @@ def _curves(run: Run, tasks: Regression, path: Path) -> Path:
     support = tasks.sample_examples(functions, generator=source).support
     grid = torch.linspace(*tasks.x, 201).unsqueeze(-1)
     true = functions.evaluate(grid)
-    fits = {k: _predict(run, support, grid, k) for k in (0, *SHOWN) if k <= run.config.plots.steps}
+    fits = {k: _predict(run, support, grid, k) for k in (0, *SHOWN) if k <= _most_steps(run, support)}
     with figure(path, 1, number, size=(2.5 * number + 0.5, 3.2), sharex=True, sharey=True) as axes:
         for task, axis in enumerate(axes[0]):
             curves = {steps: fit[task] for steps, fit in fits.items()}
@@ -72,9 +72,20 @@ def _predict(run: Run, support: Any, grid: Tensor, steps: int) -> Tensor:
     return fast(grid.to(run.device).expand(len(support.x), -1, -1)).squeeze(-1).cpu()
 
 
+@torch.no_grad()
+def _most_steps(run: Run, support: Any) -> int:
+    """Return how many steps are drawn: no more than in training where there is something learned for each."""
+    most = run.config.plots.steps
+    try:
+        run.parts.algorithm.adapt(support.to(device=run.device), steps=most)
+    except ValueError:
+        return min(most, run.config.algorithm.steps or 0)
+    return most
+
+
 def _progress(run: Run, path: Path) -> Path:
-    steps = range(run.config.plots.steps + 1)
     values, name = _paths(run)
+    steps = range(len(values))
     with figure(path, size=(5.6, 3.6)) as axes:
         axis = axes[0, 0]
         axis.plot(steps, values, color=BLUE, alpha=0.18, linewidth=0.8)
@@ -112,7 +123,7 @@ def _mark(axis: Any, run: Run) -> None:
 def _paths(run: Run) -> tuple[Tensor, str]:
     number = max(run.config.plots.tasks, min(20, run.config.evaluate.chunk))
     batch = run.splits.test.sample(number, generator=generator(run.config.seed, "test")).to(device=run.device)
-    outs = [run.parts.algorithm(batch, steps=k) for k in range(run.config.plots.steps + 1)]
+    outs = [run.parts.algorithm(batch, steps=k) for k in range(_most_steps(run, batch.support) + 1)]
     if is_classification(batch.query.y):
         return torch.stack(
             [accuracies(out.query_outputs, batch.query.y) for out in outs]

@@ -118,6 +118,11 @@ def test_algorithms_with_a_head_have_neither_inner_rule_nor_steps(run, tmp_path,
     assert [file.name for file in (tmp_path / "plots").iterdir()] == ["learning_curve.png"]
 
 
+def test_plots_end_with_the_steps_that_there_are_rates_for(run, tmp_path):
+    run(tmp_path, "algorithm=meta_sgd", "algorithm.per=step", "algorithm.steps=2", *TINY, plots=True)
+    assert (tmp_path / "plots" / "adaptation.png").stat().st_size > 10_000
+
+
 def test_a_module_that_the_model_does_not_have_cannot_be_left_out(composed):
     config = composed("algorithm=protonet", "device=cpu")
     with pytest.raises(ValueError, match=r"build: algorithm.without=head: MLP has no such module"):
