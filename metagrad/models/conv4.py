@@ -25,7 +25,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-class Conv4(nn.Module):
+class Conv4(nn.Sequential):
     """Classify images by four blocks of 3x3 convolution, normalisation, ReLU and a halving of the image.
 
     Args:
@@ -44,12 +44,15 @@ class Conv4(nn.Module):
         context: Entries of a context vector, the parameter `context`, by which a `FiLM` layer modulates the
             normalised channels of each block; 0 for none.
 
+    A chain: a check of the shape, `blocks`, the features that the head sees, and `head`.
+
     Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. On torch 2.13
     third derivatives through `nn.BatchNorm2d` are wrong, the Hessian of a MAML objective among them: take
     `norm="group"` there.
 
     Raises:
-        ValueError: For sizes below one, an unknown choice, or an image too small to be halved four times.
+        ValueError: For sizes below one, an unknown choice, or an image too small to be halved four times; when it is
+            called on anything but images [batch, in_channels, image_size, image_size].
 
     Examples:
         >>> import torch
@@ -83,25 +86,30 @@ class Conv4(nn.Module):
         for name, value, choices in (("pool", pool, POOLS), ("norm", norm, NORMS), ("head", head, HEADS)):
             _check_choice(name, value, choices)
         final_size = _final_size(image_size, pool)
-        self.image_shape = (in_channels, image_size, image_size)
-        self.head_input = head
         channels = [in_channels] + [hidden] * (NUM_BLOCKS - 1)
         self.context = new_context("Conv4(..., context)", context) if context else None
+        self.images = _Images((in_channels, image_size, image_size))
         self.blocks = nn.Sequential(*(_make_block(c, hidden, pool, norm, self.context) for c in channels))
+        mean = [nn.AdaptiveAvgPool2d(1)] if head == "mean" else []
+        self.features = nn.Sequential(*mean, nn.Flatten(1))
         self.head = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images [batch, in_channels, image_size, image_size] to logits [batch, ways].
 
-        Raises:
-            ValueError: When x has another shape.
-        """
-        if x.dim() != 4 or x.shape[1:] != self.image_shape:
+class _Images(nn.Module):
+    """Refuses images of another shape."""
+
+    is_function = True
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1:] != self.shape:
             raise ValueError(
-                f"Conv4(x): x must be [batch, {', '.join(map(str, self.image_shape))}], got {list(x.shape)}."
+                f"Conv4(x): x must be [batch, {', '.join(map(str, self.shape))}], got {list(x.shape)}."
             )
-        features = self.blocks(x)
-        return self.head(features.mean((-2, -1)) if self.head_input == "mean" else features.flatten(1))
+        return x
 
 
 def _make_block(

@@ -39,7 +39,7 @@ def stacking_defects(
     found = [
         _one_by_one(subject, path, reason, path in fixable) for path, reason in reasons.items() if reason
     ]
-    if found or prefers_loop(subject.model, tasks.device.type):
+    if found or prefers_loop(subject.model, tasks.device.type, executor.params):
         return found, remedies
     with CallStack(subject.model, subject.loss_fn) as stack:
         reason = loop_reason(subject.model, has_norm_policy) or executor.comparison(tasks).difference()

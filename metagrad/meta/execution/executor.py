@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
-from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking
+from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.compiled import refuse_model
-from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, start_values
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, phase, start_values
+from metagrad.meta.objective.features import split_layers
 from metagrad.meta.objective.task_loss import check_labels
 from metagrad.meta.objective.tasks import Tasks, concatenated, num_tasks
 from metagrad.optim.curvature import needs_curvature
@@ -105,9 +106,40 @@ class TaskExecutor:
         parts = list(tasks._replace(rows=rows).split(chunk))
         inner = dataclasses.replace(self.inner, rule=rule)
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
+        inner, parts = self._with_features(inner, parts)
         run = inner.adapt if tasks.query_x is None else inner.evaluate
         run = run if inner.compiled is None else functools.partial(_compiled, inner)
         return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
+
+    def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
+        """Put features in the places of inputs, where the first layers compute the same at every inner step."""
+        # Functions of start= are handed the inputs; memory="block" is for models of which a graph is too large.
+        if inner.chain is not None or (inner.start is not None and inner.start.functions):
+            return inner, parts
+        if not all(isinstance(x, Tensor) for x in parts[0].inputs):
+            return inner, parts
+        norms = inner.objective.norms
+        own = {id(p) for p in self.params.values()}
+        split = split_layers(inner.objective.model, own, None if norms is None else norms.norms)
+        if split is None:
+            return inner, parts
+        first = dataclasses.replace(inner.objective, layers=split.shared, norms=None)
+        is_convolved = parts[0].device.type == "cpu" and has_convolutions(split.shared)
+        call = (
+            first.call
+            if not inner.stacked
+            else functools.partial(first.predict, chunk=1 if is_convolved else 0)
+        )
+        with phase("features"):
+            featured = [
+                part._replace(
+                    support_x=call({}, x=part.support_x),
+                    query_x=None if part.query_x is None else call({}, x=part.query_x),
+                )
+                for part in parts
+            ]
+        objective = dataclasses.replace(inner.objective, layers=split.adapted)
+        return dataclasses.replace(inner, objective=objective), featured
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
         """Compute a task eagerly, with all graphs, and leave buffers as they were."""

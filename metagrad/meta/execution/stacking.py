@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -73,7 +73,8 @@ class Stacking:
             return 1
         norms = comparison.objective.norms
         policy = None if norms is None else norms.norms.policy
-        structure = _structure(comparison.objective.model), comparison.functions, policy
+        adapted = tuple(comparison.params)
+        structure = _structure(comparison.objective.model), adapted, comparison.functions, policy
         if structure not in self._stackable:
             if len(self._stackable) == _MOST_STRUCTURES:
                 self._stackable.clear()
@@ -83,7 +84,7 @@ class Stacking:
     def _examine(self, comparison: Comparison) -> bool:
         model = comparison.objective.model
         device_type = comparison.tasks.device.type
-        if self.task_chunk is None and prefers_loop(model, device_type):
+        if self.task_chunk is None and prefers_loop(model, device_type, comparison.params):
             return False
         reason = loop_reason(model, comparison.objective.norms is not None)
         if reason is None and not _torch.functorch_is_active():
@@ -168,13 +169,26 @@ def _structure(model: nn.Module) -> Hashable:
     )
 
 
-def prefers_loop(model: nn.Module, device_type: str) -> bool:
+def prefers_loop(model: nn.Module, device_type: str, params: Params) -> bool:
     """Say whether tasks one by one are faster than all at once.
 
     With weights of its own for each task a vmapped convolution becomes a grouped one, which on CPU costs twice
-    as much as one convolution after the other (``python -m experiments.bench`` prints both).
+    as much as one convolution after the other (``python -m experiments.bench`` prints both). One whose weights the
+    tasks share is one convolution of all their examples.
+
+    Args:
+        model: The model.
+        device_type: Where it is.
+        params: The parameters that adapt.
     """
-    return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
+    adapted = {id(p) for p in params.values()}
+    own = (module for module in model.modules() if any(id(p) in adapted for p in module.parameters()))
+    return device_type == "cpu" and any(isinstance(module, _CONVOLUTIONS) for module in own)
+
+
+def has_convolutions(modules: Iterable[nn.Module]) -> bool:
+    """Say whether there is a convolution among modules and those within."""
+    return any(isinstance(inner, _CONVOLUTIONS) for module in modules for inner in module.modules())
 
 
 def loop_reason(model: nn.Module, has_norm_policy: bool = False) -> str | None:

@@ -51,6 +51,7 @@ class Objective:
         rows: Which rows of a table its value holds, by the name of the table.
         norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
+        layers: The last layers of the model, where inputs are the features that they take; None is the model.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class Objective:
     rows: Params = field(default_factory=dict)
     norms: NormPass | None = None
     name: str = "MAML"
+    layers: tuple[nn.Module, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.labels.leave_out_examples:
@@ -102,11 +104,11 @@ class Objective:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        return call_with(self.model, values_for(self.model, params, self.rows), x, self.norms)
+        return call_with(self.model, values_for(self.model, params, self.rows), x, self.norms, self.layers)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, params, x, self.rows, self.norms)
+        return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers)
 
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Refuse labels and targets that do not fit predictions, where these are tensors."""

@@ -54,21 +54,43 @@ def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextM
     return replaced(model, {k: v.proxy() if isinstance(v, LocalRows) else v for k, v in values.items()})
 
 
-def call_with(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Any:
-    """Return what a model makes of its inputs with other values for some of its parameters."""
+def call_with(
+    model: nn.Module,
+    values: Values,
+    x: Nested,
+    norms: NormPass | None = None,
+    layers: Sequence[nn.Module] | None = None,
+) -> Any:
+    """Return what a model makes of its inputs with other values for some of its parameters.
+
+    Args:
+        model: The model.
+        values: Of parameters, by their ids.
+        x: The inputs, or what the first of ``layers`` takes.
+        norms: Whose statistics normalise, if not those that the model takes.
+        layers: Some layers of the model, to be called one after the other; None calls the model.
+    """
     if norms is None:
         with substituted(model, values):
-            return call_on(model, x)
+            return _called(model, x, layers)
     given = None
     with substituted(model, values), norms.without_counters():
         if norms.reference is not None:
             with NormCalls(norms, measures=True) as calls:
-                call_on(model, norms.reference)
+                _called(model, norms.reference, layers)
             given = calls.moments
         with NormCalls(norms, given) as calls:
-            result = call_on(model, x)
+            result = _called(model, x, layers)
     norms.collect(calls.found, calls.moments)
     return result
+
+
+def _called(model: nn.Module, x: Nested, layers: Sequence[nn.Module] | None) -> Any:
+    if layers is None:
+        return call_on(model, x)
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def forward_stacked(
@@ -77,6 +99,7 @@ def forward_stacked(
     x: Nested,
     rows: Params | None = None,
     norms: NormPass | None = None,
+    layers: Sequence[nn.Module] | None = None,
     call: Callable[..., Nested] | None = None,
 ) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
@@ -89,39 +112,61 @@ def forward_stacked(
         x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
         rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
         norms: Whose statistics normalise, if not those that the model takes.
+        layers: Some layers of the model, to be called one after the other; None calls the model.
         call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
     if norms is not None:
-        return _forward_normalised(model, params, x, rows, norms)
-    values, call = values_for(model, params, rows or {}), call or _vmapped
+        return _forward_normalised(model, params, x, rows, norms, layers)
+    values = values_for(model, params, rows or {})
     if isinstance(x, Structured):
-        return call(model, values, x)
+        return _vmapped([model], values, x) if call is None else call(model, values, x)
     result: Nested = x
-    for layer in _layers(model):
-        form = _stacked_form(layer, values, result)
+    for run in _runs(layers_of(model) if layers is None else layers, is_grouped=call is None):
+        form = _stacked_form(run[0], values, result) if len(run) == 1 else None
         # A layer takes what the one before it returned as one argument, whatever that is.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
-        result = call(layer, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
+        if form is not None:
+            result = form(given)  # type: ignore[reportArgumentType]
+        else:
+            result = _vmapped(run, values, given) if call is None else call(run[0], values, given)
     return result
 
 
 def _forward_normalised(
-    model: nn.Module, params: Params, x: Nested, rows: Params | None, norms: NormPass
+    model: nn.Module,
+    params: Params,
+    x: Nested,
+    rows: Params | None,
+    norms: NormPass,
+    layers: Sequence[nn.Module] | None,
 ) -> Nested:
     """Do so with norms as a policy says."""
     given = None
     with norms.without_counters():
         if norms.reference is not None:
             measured = _NormalisedLayers(norms, measures=True)
-            forward_stacked(model, params, norms.reference, rows, call=measured)
+            forward_stacked(model, params, norms.reference, rows, layers=layers, call=measured)
             given = measured.moments
-        layers = _NormalisedLayers(norms, given)
-        result = forward_stacked(model, params, x, rows, call=layers)
-    norms.collect(layers.found, layers.moments)
+        normalised = _NormalisedLayers(norms, given)
+        result = forward_stacked(model, params, x, rows, layers=layers, call=normalised)
+    norms.collect(normalised.found, normalised.moments)
     return result
+
+
+def _runs(layers: Sequence[nn.Module], *, is_grouped: bool) -> list[list[nn.Module]]:
+    """Group layers: those whose stacked form is not known with those that follow, up to one whose form is known."""
+    if not is_grouped:
+        return [[layer] for layer in layers]
+    runs: list[list[nn.Module]] = []
+    for layer in layers:
+        if runs and type(runs[-1][0]) not in FORMS and type(layer) not in (nn.Linear, nn.Flatten):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return runs
 
 
 def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, target: Nested) -> Tensor:
@@ -140,18 +185,18 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
     return vmapped(loss_fn)(prediction, target)
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def layers_of(module: nn.Module) -> list[nn.Module]:
     """Return the modules that a chain calls one after the other, also those of chains within."""
     if not is_plain(module) or type(module).forward is not nn.Sequential.forward:
         return [module]
-    return [layer for child in module._modules.values() for layer in _layers(child)]  # type: ignore[arg-type]
+    return [layer for child in module._modules.values() for layer in layers_of(child)]  # type: ignore[arg-type]
 
 
 def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Tensor], Tensor] | None:
     """Return what computes a layer for stacked tasks, if that is known."""
     if not isinstance(x, Tensor) or not is_plain(module):
         return None
-    if type(module) in _ELEMENTWISE:
+    if type(module) in ELEMENTWISE:
         return module
     # As a tied output layer may have a weight of which only rows are there.
     if type(module) is nn.Linear and x.ndim > 2 and not isinstance(values.get(id(module.weight)), LocalRows):
@@ -161,12 +206,18 @@ def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Ten
     return None
 
 
-def _vmapped(module: nn.Module, values: Values, x: Nested) -> Nested:
-    own = {key: values[key] for key in map(id, module.parameters()) if key in values}
+def _vmapped(layers: Sequence[nn.Module], values: Values, x: Nested) -> Nested:
+    keys = {id(p) for layer in layers for p in layer.parameters()}
+    own = {key: value for key, value in values.items() if key in keys}
 
     def forward(own: Values, x: Nested) -> Nested:
-        with _Corrections(), substituted(module, own):
-            return structured(module(x) if isinstance(x, Tensor) else call_on(module, x), RESULT)
+        with _Corrections(), contextlib.ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(substituted(layer, own))
+            result = call_on(layers[0], x)
+            for layer in layers[1:]:
+                result = layer(result)
+            return structured(result, RESULT)
 
     return torch.vmap(forward, randomness="different")(own, x)  # type: ignore[reportReturnType]
 
@@ -249,7 +300,7 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     nn.CELU,
     nn.Dropout,
     nn.ELU,
@@ -271,6 +322,10 @@ _ELEMENTWISE = {
     nn.Tanh,
     nn.Tanhshrink,
 }
+
+
+FORMS = {*ELEMENTWISE, nn.Linear, nn.Flatten}
+"""The layers whose stacked form is known."""
 
 
 class NotStackableError(Exception):
