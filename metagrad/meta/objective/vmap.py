@@ -214,7 +214,7 @@ def _vmapped(layers: Sequence[nn.Module], values: Values, x: Nested) -> Nested:
         with _Corrections(), contextlib.ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(substituted(layer, own))
-            result = call_on(layers[0], x)
+            result = layers[0](x) if isinstance(x, Tensor) else call_on(layers[0], x)
             for layer in layers[1:]:
                 result = layer(result)
             return structured(result, RESULT)
