@@ -21,6 +21,7 @@ from metagrad.meta import (
     ProtoMAML,
     ProtoNet,
     Reptile,
+    WarpGrad,
     preflight,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "ProtoMAML",
     "ProtoNet",
     "Reptile",
+    "WarpGrad",
     "autograd",
     "bilevel",
     "checkpoint",

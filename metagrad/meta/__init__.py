@@ -14,6 +14,7 @@ from metagrad.meta.algorithms.meta_curvature import MetaCurvature
 from metagrad.meta.algorithms.meta_sgd import MetaSGD
 from metagrad.meta.algorithms.proto_maml import ProtoMAML
 from metagrad.meta.algorithms.reptile import Reptile
+from metagrad.meta.algorithms.warpgrad import WarpGrad
 from metagrad.meta.checks.preflight import preflight
 from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.inner.prototypes import Prototypes
@@ -43,5 +44,6 @@ __all__ = [
     "ProtoNet",
     "Prototypes",
     "Reptile",
+    "WarpGrad",
     "preflight",
 ]
