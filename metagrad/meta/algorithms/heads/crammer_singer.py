@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,27 +122,58 @@ def _clarabel(call: str) -> ModuleType:
 
 def _solve_one(clarabel: ModuleType, gram: Tensor, labels: Tensor, C: float) -> Tensor:
     """Return which bounds of one task are active: those whose multiplier is larger than the distance from them."""
-    from scipy import sparse
-
-    exists = labels.any(1, keepdim=True) & labels.any(0)
-    active = ~exists
-    gram, labels = gram[labels.any(1)][:, labels.any(1)], labels[labels.any(1)][:, labels.any(0)]
-    n, ways = labels.shape
-    y = labels.t().flatten().numpy()  # class by class
-    quadratic = sparse.block_diag([sparse.csc_array(gram.triu().numpy())] * ways, format="csc")
-    sums = sparse.hstack([sparse.eye_array(n)] * ways)
-    constraints = sparse.vstack([sums, sparse.eye_array(n * ways)], format="csc")
-    bounds = torch.cat([torch.zeros(n, dtype=torch.float64), C * labels.t().flatten()]).numpy()
+    examples, classes = labels.any(1), labels.any(0)
+    own, y = gram[examples][:, examples].numpy(), labels[examples][:, classes].t().flatten().numpy()
+    n, ways = len(own), int(classes.sum())
+    form = _form(n, ways)
+    bounds = np.concatenate([np.zeros(n), C * y])
     cones = [clarabel.ZeroConeT(n), clarabel.NonnegativeConeT(n * ways)]
     settings = clarabel.DefaultSettings()
     settings.verbose = False
     settings.tol_gap_abs = settings.tol_gap_rel = settings.tol_feas = _ACCURACY
-    solution = clarabel.DefaultSolver(quadratic, -y, constraints, bounds, cones, settings).solve()
-    multipliers, distances = (
-        torch.tensor(part[n:], dtype=torch.float64) for part in (solution.z, solution.s)
-    )
-    active[exists] = (multipliers > distances).view(ways, n).t().flatten()
+    solution = clarabel.DefaultSolver(
+        form.quadratic(own), -y, form.constraints, bounds, cones, settings
+    ).solve()
+    multipliers, distances = np.array(solution.z[n:]), np.array(solution.s[n:])
+    exists = examples.unsqueeze(1) & classes
+    active = ~exists
+    active[exists] = torch.from_numpy(multipliers > distances).view(ways, n).t().flatten()
     return active
+
+
+class _Form(NamedTuple):
+    """What programs of one size have in common; their variables are ordered class by class.
+
+    Attributes:
+        constraints: The matrix of the sums over classes, above that of the bounds.
+        rows: Of the upper triangle of a Gram matrix, column by column.
+        columns: Likewise.
+        pattern: Indices and pointers of a block of these for each class, compressed by columns.
+    """
+
+    constraints: Any
+    rows: np.ndarray
+    columns: np.ndarray
+    pattern: tuple[np.ndarray, np.ndarray]
+
+    def quadratic(self, gram: np.ndarray) -> Any:
+        """Return the upper triangle of the quadratic part."""
+        from scipy import sparse
+
+        size = self.constraints.shape[1]
+        values = np.tile(gram[self.rows, self.columns], size // len(gram))
+        return sparse.csc_array((values, *self.pattern), shape=(size, size))
+
+
+@functools.lru_cache(maxsize=32)
+def _form(n: int, ways: int) -> _Form:
+    from scipy import sparse
+
+    columns, rows = np.tril_indices(n)
+    blocks: Any = sparse.block_diag([sparse.csc_array(np.triu(np.ones((n, n))))] * ways, format="csc")
+    sums = sparse.hstack([sparse.eye_array(n)] * ways)
+    constraints = sparse.vstack([sums, sparse.eye_array(n * ways)], format="csc")
+    return _Form(constraints, rows, columns, (blocks.indices, blocks.indptr))
 
 
 def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
