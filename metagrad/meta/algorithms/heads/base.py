@@ -255,6 +255,10 @@ class _HeadExecutor(TaskExecutor):
         embedding = Objective(objective.model, _probe, name=objective.name, norms=objective.norms)
         return self.stacking.chunk_size(Comparison(embedding, {}, tasks, self.sparse, order=2))
 
+    def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
+        """Change nothing: the embedding is computed once anyway."""
+        return inner, parts
+
     @property
     def _modules(self) -> list[nn.Module]:
         """The algorithm: the embedding, what is learned of the head, and a loss that is a module."""
