@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -80,15 +81,16 @@ def _from_mapping(
 
 
 def _checked(call: str, argument: str, known: Sequence[T], wanted: Sequence[T]) -> list[T]:
-    unknown = [group for group in wanted if group not in set(known)]
+    there = set(known)
+    unknown = [group for group in wanted if group not in there]
     if unknown:
         raise ValueError(
             f"{call}: {argument} has {unknown[0]!r}{_and_more(len(unknown))}, which the data do not have; there "
             f"are {len(known)}: {listed(known)}."
         )
-    twice = [group for k, group in enumerate(wanted) if group in wanted[:k]]
-    if twice:
-        raise ValueError(f"{call}: {argument} has {twice[0]!r} twice.")
+    twice = next((group for group, count in Counter(wanted).items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(f"{call}: {argument} has {twice!r} twice.")
     return list(wanted)
 
 

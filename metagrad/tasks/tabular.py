@@ -146,10 +146,9 @@ class Tabular:
                 f"{len(chosen)} have fewer: {described}{', ...' if len(self.skipped) > 5 else ''}. Ask for fewer, "
                 "choose others by tasks=, or pass small='skip'."
             )
-        numbers = np.full(len(names), -1)
-        positions = {name: k for k, name in enumerate(names)}
-        numbers[[positions[name] for name in self.tasks]] = np.arange(len(self.tasks))
-        self._groups = Groups(torch.from_numpy(numbers[codes]), len(self.tasks), self.device)
+        numbers = {name: number for number, name in enumerate(self.tasks)}
+        of_names = np.array([numbers.get(name, -1) for name in names])
+        self._groups = Groups(torch.from_numpy(of_names[codes]), len(self.tasks), self.device)
 
     def _training_rows(self, names: list[Hashable], codes: np.ndarray, wanted: Any) -> np.ndarray:
         """Return which rows mean and variance are of: those of training tasks, as no others may be looked at."""

@@ -186,10 +186,8 @@ class FewShot:
             raise ValueError(_too_small(call, self.skipped, counts, self.composition))
         self.classes: list[Hashable] = [name for name in chosen if counts[name] >= fewest]
         _check_ways(call, self.composition, self.num_classes, self.split)
-        numbers = torch.full((len(known),), -1, device="cpu")
-        for number, name in enumerate(self.classes):
-            numbers[known.index(name)] = number
-        self._codes = numbers[codes]
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        self._codes = torch.tensor([numbers.get(name, -1) for name in known], device="cpu")[codes]
 
     def _find_items(
         self,

@@ -106,6 +106,21 @@ def test_padding_is_zeros_and_is_not_read():
     assert (FewShot(data(), ways=2, queries=2).sample(1).support.mask).all()
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tasks_on_a_gpu():
+    inside = FewShot(data(), (2, 4), (1, 3), 2, device="cuda")
+    own = torch.Generator("cuda").manual_seed(0)
+    assert inside.sample(3, generator=own).support.x.device.type == "cuda"
+    for workers in (0, 1):
+        batch = FewShot(Lazy(), 2, 1, 2, workers=workers, device="cuda").sample(3, generator=seeded())
+        expected = FewShot(Lazy(), 2, 1, 2).sample(3, generator=seeded())
+        assert batch.query.x.device.type == "cuda"
+        assert same(batch.to(device="cpu"), expected)
+    imbalanced = FewShot(data(), (2, 4), Imbalanced(4, 12), 2, device="cuda").sample(3, generator=own)
+    assert (imbalanced.support.x[~imbalanced.support.mask] == 0).all()
+
+
 def test_regression_targets_have_no_padding():
     batch = FewShot(data(), ways=2, queries=2).sample(1)
     assert batch.support._replace(y=batch.support.x).mask.all()
