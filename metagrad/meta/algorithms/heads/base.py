@@ -250,10 +250,11 @@ class _HeadLoop(InnerLoop):
 class _HeadExecutor(TaskExecutor):
     """Runs tasks whose heads are fitted, and which share all parameters."""
 
-    def _chunk_size(self, tasks: Tasks) -> int:
+    def comparison(self, tasks: Tasks) -> Comparison:
+        """Return what shows whether tasks may be stacked: the embedding alone, which they share."""
         objective = self.inner.objective
         embedding = Objective(objective.model, _probe, name=objective.name, norms=objective.norms)
-        return self.stacking.chunk_size(Comparison(embedding, {}, tasks, self.sparse, order=2))
+        return Comparison(embedding, {}, tasks, self.sparse, order=2)
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
         """Change nothing: the embedding is computed once anyway."""
