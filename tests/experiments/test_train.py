@@ -23,6 +23,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
 from tests.marks import slow
+from tests.meta.checks.test_preflight import Applied, Wrong
 
 FILES = [
     "provenance.json",
@@ -180,10 +181,10 @@ def test_preflight_reports_and_changes_nothing(run, fast_run, tmp_path, caplog):
 def test_preflight_ends_a_run_whose_derivatives_are_wrong(composed):
     config = composed(*FAST)
     parts = build_parts(config)
-    norm = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
-    newton = mg.MAML(norm, parts.loss_fn, inner=mg.optim.rules.newton_cg(damping=1.0), steps=1)
-    with pytest.raises(MissingDerivative, match=r"(?s)preflight=true found.*wrong +3 +1 +LayerNorm"):
-        preflight(parts._replace(algorithm=newton), lambda: build(config.task).sample(2))
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), Applied(Wrong), torch.nn.Linear(4, 1))
+    maml = mg.MAML(model, parts.loss_fn, inner=mg.optim.rules.sgd(lr=0.1), steps=0)
+    with pytest.raises(MissingDerivative, match=r"(?s)preflight=true found.*wrong +1 +1 +Applied"):
+        preflight(parts._replace(algorithm=maml), lambda: build(config.task).sample(2))
 
 
 def test_threads_are_those_of_the_run(run, tmp_path):

@@ -100,6 +100,8 @@ def plain_costs(subject: Subject, order: int) -> Costs:
     costs = Costs({}, [])
     device = subject.params[0].device
     for k in range(1, order + 1):
+        if costs.notes:
+            break
         with _noted(costs, f"order {k}"):
             costs.memory[f"order {k}"] = measured(lambda k=k: _nested(subject, k), subject.params, device)
     return costs

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER, findings
 from metagrad.autograd.checks.lint_rules import Kind, is_piecewise_linear
@@ -16,6 +16,7 @@ from metagrad.meta.checks.calls import LOSS, Trace
 from metagrad.meta.checks.fixes import CONTEXTS, ForwardContext, ForwardWithin, Remedy
 from metagrad.meta.checks.report import ModuleFinding, Verdict
 from metagrad.meta.checks.subject import Subject
+from metagrad.meta.execution.stacking import rounding
 
 _VERDICTS: dict[Kind, Verdict] = {"cut": "wrong", "wrong": "wrong", "error": "missing", "dense": "slower"}
 
@@ -35,7 +36,7 @@ def known_defects(subject: Subject, order: int) -> tuple[list[ModuleFinding], li
         with _within(chosen, blamed):
             other, again = subject.traced()
         still = {f.module for f in _looked_up(subject, again, order) if f.is_error}
-        if torch.allclose(other, loss, rtol=_tolerance(loss), atol=0.0):
+        if torch.allclose(other, loss, rtol=rounding(loss), atol=0.0):
             helped = {
                 path: ForwardWithin(path, module, chosen)
                 for path, module in blamed.items()
@@ -115,10 +116,3 @@ def applied(remedies: Sequence[Remedy]) -> Iterator[None]:
     finally:
         for remedy in reversed(mine):
             remedy.undo()
-
-
-def _tolerance(loss: Tensor) -> float:
-    """Return how far two kernels may differ, relatively: autocast may round anything in between."""
-    return max(
-        torch.finfo(loss.dtype).eps ** 0.5, 1e-2 if torch.is_autocast_enabled(loss.device.type) else 0.0
-    )

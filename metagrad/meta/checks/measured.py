@@ -33,7 +33,7 @@ _WHOLE = "the loss"
 
 _REMEDY = {
     "wrong": "Write its backward with differentiable operations on ctx.saved_tensors; metagrad.gradcheck of the "
-    "module alone shows what is left.",
+    "module alone shows what is left. What detaches on purpose (straight-through, power iterations) shows here too.",
     "missing": "Write it with operations that can be differentiated, its backward too if it is an autograd.Function.",
 }
 
@@ -210,13 +210,16 @@ class _Float64:
             return call(values)
 
     def _compared(self, function: _Function, order: int, seed: int) -> Mismatch | None:
-        sizes, shapes = [p.numel() for p in function.points], [p.shape for p in function.points]
+        points, sizes = function.points, [point.numel() for point in function.points]
+        # A direction moves every tensor as far, whatever its size: what is wrong may be behind a small one.
+        scales = [(sum(sizes) / max(size * len(sizes), 1)) ** 0.5 for size in sizes]
 
         def of_vector(flat: Tensor) -> object:
-            values = [v.view(s) for v, s in zip(flat.split(sizes), shapes, strict=True)]
+            moves = zip(points, flat.split(sizes), scales, strict=True)
+            values = [point + scale * move.view(point.shape) for point, move, scale in moves]
             return self._again(function.call, values)
 
-        flat = torch.cat([p.reshape(-1) for p in function.points]).requires_grad_()
+        flat = torch.zeros(sum(sizes), dtype=torch.float64, device=points[0].device, requires_grad=True)
         return _mismatch(of_vector, flat, order, seed)
 
 

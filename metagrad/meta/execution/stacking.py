@@ -376,11 +376,11 @@ def _are_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         torch.stack([t.double().norm() for t in tensors]).norm().item()
         for tensors in (expected, [a.double() - b.double() for a, b in zip(found, expected, strict=True)])
     )
-    tolerance = max(_tolerance(tensor) for tensor in expected)
+    tolerance = max(rounding(tensor) for tensor in expected)
     return not math.isfinite(scale) or distance <= tolerance * scale
 
 
-def _tolerance(tensor: Tensor) -> float:
+def rounding(tensor: Tensor) -> float:
     """Return how far two orders of the same sums may lie apart, relatively."""
     eps = torch.finfo(tensor.dtype).eps
     if tensor.is_cuda and tensor.dtype == torch.float32:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 import metagrad as mg
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.optim import rules
+from tests.marks import slow
 
 
 class Detached(torch.autograd.Function):
@@ -192,7 +193,7 @@ def test_attention_by_a_fused_kernel_has_no_second_derivative_and_a_remedy():
     assert not model[0]._forward_hooks
 
 
-@pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)])
+@pytest.mark.parametrize("layer", [nn.LayerNorm(4), slow(nn.BatchNorm1d(4, track_running_stats=False))])
 def test_fused_norms_are_wrong_at_order_three_and_mended(layer):
     model = chain(layer, nn.Tanh())
     assert mg.preflight(model, F.mse_loss, plain()).ok
@@ -281,7 +282,7 @@ def test_nothing_is_left_behind(batch):
     model[0].weight.grad = torch.ones(4, 4)
     before = copy.deepcopy(model)
     generator, versions = torch.get_rng_state(), [p._version for p in model.parameters()]
-    options = {"inner": rules.sgd(lr=0.1), "steps": 2} if batch is meta_batch else {}
+    options = {"inner": rules.sgd(lr=0.1), "steps": 1} if batch is meta_batch else {}
     given = batch()
     torch.set_rng_state(generator)
     mg.preflight(model, F.mse_loss, given, order=3, **options)
@@ -339,3 +340,28 @@ def test_it_looks_in_grad_mode():
 def test_bad_input_is_named(arguments, options, error, message):
     with pytest.raises(error, match=message):
         mg.preflight(*arguments(), **options)
+
+
+def test_what_is_wrong_behind_few_parameters_is_found_beside_many():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large = nn.Sequential(
+                nn.Linear(4, 99), nn.Tanh(), nn.Linear(99, 99), nn.Tanh(), nn.Linear(99, 2)
+            )
+            self.small = nn.Sequential(nn.Linear(4, 2), Applied(Detached), nn.Linear(2, 2))
+
+        def forward(self, x):
+            return self.large(x) + 0.01 * self.small(x)
+
+    assert seen(mg.preflight(Branches(), F.mse_loss, plain())) == [("small.1", "Applied", "wrong", 2)]
+
+
+def test_what_detaches_on_purpose_is_named_and_said_to():
+    class Rounded(nn.Module):
+        def forward(self, x):
+            return x + (x.round() - x).detach()
+
+    (finding,) = mg.preflight(chain(Rounded()), F.mse_loss, plain()).findings
+    assert (finding.module, finding.verdict, finding.order) == ("1", "wrong", 1)
+    assert "straight-through" in finding.remedy
