@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -10,7 +11,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.unrolling.schedule import segments_of
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.checks.report import MemoryCost
@@ -20,7 +20,7 @@ from metagrad.meta.objective.tasks import Tasks
 
 Mode: TypeAlias = Literal["full", "step", "sqrt", "block"]
 _MODES: tuple[Mode, ...] = ("full", "step", "sqrt", "block")
-_SHORT = (2, 3)  # steps: the first differs from those after it, which are alike
+_MEASURED = 3  # the most steps of a loop that is measured as it is
 
 
 class Costs(NamedTuple):
@@ -35,57 +35,56 @@ class Costs(NamedTuple):
     notes: list[str]
 
 
-class _Line(NamedTuple):
-    """Costs of two numbers of steps: each further step adds the same."""
-
-    first: MemoryCost
-    second: MemoryCost
-
-    def held(self, steps: int) -> int:
-        return self.first.held + (steps - _SHORT[0]) * (self.second.held - self.first.held)
-
-    def peak(self, steps: int) -> int:
-        return self.first.peak + (steps - _SHORT[0]) * (self.second.peak - self.first.peak)
-
-
 def meta_costs(maml: MAML, batch: Any, tasks: Tasks, steps: int) -> Costs:
     """Measure a meta-step, forward and backward, in every memory mode that the model can be used in."""
     costs = Costs({}, [])
-    lines: dict[Mode, _Line] = {}
     differentiated = steps if maml.truncate is None else min(maml.truncate, steps)
     for mode in _MODES:
-        if mode == "block" and not _is_chain(maml, tasks):
+        if mode == "block" and not _has_blocks(maml, tasks):
             continue
+        step = functools.partial(_meta_step, maml, mode, batch, tasks.device)
         with _noted(costs, f"memory={mode!r}"):
-            if steps <= _SHORT[1]:
-                costs.memory[mode] = _meta_step(maml, mode, batch, steps, tasks.device)
-            elif mode == "sqrt":
-                costs.memory[mode] = _segmented(lines["step"], differentiated)
+            if steps <= _MEASURED:
+                costs.memory[mode] = step(steps)
             else:
-                lines[mode] = _Line(*(_meta_step(maml, mode, batch, n, tasks.device) for n in _SHORT))
-                held, peak = lines[mode].held(differentiated), lines[mode].peak(differentiated)
-                costs.memory[mode] = MemoryCost(held, peak, extrapolated=True)
+                computed = _segmented if mode == "sqrt" else _straight
+                costs.memory[mode] = computed(step, differentiated)
     return costs
 
 
-def _segmented(step: _Line, steps: int) -> MemoryCost:
-    """Return the cost of keeping one state a segment, and one a step within the segment that is swept."""
+def _straight(step: Callable[[int], MemoryCost], steps: int) -> MemoryCost:
+    """Return the cost where every step after the second adds what the third does."""
+    second, third = step(2), step(3)
+    held, peak = third.held - second.held, third.peak - second.peak
+    more = steps - 2
+    return MemoryCost(second.held + more * held, second.peak + more * peak, extrapolated=True)
+
+
+def _segmented(step: Callable[[int], MemoryCost], steps: int) -> MemoryCost:
+    """Return the cost where there is a state for each segment, and one for each step in the segment that is swept.
+
+    Two steps are two segments of one, three steps three, and four are two segments of two. What a step keeps besides,
+    in whatever segment, shows as well.
+    """
+    second, third, fourth = step(2), step(3), step(4)
+    each = (fourth.held - second.held) // 2
+    state = third.held - second.held - each
+    within = fourth.peak - second.peak - 2 * each
     width, left = segments_of(steps)
-    states = left + steps // width
-    return MemoryCost(step.held(states), step.peak(states + width), extrapolated=True)
+    more = (left + steps // width - 2) * state + (steps - 2) * each
+    return MemoryCost(second.held + more, second.peak + more + (width - 1) * within, extrapolated=True)
 
 
-def _is_chain(maml: MAML, tasks: Tasks) -> bool:
-    if not tasks.are_tensors or maml.sparse:
-        return False
+def _has_blocks(maml: MAML, tasks: Tasks) -> bool:
+    """Say whether the model is a chain, and the other arguments go with ``memory="block"``."""
     try:
-        chain(maml.model, maml.loss_fn)
+        maml.keeping("block")._executor(None, tasks)
     except ValueError:
         return False
     return True
 
 
-def _meta_step(maml: MAML, mode: Mode, batch: Any, steps: int, device: torch.device) -> MemoryCost:
+def _meta_step(maml: MAML, mode: Mode, batch: Any, device: torch.device, steps: int) -> MemoryCost:
     probe = maml.keeping(mode)
     params = [p for p in maml.parameters() if p.requires_grad]
     with warnings.catch_warnings():

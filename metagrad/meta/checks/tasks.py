@@ -50,7 +50,8 @@ def stacking_defects(
 
 def _one_by_one(subject: Subject, path: str, reason: str, fixable: bool) -> ModuleFinding:
     remedy = (
-        "Construct it with track_running_stats=False, as the remedy makes it, or pass task_chunk=1."
+        'Pass norm="running" or another policy to MAML, or construct it with track_running_stats=False, as the '
+        "remedy makes it."
         if fixable
         else _LOOP
     )

@@ -87,3 +87,31 @@ def test_learned_rates_and_tables_are_measured():
     assert list(report.memory) == ["full", "step", "sqrt"]
     held, _ = tracked(maml, batch)
     assert report.memory["full"].held == pytest.approx(held, rel=0.1)
+
+
+CLASSES = (torch.arange(6) % 3).repeat(4, 1)
+IMAGES = tuple((torch.randn(4, 6, 4), CLASSES) for _ in range(2))
+ALGORITHMS = {
+    "anil": lambda model: mg.ANIL(model, F.cross_entropy, head="3", inner=rules.sgd(lr=0.1), steps=14),
+    "first order": lambda model: mg.FOMAML(model, F.cross_entropy, inner=rules.sgd(lr=0.1), steps=14),
+    "reptile": lambda model: mg.Reptile(model, F.cross_entropy, inner=rules.sgd(lr=0.1), steps=14),
+    "proto": lambda model: mg.ProtoMAML(model, F.cross_entropy, head="3", inner=rules.sgd(lr=0.1), steps=14),
+    "norms": lambda model: mg.MAML(
+        model, F.cross_entropy, inner=rules.sgd(lr=0.1), steps=14, norm="running", tolerance=0.0
+    ),
+    "loop": lambda model: mg.MAML(model, F.cross_entropy, inner=rules.sgd(lr=0.1), steps=14, task_chunk=1),
+    "chunks": lambda model: mg.MAML(model, F.cross_entropy, inner=rules.sgd(lr=0.1), steps=14, task_chunk=3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_table_holds_for_every_algorithm(name):
+    maml = ALGORITHMS[name](nn.Sequential(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3)))
+    maml.model[1].track_running_stats = name == "norms"
+    memory = mg.preflight(maml, IMAGES).memory
+    assert list(memory)[:3] == ["full", "step", "sqrt"]
+    for mode, cost in memory.items():
+        held, peak = tracked(maml.keeping(mode), IMAGES)
+        assert cost.held == pytest.approx(held, rel=0.1)
+        assert cost.peak == pytest.approx(peak, rel=0.1)
