@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     Rows = list[dict[str, Any]]
 
 
+DASHES = ("-", (0, (4, 2)), (0, (1, 1.5)))
+"""The lines of the groups that have a colour first, second and third."""
+
+
 def comparison(path: Path, groups: dict[str, list[Rows]]) -> Path | None:
     """Draw the validation metrics of groups of runs; None if there is nothing to draw."""
     names = metric_names([row for runs in groups.values() for rows in runs for row in rows])
@@ -27,6 +31,7 @@ def comparison(path: Path, groups: dict[str, list[Rows]]) -> Path | None:
                     setting,
                     [series(rows, f"validation/{name}") for rows in runs],
                     CYCLE[i % len(CYCLE)],
+                    DASHES[i // len(CYCLE) % len(DASHES)],
                 )
             dress(axis, name)
             axis.set_title(f"Validation {axis.get_ylabel().partition(' (')[0].lower()}")
@@ -41,7 +46,9 @@ def mean_curve(runs: list[tuple[list[int], list[float]]]) -> tuple[list[int], li
     return shared, [sum(curve[step] for curve in curves) / len(curves) for step in shared]
 
 
-def _group(axis: Any, setting: str, runs: list[tuple[list[int], list[float]]], color: str) -> None:
+def _group(
+    axis: Any, setting: str, runs: list[tuple[list[int], list[float]]], color: str, dashes: Any
+) -> None:
     drawn = [run for run in runs if run[0]]
     if not drawn:
         axis.plot([], [], color=color, label=f"{setting} (no data)")
@@ -50,4 +57,6 @@ def _group(axis: Any, setting: str, runs: list[tuple[list[int], list[float]]], c
         for run in drawn:
             axis.plot(*run, color=color, alpha=0.35, linewidth=0.8)
     count = f" (mean of {len(drawn)})" if len(drawn) > 1 else ""
-    axis.plot(*mean_curve(drawn), "o-", markersize=3.2, color=color, label=f"{setting}{count}")
+    axis.plot(
+        *mean_curve(drawn), marker="o", ls=dashes, markersize=3.2, color=color, label=f"{setting}{count}"
+    )
