@@ -13,6 +13,7 @@ from experiments.signatures import TYPES, schema_of
 
 KINDS = {
     **TYPES,
+    "str": Any,  # or a module, or a list
     "Rule": InnerRule,
     "Hypergradient": Hypergradient,
     "Memory": str,
@@ -33,6 +34,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "boil": "BOIL",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
+        "warpgrad": "WarpGrad",
         "cavia": "CAVIA",
         "proto_maml": "ProtoMAML",
         "protonet": "ProtoNet",

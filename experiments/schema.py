@@ -132,6 +132,7 @@ class Conv4(Model):
     norm: str = MISSING
     head: str = MISSING
     context: int = 0
+    warp: bool = False
 
 
 @dataclass

@@ -37,6 +37,11 @@ OWN = {
         "model._target_=metagrad.models.Conv4",
         "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, context: 2}",
     ],
+    "warpgrad": [
+        "model=custom",
+        "model._target_=metagrad.models.Conv4",
+        "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, warp: true}",
+    ],
     "maml_plus_plus": [
         "model=custom",
         "model._target_=metagrad.models.Conv4",
@@ -74,7 +79,8 @@ def test_every_algorithm_trains(run, tmp_path, name):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_experiments_are_for_every_algorithm(composed, name):
-    own = {"cavia": ["model.context=8"], "maml_plus_plus": ["model.norm=running"]}.get(name, [])
+    needed = {"cavia": "context=8", "warpgrad": "warp=true", "maml_plus_plus": "norm=running"}
+    own = [f"model.{needed[name]}"] if name in needed else []
     config = composed("experiment=omniglot_20way1shot", f"algorithm={name}", "device=cpu", *own)
     assert isinstance(build_parts(config).algorithm, Algorithm)
     assert json.loads(json.dumps(plain(config)))["algorithm"]["_target_"] == config.algorithm._target_
