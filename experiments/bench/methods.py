@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from metagrad.autograd.compile.compiled import Compile
 from metagrad.core.budget import Memory
 
 BASELINE = "textbook loop"
+ANOTHER = "MAML, all adapt"  # another gradient than the loop's, for comparison
 LONGEST_GRAPH = 5  # steps; beyond, one graph of all takes minutes to compile
 
 
@@ -63,7 +65,7 @@ def textbook_loop(work: Workload) -> Tensor:
     """Loop over tasks and steps, with create_graph=True."""
     losses = []
     for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
-        fast = work.params
+        fast = work.adapted
         for _ in range(work.steps):
             loss = work.loss_fn(functional_call(work.model, fast, (x,)), y)
             grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
@@ -79,7 +81,7 @@ def torch_func(work: Workload) -> Tensor:
         return work.loss_fn(functional_call(work.model, params, (x,)), y)
 
     def task(x: Tensor, y: Tensor, query_x: Tensor, query_y: Tensor) -> Tensor:
-        fast = work.params
+        fast = work.adapted
         for _ in range(work.steps):
             grads = grad(loss_of)(fast, x, y)
             fast = {name: p - work.lr * grads[name] for name, p in fast.items()}
@@ -108,8 +110,16 @@ def prepare_maml(
         task_chunk=work.batch.num_tasks if together else None,
         sparse=tables if rows else (),
         compile=compile,
+        adapt=work.adapt or None,
     )
     return Prepared(lambda: torch.autograd.grad(maml(work.batch).loss, list(work.params.values())))
+
+
+def prepare_all(work: Workload) -> Prepared:
+    """Make a MAML of which all parameters adapt, for comparison: another algorithm than the workload's."""
+    if not work.adapt:
+        raise RefusedError("all parameters adapt anyway")
+    return prepare_maml(dataclasses.replace(work, adapt=""), memory="full")
 
 
 def block_by_block(work: Workload) -> Tensor:
@@ -142,6 +152,7 @@ METHODS: dict[str, Method] = {
     "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
     "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
     "metagrad, block by block": of_loss(block_by_block),
+    ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
     "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),
     "TorchOpt": Method(of_loss(rivals.torchopt_loop).prepare, "torchopt"),

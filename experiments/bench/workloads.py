@@ -24,13 +24,14 @@ class Workload:
 
     Attributes:
         about: What it is, for the table.
-        model: Its parameters are the meta-parameters, and what is adapted.
+        model: Its parameters are the meta-parameters.
         loss_fn: Of the examples of one task.
         batch: One meta-batch.
         lr: Of the inner steps, which are plain gradient descent.
         steps: How many.
         budget: Bytes that the method with a budget may keep: more than one step needs, less than all.
         methods: What is run; empty means all.
+        adapt: The module whose parameters adapt; empty means that all do.
     """
 
     about: str
@@ -41,6 +42,7 @@ class Workload:
     steps: int
     budget: int
     methods: tuple[str, ...] = ()
+    adapt: str = ""
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -48,9 +50,14 @@ class Workload:
         return dict(self.model.named_parameters())
 
     @property
+    def adapted(self) -> dict[str, Tensor]:
+        """The parameters that adapt."""
+        return {name: p for name, p in self.params.items() if name.startswith(self.adapt)}
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of the adapted parameters of all tasks."""
-        return self.batch.num_tasks * sum(p.nbytes for p in self.params.values())
+        return self.batch.num_tasks * sum(p.nbytes for p in self.adapted.values())
 
     def double(self) -> Workload:
         """Return the same problem in float64, from the same weights."""
@@ -98,7 +105,7 @@ def mlp(steps: int, rows: int = 32) -> Workload:
     )
 
 
-def conv4(num_tasks: int, steps: int) -> Workload:
+def conv4(num_tasks: int, steps: int, shots: int = 1) -> Workload:
     """The Omniglot network and protocol of Finn et al. 2017, on noise."""
     generator = torch.Generator().manual_seed(0)
 
@@ -107,14 +114,20 @@ def conv4(num_tasks: int, steps: int) -> Workload:
         return Examples(images, torch.arange(5).repeat_interleave(shots).repeat(num_tasks, 1))
 
     return Workload(
-        f"Conv4 of 64 filters, 5-way 1-shot, 15 queries, {num_tasks} tasks, {steps} steps",
+        f"Conv4 of 64 filters, 5-way {shots}-shot, 15 queries, {num_tasks} tasks, {steps} steps",
         mg.models.Conv4(5),
         F.cross_entropy,
-        Batch(examples(1), examples(15)),
+        Batch(examples(shots), examples(15)),
         lr=0.4,
         steps=steps,
         budget=num_tasks * (16 + 2 * steps) * MIB,
     )
+
+
+def anil(num_tasks: int, shots: int, steps: int) -> Workload:
+    """Conv4 of which only the head adapts (Raghu et al. 2020)."""
+    work = conv4(num_tasks, steps, shots)
+    return replace(work, about=f"{work.about}; only the head adapts", adapt="head", methods=HEADS)
 
 
 def transformer(
@@ -159,6 +172,14 @@ def table(rows: int) -> Workload:
     )
 
 
+HEADS = (
+    "textbook loop",
+    'metagrad, "full"',
+    'metagrad, "step"',
+    'metagrad, "full", compiled',
+    "torch.func grad + vmap",
+    "MAML, all adapt",
+)
 TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
 BLOCKWISE = ("textbook loop", 'metagrad, "full"', 'metagrad, "step"', "metagrad, block by block")
 
@@ -171,6 +192,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "conv4-32-1": partial(conv4, 32, 1),
     "conv4-4-5": partial(conv4, 4, 5),
     "conv4-32-5": partial(conv4, 32, 5),
+    "anil-4-5": partial(anil, 4, 1, 5),
+    "anil-4-5-shots": partial(anil, 4, 5, 5),
     "transformer-5": partial(transformer, 2, 4, 4, 5),
     "transformer-20": partial(transformer, 2, 4, 4, 20),
     "block-12": partial(transformer, 12, 1, 16, 1, BLOCKWISE),

@@ -69,8 +69,11 @@ class MAML(nn.Module):
         adapt: Which parameters adapt to a task: a name (of a parameter, or of a module for all below it), a pattern
             such as ``"head.*"`` or ``"!head.*"`` (all but those), a module of the model, a list of these, or a
             predicate ``(name, parameter) -> bool``; None means all that require grad. The others that require
-            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. The
-            attribute is called ``adapted``.
+            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. Where
+            the model is a chain (``nn.Sequential``, also nested), the features of its first layers without adapted
+            parameters are computed once for all inner steps, up to a layer that draws random numbers, keeps
+            statistics or has hooks; of classes other than torch's, those with ``is_function = True``. They are kept
+            beside what ``memory`` allows. The attribute is called ``adapted``.
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML), so that
             shared parameters get the gradient of the query loss at the adapted ones, and nothing by way of these.
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.

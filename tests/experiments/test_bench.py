@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 import metagrad as mg
 from experiments.bench import __main__ as program
 from experiments.bench import methods, report, runner, slopes, worker, workloads
-from experiments.bench.methods import BASELINE, METHODS, Method, Prepared, RefusedError
+from experiments.bench.methods import ANOTHER, BASELINE, METHODS, Method, Prepared, RefusedError
 from experiments.bench.runner import Record
 from experiments.bench.worker import Request
 
@@ -47,8 +48,8 @@ def answers(*medians: float, peak: int = 1000, first: float = 0.0) -> list[dict]
     "name", [n for n, method in METHODS.items() if not method.package and "compile" not in n]
 )
 def test_methods_agree_with_the_loop(name):
-    if name in ("metagrad, tasks together", "metagrad, rows of tables"):
-        pytest.skip("is for convolutions, or for tables")
+    if name in ("metagrad, tasks together", "metagrad, rows of tables", ANOTHER):
+        pytest.skip("is for convolutions, for tables, or where a part adapts")
     records = runner.agreement(ask, "tiny", [BASELINE, name])
     assert [record.note for record in records.values()] == [""] * len(records)
     error = records[name].error
@@ -62,6 +63,19 @@ def test_rows_of_tables_agree_with_the_loop(monkeypatch):
     assert [record.note for record in records.values()] == [""] * len(records)
     answer = ask(Request("sinusoid", "metagrad, rows of tables"))
     assert answer == {"refused": "the model has no embedding tables"}
+
+
+def test_a_part_of_the_model_adapts(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", lambda: dataclasses.replace(tiny(), adapt="2"))
+    records = runner.agreement(ask, "tiny", [name for name in workloads.HEADS if "compile" not in name])
+    assert [record.note for record in records.values()] == [""] * len(records)
+    errors = {name: record.error or 0.0 for name, record in records.items()}
+    assert errors.pop(ANOTHER) > 1e-3
+    assert max(errors.values()) < runner.ROUNDING
+    records[ANOTHER].rounds = answers(1.0)
+    records[BASELINE].rounds = answers(1.0)
+    assert report.table("tiny", "two tasks", records).endswith("another gradient")
+    assert ask(Request("sinusoid", ANOTHER)) == {"refused": "all parameters adapt anyway"}
 
 
 def test_the_transformers_tasks_run_together():
