@@ -44,8 +44,8 @@ class Tabular:
         standardize: Whether columns in lists, and y if it is a number, are shifted and scaled to mean 0 and
             variance 1 over the rows of the training tasks, or without a split of the tasks given.
         tasks: Values of the task column to use; or lists of them by the name of the split; None is all.
-        split: Which split. Where nobody has split the tasks, 64, 16 and 20 % of them are dealt out to `"train"`,
-            `"validation"` and `"test"`, always the same ones.
+        split: The split that tasks are drawn from. Where nobody has split them, 64, 16 and 20 % are dealt out to
+            `"train"`, `"validation"` and `"test"`, always the same ones.
         small: What becomes of tasks that have too few rows: `"raise"` names them, `"skip"` leaves them out.
         device: Where the table is kept and tasks are drawn; None is torch's default device.
         dtype: Floating-point type; None is torch's default type.

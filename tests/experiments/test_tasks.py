@@ -97,7 +97,7 @@ def test_folders_of_images(run, tmp_path, images):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_workers_change_nothing(composed, images):
     batches = [
         build_splits(

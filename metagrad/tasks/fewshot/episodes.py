@@ -41,7 +41,7 @@ class Imbalanced:
 
     References:
         Triantafillou et al., Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples, 2020,
-        section 3.2, and `meta_dataset/data/sampling.py` of its code.
+        section 3 and appendix, and `meta_dataset/data/sampling.py` of its code.
     """
 
     per_class: int = 100

@@ -55,8 +55,8 @@ class FewShot:
         classes: Labels, or names where the data set has `classes`, that tasks are made of; or such lists by the
             name of the split, `{"train": [...], "test": [...]}`; None takes those of the data set's `splits` if
             it has them, or all.
-        split: Which split. Where nobody has split the classes, 64, 16 and 20 % of them are dealt out to
-            `"train"`, `"validation"` and `"test"`, always the same ones.
+        split: The split of the classes that tasks are made of. Where nobody has split them, 64, 16 and 20 % are
+            dealt out to `"train"`, `"validation"` and `"test"`, always the same ones.
         labels: The label of each item; None reads them from the data set: from `targets` or `labels`, else from
             all the items, which may take long.
         transform: Maps x of an item to a tensor, each time that the item is drawn.
@@ -64,9 +64,9 @@ class FewShot:
             out.
         in_memory: Whether all items are loaded at once, without the transform.
         workers: Processes that load items; 0 loads them here.
-        prefetch: Batches that each worker loads ahead, into pinned memory where there is CUDA. Useful with a
-            generator that draws tasks alone; with the global one, what was loaded ahead is dropped whenever
-            anything else draws.
+        prefetch: Batches that each worker loads ahead, in shared memory, and into pinned memory where there is
+            CUDA. Useful with a generator that draws tasks alone; with the global one, what was loaded ahead is
+            dropped whenever anything else draws.
         device: Where tasks are; items in memory are kept there too. None is torch's default device.
         dtype: Floating-point type of x; None is torch's default type for images, and else the type of x. Images in
             uint8 are divided by 255; other integers are ids and stay as they are.
@@ -92,7 +92,7 @@ class FewShot:
 
     References:
         Vinyals et al., Matching Networks for One Shot Learning, 2016, section 4.1.
-        Triantafillou et al., Meta-Dataset, 2020, section 3.2 (imbalanced tasks).
+        Triantafillou et al., Meta-Dataset, 2020, section 3 (imbalanced tasks).
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FewShot:
         small: str = "raise",
         in_memory: bool = False,
         workers: int = 0,
-        prefetch: int = 2,
+        prefetch: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -134,9 +134,8 @@ class GaussianProcess(Regression):
         torch.Size([4, 50, 1])
 
     References:
-        Rasmussen, Williams, Gaussian Processes for Machine Learning, 2006, sections 4.2.1 and 4.2.3.
-        MacKay, Introduction to Gaussian Processes, 1998, section 5 (periodic kernel).
-        Kim et al., Attentive Neural Processes, 2019, section 4 (ranges of lengthscale and scale).
+        Rasmussen, Williams, Gaussian Processes for Machine Learning, 2006, sections 4.2.1 and 4.2.3 (eq. 4.31).
+        Kim et al., Attentive Neural Processes, 2019 (tasks of Gaussian processes; ranges as in its code).
     """
 
     def __init__(

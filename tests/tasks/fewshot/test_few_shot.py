@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from metagrad.tasks import FewShot, Imbalanced, TaskDistribution
 
 SIZES = (6, 9, 12, 20)
-WORKERS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+WORKERS = pytest.mark.filterwarnings("ignore:.*(multi-threaded, use of fork|DataLoader will create)")
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -91,6 +91,15 @@ def test_where_the_items_are_changes_nothing(shots):
     assert all(same(first, other) for other in others)
     loaded = FewShot(Lazy(), ways, shots, 2).sample(5, generator=seeded())
     assert same(first, loaded)
+
+
+def test_in_memory_reads_once_and_transforms_each_time():
+    dataset = Lazy()
+    tasks = FewShot(dataset, 2, 1, 2, in_memory=True, transform=lambda x: x + torch.rand(()))
+    one, other = (tasks.sample(4, generator=seeded(seed)).query.x for seed in (0, 1))
+    assert sorted(dataset.read) == list(range(47))
+    assert torch.equal(one, tasks.sample(4, generator=seeded()).query.x)
+    assert not torch.equal(one % 1, other % 1)
 
 
 def test_padding_is_zeros_and_is_not_read():
