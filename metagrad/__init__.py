@@ -22,6 +22,7 @@ from metagrad.meta import (
     ProtoNet,
     Reptile,
     WarpGrad,
+    iMAML,
     preflight,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "hvp",
     "hypergrad",
     "hypergradient",
+    "iMAML",
     "linearize",
     "memory",
     "meta",

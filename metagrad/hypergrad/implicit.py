@@ -39,6 +39,8 @@ from metagrad.optim.rule import Params
 LOOSE = 1e-2
 """Residuals above this, relative to the right-hand side, are warned of."""
 
+_CONVEX = " Or give the inner loss a larger penalty, such as a proximal term."
+
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 
 
@@ -113,7 +115,7 @@ def relative_residual(solution: Solution, b: Tensor) -> float:
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 
 
-def check_solution(call: str, solution: Solution, residual: float = 0.0) -> None:
+def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: float = LOOSE) -> None:
     """Raise where a solve found no solution, and warn where it was to find one and is far from it.
 
     Raises:
@@ -123,8 +125,11 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0) -> None
     for row, result in enumerate(results):
         if result not in _APPROXIMATE:
             which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
-            raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {result.value}")
-    if residual > LOOSE and solution.result is not Result.PROGRESS:
+            more = _CONVEX if result is Result.NEGATIVE_CURVATURE else ""
+            raise SolveError(
+                f"{call}: the solve with the Hessian of the inner loss{which}: {result.value}{more}"
+            )
+    if residual > loose and solution.result is not Result.PROGRESS:
         warnings.warn(
             f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "
             "right-hand side, so the derivative is as far from that of the minimum. Take more steps, or damping.",

@@ -8,6 +8,7 @@ from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.algorithms.heads.metaoptnet import MetaOptNet
 from metagrad.meta.algorithms.heads.protonet import ProtoNet
 from metagrad.meta.algorithms.heads.ridge import LRD2, R2D2
+from metagrad.meta.algorithms.imaml import iMAML
 from metagrad.meta.algorithms.leap import Leap
 from metagrad.meta.algorithms.maml_plus_plus import MAMLPlusPlus
 from metagrad.meta.algorithms.meta_curvature import MetaCurvature
@@ -45,5 +46,6 @@ __all__ = [
     "Prototypes",
     "Reptile",
     "WarpGrad",
+    "iMAML",
     "preflight",
 ]

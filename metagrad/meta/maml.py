@@ -17,6 +17,7 @@ from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.transforms import is_on_the_tape, is_transformed
+from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
@@ -25,6 +26,7 @@ from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
+from metagrad.meta.inner.minimum import check_hypergradient, check_proximal
 from metagrad.meta.inner.start import Start, own_start
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.query_weights import (
@@ -107,6 +109,13 @@ class MAML(nn.Module):
             evaluation (``eval()``); ``"per_step"``, likewise, with running ones and, where they are learned, weights
             and biases for each inner step in ``per_step_norms``, which are meta-learned, not adapted. Tasks may be
             stacked, and a recomputation moves nothing. None leaves it to the modules.
+        proximal: The number :math:`\lambda` of a term :math:`\frac{\lambda}{2} |\phi - \theta|^2` that inner steps
+            descend beside the support loss, :math:`\theta` what the task starts from; it may be a 0-d tensor, and be
+            learned. It is not a part of ``out.support_losses``. None has none.
+        hypergradient: Take the derivative of the minimum that the inner steps lead to, by a method of
+            :mod:`metagrad.hypergrad` that inverts the Hessian, such as ``CG(steps=5)``, instead of going through
+            the steps: memory does not grow with them. It is as right as they converge. Without ``proximal`` a
+            minimum does not depend on what adapts, but on shared parameters alone. First derivatives only.
         nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
@@ -158,6 +167,8 @@ class MAML(nn.Module):
         sparse: Sequence[str] = (),
         query_weights: QueryWeights | None = None,
         norm: Norm | None = None,
+        proximal: float | Tensor | None = None,
+        hypergradient: ImplicitMethod | None = None,
         nonfinite: Nonfinite = "raise",
         compile: Compile = False,
     ) -> None:
@@ -173,6 +184,8 @@ class MAML(nn.Module):
         self.tolerance = tolerance
         self.task_chunk = task_chunk
         self.query_weights: QueryWeights | None = query_weights
+        self.proximal = proximal
+        self.hypergradient: ImplicitMethod | None = hypergradient
         self.start = start
         self.norm = norm
         self.nonfinite: Nonfinite = nonfinite
@@ -184,6 +197,7 @@ class MAML(nn.Module):
         if memory == "block":
             chain(model, loss_fn)
         self.inner = inner
+        self._check_minimum()
 
     @property
     def inner(self) -> Rule:
@@ -303,7 +317,8 @@ class MAML(nn.Module):
         check_steps("MAML(batch, steps)", steps)
         self._check()
         params, rule = self._adapted_parameters(), self.inner
-        refuse_transforms(list(params.values()))
+        refuse_transforms(list(params.values()), self.hypergradient)
+        self._check_minimum()
         if self.sparse:
             self.sparse = check_tables(self.model, self.sparse, rule, params)
         start = own_start(self.start, self.model, params, self.sparse)
@@ -326,6 +341,8 @@ class MAML(nn.Module):
             self._cache.compiled,
             start=start,
             judges_each=count_before_the_last(weights_at(self.query_weights, steps)),
+            proximal=self.proximal,
+            hypergradient=self.hypergradient,
         )
         return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)
 
@@ -353,6 +370,31 @@ class MAML(nn.Module):
         check_nonfinite(self.nonfinite)
         if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
             self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)
+
+    def _check_minimum(self) -> None:
+        """Refuse what does not go with a proximal term, or with the derivative of a minimum."""
+        rule = self.inner
+        check_proximal(self.proximal, rule)
+        check_hypergradient(
+            self.hypergradient,
+            rule,
+            order=self.order,
+            truncate=self.truncate,
+            memory=self.memory,
+            query_weights=self.query_weights,
+            norm=self.norm,
+            is_whole=self._compile is not None and self._compile.whole,
+        )
+        if self.hypergradient is not None and self.proximal is None and not self._has_shared():
+            raise ValueError(
+                "MAML(..., hypergradient): a minimum does not depend on where the steps begin, so nothing would be "
+                "learned. Pass proximal, such as proximal=2.0, which holds it there."
+            )
+
+    def _has_shared(self) -> bool:
+        """Say whether anything but what adapts is learned."""
+        own = {id(p) for p in self._adapted_parameters().values()}
+        return any(p.requires_grad and id(p) not in own for p in self.parameters())
 
 
 def _predicted(
@@ -490,8 +532,13 @@ def check_memory(
         raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
 
 
-def refuse_transforms(params: list[Tensor]) -> None:
+def refuse_transforms(params: list[Tensor], hypergradient: object = None) -> None:
     """Refuse torch.func transforms in which gradients of the parameters cannot be taken on the tape."""
+    if is_transformed() and hypergradient is not None:
+        raise RuntimeError(
+            "MAML(batch): with hypergradient there is no torch.func transform around it. Differentiate "
+            "maml(batch).loss by torch.autograd.grad."
+        )
     if is_transformed() and not is_on_the_tape(params):
         raise RuntimeError(
             "MAML(batch): of torch.func, reverse mode (grad, vjp, jacrev) with respect to all parameters that are "

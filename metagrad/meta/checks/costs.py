@@ -39,7 +39,7 @@ def meta_costs(maml: MAML, batch: Any, tasks: Tasks, steps: int) -> Costs:
     """Measure a meta-step, forward and backward, in every memory mode that the model can be used in."""
     costs = Costs({}, [])
     differentiated = steps if maml.truncate is None else min(maml.truncate, steps)
-    for mode in _MODES:
+    for mode in _MODES if maml.hypergradient is None else ("full",):
         if mode == "block" and not _has_blocks(maml, tasks):
             continue
         step = functools.partial(_meta_step, maml, mode, batch, tasks.device)

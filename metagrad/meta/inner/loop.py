@@ -23,8 +23,10 @@ from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.structured import Nested
 from metagrad.core.tree import Tree, detached, tree_map
+from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import inner_curvature, observed_layers
+from metagrad.meta.inner.minimum import Proximal, at_minimum
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, Objective
@@ -97,6 +99,8 @@ class InnerLoop:
         start: What parameters start from in each task; None means from the meta-parameters.
         stacked: Whether tasks have an axis of their own, in front.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
+        proximal: The weight of the squared distance to the start in the loss; None has none.
+        hypergradient: The derivative of the minimum, to be taken for that of the steps; None goes through these.
     """
 
     objective: Objective
@@ -111,6 +115,8 @@ class InnerLoop:
     start: OwnStart | None = None
     stacked: bool = False
     judges_each: bool = False
+    proximal: float | Tensor | None = None
+    hypergradient: ImplicitMethod | None = None
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
         """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
@@ -167,7 +173,8 @@ class InnerLoop:
         if self.compiled is not None:
             rule = self.compiled.rule(self.rule, start, self.steps)
         judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
-        args = _arguments(tasks, rule, judged)
+        proximal = None if self.proximal is None else Proximal(start, self.proximal)
+        args = _arguments(tasks, rule, judged, proximal)
         loss, state = self._loss(tasks), (start, self.rule.init(start), used)
         first, reports = self.steps - self.num_differentiated, []
         if first:
@@ -177,12 +184,18 @@ class InnerLoop:
             reports.append(report)
             if not judged:
                 state = _constant(state)
-                state = (with_history_of(start, state[0]), *state[1:])
+                if self.hypergradient is None:
+                    state = (with_history_of(start, state[0]), *state[1:])
         if first < self.steps:
             step = self._step(loss, keep_graph=torch.is_grad_enabled())
             state, report = self._loop(step, range(first, self.steps))(state, *args)
             reports.append(report)
         params, _, used = state
+        if self.hypergradient is not None:
+            norms = self.objective.norms
+            here = loss if norms is None else functools.partial(loss, norms=norms.support(self.steps))
+            with phase("minimum"):
+                params = at_minimum(here, params, tasks, proximal, self.hypergradient)
         losses, path = _columns(reports, used.numel(), judged)
         return params, losses, used.reshape(-1), path
 
@@ -196,6 +209,8 @@ class InnerLoop:
     @property
     def num_differentiated(self) -> int:
         """How many of the last steps a result is differentiated through."""
+        if self.hypergradient is not None:
+            return 0
         if self.truncate is None or not torch.is_grad_enabled():
             return self.steps
         return min(self.truncate, self.steps)
@@ -218,7 +233,10 @@ class InnerLoop:
             if t == first > 0:
                 params, state = detached((params, state))
                 params = with_history_of(start, params)
-            moved, state = self.rule.update(zeros, state, params)
+            grads = zeros
+            if self.proximal is not None:
+                grads = _with_proximal(zeros, params, Proximal(start, self.proximal), self.order == 2)
+            moved, state = self.rule.update(grads, state, params)
             active = {name: where_active(used > t, moved[name], params[name]) for name in rows}
             params = {**moved, **active}
         return {name: params[name] for name in rows}
@@ -262,12 +280,15 @@ class InnerLoop:
             y: Nested,
             rule: Rule | None = None,
             query: tuple[Nested, Nested] | None = None,
+            proximal: Proximal | None = None,
         ) -> tuple[tuple, Tree]:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else contextlib.nullcontext():
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
                 losses, grads, curvature = self._gradients(here, params, x, y, create_graph, t)
+                if proximal is not None:
+                    grads = _with_proximal(grads, params, proximal, create_graph)
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
                 if passes_on:
                     moved = _constant(moved)
@@ -365,12 +386,19 @@ def _from(step: Step, first: int) -> Step:
     return lambda state, t, *args: step(state, first + t, *args)
 
 
-def _arguments(tasks: Tasks, rule: Rule | None, judged: bool) -> tuple:
+def _arguments(tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None) -> tuple:
     """Return what steps take beside their state."""
-    args = (tasks.support_x, tasks.support_y)
-    if judged:
-        return (*args, rule, (tasks.query_x, tasks.query_y))
-    return args if rule is None else (*args, rule)
+    query = (tasks.query_x, tasks.query_y) if judged else None
+    args = [tasks.support_x, tasks.support_y, rule, query, proximal]
+    while args[-1] is None:
+        args.pop()
+    return tuple(args)
+
+
+def _with_proximal(grads: Params, params: Params, proximal: Proximal, create_graph: bool) -> Params:
+    """Add the gradient of a proximal term; a constant where gradients are."""
+    terms = proximal.gradients(params)
+    return {name: g + (terms[name] if create_graph else terms[name].detach()) for name, g in grads.items()}
 
 
 def _columns(reports: list, num_tasks: int, judged: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,400 @@
+"""iMAML and its arguments of MAML, against a loop over tasks with dense matrices."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad import hypergrad
+from metagrad.curvature import SolveError
+from metagrad.memory.storages import Ledger, StorageMode
+
+SGD = mg.optim.rules.sgd(lr=0.1)
+LAMBDA = 2.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+def make(seed=0, **arguments):
+    torch.manual_seed(seed)
+    options = {"inner": SGD, "steps": 30, "proximal": LAMBDA, **arguments}
+    return mg.iMAML(Net().double(), F.mse_loss, **options)
+
+
+def batch(tasks=3, shots=4):
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    return (draw(tasks, shots, 2), draw(tasks, shots, 1)), (draw(tasks, shots, 2), draw(tasks, shots, 1))
+
+
+def conjugate_gradients(A, b, steps):
+    x, r = torch.zeros_like(b), b
+    p = r
+    for _ in range(steps):
+        alpha = r @ r / (p @ A @ p)
+        x, new = x + alpha * p, r - alpha * A @ p
+        p, r = new + new @ new / (r @ r) * p, new
+    return x
+
+
+def textbook(model, examples, solve, *, steps=30, lr=0.1, adapted=None, order=None):
+    """Return the loss and the meta-gradient by name, of a loop over tasks."""
+    params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = [name for name in params if adapted is None or name.startswith(adapted)]
+    (xs, ys), (xq, yq) = examples
+    total, grads = 0.0, {name: torch.zeros_like(p) for name, p in params.items()}
+    for i in range(len(xs)):
+
+        def regularised(phi, shared, i=i):
+            loss = F.mse_loss(torch.func.functional_call(model, {**shared, **phi}, (xs[i],)), ys[i])
+            distance = sum((phi[n] - params[n]).square().sum() for n in names)
+            return loss + LAMBDA / 2 * distance
+
+        def query(phi, shared, i=i):
+            return F.mse_loss(torch.func.functional_call(model, {**shared, **phi}, (xq[i],)), yq[i])
+
+        phi = {name: params[name] for name in names}
+        shared = {name: p for name, p in params.items() if name not in names}
+        for _ in range(steps):
+            slope = torch.func.grad(regularised)(phi, shared)
+            phi = {name: phi[name] - lr * slope[name] for name in names}
+        total += query(phi, shared) / len(xs)
+        c, direct = torch.func.grad(query, argnums=(0, 1))(phi, shared)
+        sizes = [params[n].numel() for n in names]
+
+        def flat(v, shared, sizes=sizes, regularised=regularised):
+            parts = [a.view(params[n].shape) for n, a in zip(names, v.split(sizes), strict=True)]
+            return regularised(dict(zip(names, parts, strict=True)), shared)
+
+        point = torch.cat([phi[n].flatten() for n in names])
+        H = torch.func.jacrev(torch.func.jacrev(flat))(point, shared)
+        u = solve(H, torch.cat([c[n].flatten() for n in names]))
+        for n, part in zip(names, u.split(sizes), strict=True):
+            grads[n] += LAMBDA * part.view(params[n].shape) / len(xs)
+        mixed = torch.func.grad(lambda s, u=u, flat=flat, point=point: torch.func.grad(flat)(point, s) @ u)(
+            shared
+        )
+        for n in shared:
+            grads[n] += (direct[n] - mixed[n]) / len(xs)
+    return total, grads
+
+
+def meta_gradient(maml, examples):
+    loss = maml(examples).loss
+    maml.zero_grad()
+    loss.backward()
+    return loss, {name: p.grad for name, p in maml.model.named_parameters()}
+
+
+def assert_close(found, expected, rtol=1e-9):
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=rtol, atol=1e-11)
+
+
+SOLVES = {
+    "cg": (hypergrad.CG(steps=3), functools.partial(conjugate_gradients, steps=3)),
+    "exact": (hypergrad.Exact(), torch.linalg.solve),
+    "identity": (hypergrad.FirstOrder(scale=0.5), lambda A, b: 0.5 * b),
+}
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1, 2], ids=["stacked", "loop", "parts"])
+@pytest.mark.parametrize(("method", "solve"), SOLVES.values(), ids=SOLVES)
+@pytest.mark.filterwarnings("ignore:.*left a residual")
+def test_the_meta_gradient_is_that_of_a_loop_over_tasks(method, solve, task_chunk):
+    imaml, examples = make(hypergradient=method, task_chunk=task_chunk), batch()
+    loss, found = meta_gradient(imaml, examples)
+    expected_loss, expected = textbook(imaml.model, examples, solve)
+    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-10, atol=0)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1], ids=["stacked", "loop"])
+@pytest.mark.parametrize("proximal", [True, False], ids=["proximal", "without"])
+def test_shared_parameters_influence_the_minimum(task_chunk, proximal):
+    imaml = make(hypergradient=hypergrad.Exact(), adapt="head", task_chunk=task_chunk)
+    examples = batch()
+    _, found = meta_gradient(imaml, examples)
+    _, expected = textbook(imaml.model, examples, torch.linalg.solve, adapted="head")
+    assert_close(found, expected)
+    if not proximal:
+        imaml.proximal = None
+        meta_gradient(imaml, examples)
+        assert imaml.model.head.weight.grad is None
+        assert imaml.model.body.weight.grad.any()
+
+
+@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "1MiB"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("task_chunk", [None, 1], ids=["stacked", "loop"])
+def test_a_proximal_term_without_an_implicit_derivative(memory, order, task_chunk):
+    """The unroll goes through the term too; of first order it is a constant."""
+    torch.manual_seed(0)
+    options = {"steps": 3, "order": order, "memory": memory, "task_chunk": task_chunk}
+    maml = mg.MAML(Net().double(), F.mse_loss, inner=SGD, proximal=LAMBDA, **options)
+    examples = batch()
+    _, found = meta_gradient(maml, examples)
+    params = {name: p.detach().requires_grad_() for name, p in maml.model.named_parameters()}
+    (xs, ys), (xq, yq) = examples
+    total = 0.0
+    for i in range(len(xs)):
+        phi = params
+        for _ in range(3):
+            loss = F.mse_loss(torch.func.functional_call(maml.model, phi, (xs[i],)), ys[i])
+            loss = loss + LAMBDA / 2 * sum((phi[n] - params[n]).square().sum() for n in params)
+            slopes = torch.autograd.grad(loss, list(phi.values()), create_graph=order == 2)
+            if order == 1:
+                slopes = [s.detach() for s in slopes]
+            phi = {n: p - 0.1 * s for (n, p), s in zip(phi.items(), slopes, strict=True)}
+        total = total + F.mse_loss(torch.func.functional_call(maml.model, phi, (xq[i],)), yq[i]) / len(xs)
+    expected = dict(zip(params, torch.autograd.grad(total, list(params.values())), strict=True))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("norm", ["transductive", "running"])
+def test_statistics_of_a_policy_are_those_of_the_minimum(norm):
+    """In training both are those of the examples, as of a module that keeps none."""
+
+    def gradient(norm):
+        torch.manual_seed(0)
+        layer = nn.BatchNorm1d(3, track_running_stats=norm is not None)
+        model = nn.Sequential(nn.Linear(2, 3), layer, nn.Tanh(), nn.Linear(3, 1)).double()
+        rule, method = mg.optim.rules.sgd(lr=0.01), hypergrad.CG(steps=20)
+        options = {"inner": rule, "steps": 5, "proximal": 30.0, "hypergradient": method, "norm": norm}
+        return meta_gradient(mg.iMAML(model, F.mse_loss, **options), batch())
+
+    assert_close(gradient(norm)[1], gradient(None)[1])
+
+
+def test_it_is_the_unroll_where_that_has_converged():
+    examples = batch()
+    implicit = make(steps=150, hypergradient=hypergrad.CG(steps=20))
+    unrolled = mg.MAML(copy.deepcopy(implicit.model), F.mse_loss, inner=SGD, steps=150, proximal=LAMBDA)
+    _, found = meta_gradient(implicit, examples)
+    _, expected = meta_gradient(unrolled, examples)
+    assert_close(found, expected, rtol=1e-6)
+
+
+def test_memory_does_not_grow_with_steps():
+    def peak(steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+        imaml = mg.iMAML(model, F.mse_loss, inner=SGD, steps=steps)
+        x, y = torch.randn(2, 4, 32, 16), torch.randn(2, 4, 32, 1)
+        imaml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
+        imaml.zero_grad()
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            imaml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
+        ledger.close()
+        return ledger.peak
+
+    assert peak(15) <= 1.05 * peak(3)
+
+
+def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+        def forward(self, prediction, y):
+            return self.scale * F.mse_loss(prediction, y)
+
+    def loss_at(weight, scale):
+        torch.manual_seed(0)
+        imaml = mg.iMAML(
+            Net().double(),
+            Loss(),
+            inner=SGD,
+            steps=200,
+            proximal=nn.Parameter(weight),
+            hypergradient=hypergrad.Exact(),
+        )
+        imaml.loss_fn.scale.data.copy_(scale)
+        return imaml, imaml(batch()).loss
+
+    weight, scale = torch.tensor(2.0, dtype=torch.float64), torch.tensor(1.5, dtype=torch.float64)
+    imaml, loss = loss_at(weight, scale)
+    loss.backward()
+    step = 1e-5
+    for at, found in (
+        ((step, 0.0), imaml.proximal.grad),
+        ((0.0, step), imaml.loss_fn.scale.grad),
+    ):
+        above, below = (loss_at(weight + s * at[0], scale + s * at[1])[1] for s in (1, -1))
+        assert found.item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
+    assert "proximal" in dict(imaml.named_parameters())
+
+
+def test_tables_adapt_by_rows():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(30, 2, dtype=torch.float64)
+            self.head = nn.Linear(2, 1, dtype=torch.float64)
+
+        def forward(self, ids):
+            return self.head(self.table(ids).tanh())
+
+    torch.manual_seed(0)
+    model = Table()
+    ids, y = torch.randint(0, 10, (3, 4)), torch.randn(3, 4, 1, dtype=torch.float64)
+    query, yq = torch.randint(0, 30, (3, 4)), torch.randn(3, 4, 1, dtype=torch.float64)
+    examples = ((ids, y), (query, yq))
+    options = {"inner": SGD, "steps": 30, "hypergradient": hypergrad.CG(steps=8)}
+    whole = mg.iMAML(copy.deepcopy(model), F.mse_loss, **options)
+    rows = mg.iMAML(model, F.mse_loss, sparse=["table.weight"], **options)
+    loss, expected = meta_gradient(whole, examples)
+    again, found = meta_gradient(rows, examples)
+    torch.testing.assert_close(again, loss)
+    assert found["table.weight"].layout != torch.strided or isinstance(
+        found["table.weight"], mg.sparse.RowSparse
+    )
+    dense = found["table.weight"].to_dense()
+    torch.testing.assert_close(dense, expected["table.weight"], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found["head.weight"], expected["head.weight"], rtol=1e-8, atol=1e-10)
+    support = ((ids, y), (ids, y))[0]
+    torch.testing.assert_close(rows.adapt(support)(query), whole.adapt(support)(query))
+
+
+def test_adapted_models_are_differentiable():
+    imaml, examples = make(), batch()
+    fast = imaml.adapt(examples[0])
+    F.mse_loss(fast(examples[1][0]), examples[1][1]).backward()
+    expected = {name: p.grad.clone() for name, p in imaml.model.named_parameters()}
+    assert_close(meta_gradient(imaml, examples)[1], expected)
+    with torch.no_grad():
+        assert not imaml(examples).loss.requires_grad
+
+
+def test_it_is_copied_pickled_and_restored():
+    imaml, examples = make(), batch()
+    loss = imaml(examples).loss
+    other = make(seed=3)
+    other.load_state_dict(imaml.state_dict())
+    for again in (copy.deepcopy(imaml), pickle.loads(pickle.dumps(imaml)), other):
+        torch.testing.assert_close(again(examples).loss, loss)
+        assert again.hypergradient == hypergrad.CG(steps=5)
+    params = {name: p * 1.1 for name, p in imaml.named_parameters()}
+    changed = torch.func.functional_call(imaml, params, (examples,)).loss
+    assert not torch.allclose(changed, loss)
+
+
+def test_a_task_that_is_not_finite_is_named_or_left_out():
+    examples = batch()
+    examples[1][1][1] = torch.inf
+    with pytest.raises(FloatingPointError, match="the loss of task 1 is"):
+        make()(examples)
+    imaml = make(nonfinite="skip", hypergradient=hypergrad.Exact())
+    out = imaml(examples)
+    assert out.skipped.tolist() == [False, True, False]
+    out.loss.backward()
+    rest = tuple(tuple(t[[0, 2]] for t in part) for part in examples)
+    _, expected = textbook(imaml.model, rest, torch.linalg.solve)
+    assert_close({n: p.grad for n, p in imaml.model.named_parameters()}, expected)
+
+
+def test_the_memory_tracker_has_a_phase_for_the_minimum():
+    with mg.MemoryTracker() as tracker:
+        make(steps=2)(batch()).loss.backward()
+    assert "minimum" in {record.name for record in tracker.records()}
+
+
+def test_a_second_derivative_is_refused():
+    imaml = make()
+    params = list(imaml.parameters())
+    first = torch.autograd.grad(imaml(batch()).loss, params, create_graph=True)
+    with pytest.raises(RuntimeError, match="not differentiable again"):
+        torch.autograd.grad(first[0].sum(), params)
+
+
+def test_a_support_loss_that_curves_down_says_which_task():
+    def concave(prediction, y):
+        return -10 * prediction.square().mean()
+
+    imaml = mg.iMAML(nn.Linear(1, 1, bias=False), concave, inner=mg.optim.rules.sgd(lr=1e-3), steps=1)
+    x = torch.ones(2, 3, 1)
+    x[0] = 0.1
+    with pytest.raises(
+        SolveError, match=r"hypergradient\): .*, of task 1 of 2: A direction without positive"
+    ):
+        imaml(((x, x), (x, x))).loss.backward()
+
+
+LEARNED = mg.optim.rules.sgd(lr=nn.Parameter(torch.tensor(0.1)))
+CG = hypergrad.CG(steps=5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"inner": LEARNED},
+            ValueError,
+            "lr of the inner rule would be learned, and does not influence a minimum",
+        ),
+        (
+            {"inner": mg.optim.rules.sgd(lr=0.1, weight_decay=0.1)},
+            ValueError,
+            "weight_decay .* another minimum",
+        ),
+        (
+            {"inner": mg.optim.rules.chain(mg.optim.rules.clip_by_norm(1.0), mg.optim.rules.adamw(lr=0.1))},
+            ValueError,
+            "weight_decay .* Put the penalty into the loss",
+        ),
+        ({"inner": mg.optim.rules.newton_cg()}, ValueError, "proximal\\): the rule asks for curvature"),
+        ({"truncate": 2}, ValueError, r"hypergradient, truncate\): .* Leave out one of the two"),
+        ({"query_weights": [0.5, 0.5]}, ValueError, r"hypergradient, query_weights\): .* Leave out"),
+        ({"order": 1}, ValueError, r"hypergradient, order\): .* FOMAML is order=1 without it"),
+        (
+            {"norm": "per_step"},
+            ValueError,
+            r"hypergradient, norm\): a minimum has no statistics of each step",
+        ),
+        ({"memory": "step"}, ValueError, r"hypergradient, memory\): it keeps none of the steps"),
+        ({"compile": "whole"}, ValueError, r"hypergradient, compile\): .* compile=True can"),
+        ({"hypergradient": hypergrad.Nystrom(2)}, ValueError, "Nystrom approximates one Hessian"),
+        ({"hypergradient": hypergrad.Unroll(SGD, 1)}, TypeError, "expected an implicit method, CG"),
+        ({"hypergradient": hypergrad.FirstOrder()}, ValueError, "takes the minimum for a constant"),
+        ({"proximal": None}, ValueError, "does not depend on where the steps begin.* Pass proximal"),
+        ({"proximal": -1.0}, ValueError, r"proximal\): expected None or a number above 0, got -1.0"),
+        ({"proximal": torch.ones(2)}, ValueError, r"proximal\): expected one number, got shape \(2,\)"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(arguments, error, message):
+    options = {"inner": SGD, "steps": 2, "proximal": 2.0, "hypergradient": CG, **arguments}
+    with pytest.raises(error, match=message):
+        mg.MAML(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), F.mse_loss, **options)
+
+
+def test_arguments_that_are_assigned_are_checked():
+    imaml = make()
+    imaml.truncate = 2
+    with pytest.raises(ValueError, match=r"hypergradient, truncate\)"):
+        imaml(batch())
+
+
+def test_transforms_around_it_are_refused():
+    imaml = make()
+    params = dict(imaml.named_parameters())
+    with pytest.raises(RuntimeError, match=r"there is no torch\.func transform around it"):
+        torch.func.grad(lambda p: torch.func.functional_call(imaml, p, (batch(),)).loss)(params)
