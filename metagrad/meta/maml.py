@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -349,15 +349,13 @@ class MAML(nn.Module):
     def _adapted_parameters(self) -> Params:
         """Return the parameters that adapt, with the values that they have now."""
         params = self._cache.trained()
-        if self.per_step_norms is not None:
-            params = {name: p for name, p in params.items() if name not in self.per_step_norms.replaced}
         check_trained(params)
-        if self.adapted is None:
-            return params
-        own = self._cache.parameters
-        names = select_parameters(
-            self.model, self.adapted, {name: own.get(name, p) for name, p in params.items()}
-        )
+        names: Iterable[str] = params
+        if self.adapted is not None:
+            own = {name: self._cache.parameters.get(name, p) for name, p in params.items()}
+            names = select_parameters(self.model, self.adapted, own)
+        if self.per_step_norms is not None:
+            names = self.per_step_norms.others(names)
         return {name: params[name] for name in names}
 
     def _check(self) -> None:

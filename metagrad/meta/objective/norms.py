@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -115,6 +115,16 @@ class PerStepNorms(nn.Module):
                 if param is not None and param.requires_grad:
                     self.register_parameter(f"{key}_{kind}", nn.Parameter(_repeated(param, steps)))
                     self.replaced.add(f"{name}.{kind}".lstrip("."))
+
+    def others(self, names: Iterable[str]) -> list[str]:
+        """Return the names of parameters that are not learned here for each step instead; refuse none."""
+        others = [name for name in names if name not in self.replaced]
+        if not others:
+            raise ValueError(
+                'MAML(..., adapt, norm="per_step"): only weights and biases of normalisations are to adapt, but '
+                'there are others for each step instead. Let more adapt, or take norm="running".'
+            )
+        return others
 
     def at(self, name: str, kind: str, step: int, otherwise: Tensor | None) -> Tensor | None:
         """Return what a layer has at a step."""
@@ -379,9 +389,9 @@ class NormCalls(TorchFunctionMode):
             )
         shape = (-1, *[1] * (input.ndim - 2))
         mean, var = (statistic.view(shape) for statistic in self.given[number])
-        result = (input - mean) * (var + eps).rsqrt()
+        result = (_wide(input) - mean) * (var + eps).rsqrt()
         result = result if weight is None else result * weight.view(shape)
-        return result if bias is None else result + bias.view(shape)
+        return (result if bias is None else result + bias.view(shape)).to(input.dtype)
 
     def _at_step(self, name: str, **own: Tensor | None) -> list[Tensor | None]:
         """Return statistics, or weight and bias, as they are at the step, where each has its own."""
@@ -411,8 +421,13 @@ class NormCalls(TorchFunctionMode):
 
 
 def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments:
-    var, mean = torch.var_mean(input, axes, correction=int(unbiased))
+    var, mean = torch.var_mean(_wide(input), axes, correction=int(unbiased))
     return Moments(mean, var)
+
+
+def _wide(input: Tensor) -> Tensor:
+    """Return an input of half precision, as autocast makes it, in single, in which fused norms compute too."""
+    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
 
 
 _SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}

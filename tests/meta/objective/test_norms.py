@@ -400,6 +400,29 @@ def test_what_cannot_be_followed_is_refused(model, options, message):
         mg.MAML(model(), F.mse_loss, **{"inner": sgd(lr=LR), "steps": STEPS, **options})
 
 
+@pytest.mark.parametrize("policy", ["support", "running"])
+def test_under_autocast_statistics_are_of_single_precision(regression, policy):
+    batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression))
+    losses = []
+    for enabled in (False, True):
+        model = Net().float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = maml_of(model, policy)(batch)
+        gradients(out.loss, parameters(model))
+        assert {b.dtype for b in list(model.buffers())[:2]} == {torch.float32}
+        losses.append(out.loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_norms_of_steps_do_not_adapt(regression):
+    assert set(maml_of(Net(), "per_step", adapt=["norm", "leave"]).adapt(regression.support).params) == {
+        "leave.weight",
+        "leave.bias",
+    }
+    with pytest.raises(ValueError, match="only weights and biases of normalisations are to adapt"):
+        maml_of(Net(), "per_step", adapt="norm")
+
+
 def test_a_norm_that_no_policy_reaches_is_refused(regression):
     with pytest.raises(ValueError, match=r"Unreachable \(norm\) has a forward of its own"):
         maml_of(Net(Unreachable), "running")(regression)
