@@ -97,8 +97,8 @@ def preflight(
         the same; of plain data for each order.
 
     Raises:
-        ValueError: ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or without a meta-batch, or no
-            parameter requires grad.
+        ValueError: ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or without a meta-batch, no
+            parameter requires grad, or the loss depends on none or is no scalar.
         TypeError: ``model`` is not a module, or the batch has another form.
 
     Example:

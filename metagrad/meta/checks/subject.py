@@ -59,7 +59,21 @@ class Subject:
             trace.inputs.setdefault(LOSS, ((prediction, restored(self.y)), {}))
             loss = self.loss_fn(prediction, restored(self.y))
             trace.claim(loss)
+        self._check(loss)
         return loss, trace
+
+    def _check(self, loss: Tensor) -> None:
+        """Refuse a loss that has no gradient."""
+        call = "preflight(model, loss_fn, batch)"
+        if loss.ndim:
+            raise ValueError(
+                f"{call}: loss_fn must return a scalar, got shape {tuple(loss.shape)}. Reduce it, for instance by "
+                "its mean."
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                f"{call}: the loss depends on no parameter that requires grad. Does the model detach its output?"
+            )
 
     def part(self) -> Subject:
         """Return one of a few examples, where these are the first axis of single tensors."""
@@ -73,7 +87,7 @@ class Subject:
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
-        with unrecorded(), torch.enable_grad():
+        with unrecorded(), torch.inference_mode(False), torch.enable_grad():
             state, generators = WatchedModules(self.modules), RandomState()
             try:
                 yield

@@ -5,6 +5,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError
 
 import metagrad as mg
+from metagrad.autograd.checks.gradcheck import WrongDerivative
 
 
 def inputs(*shapes):
@@ -136,3 +137,17 @@ def test_mixed_derivatives_are_checked():
 def test_bad_input_is_named(arguments, keywords, message):
     with pytest.raises(ValueError, match=message):
         mg.gradcheck(torch.sin, arguments, **keywords)
+
+
+def test_of_several_steps_one_must_agree():
+    x = torch.tensor(
+        [1e-5, -0.3, 0.4], dtype=torch.float64, requires_grad=True
+    )  # a kink within the largest step
+    fn = lambda x: torch.relu(x) ** 2 + torch.relu(x)  # noqa: E731
+    with pytest.raises(GradcheckError, match="order 1"):
+        mg.gradcheck(fn, x, order=2, eps=1e-3)
+    assert mg.gradcheck(fn, x, order=2, eps=(1e-3, 1e-6))
+    with pytest.raises(WrongDerivative) as caught:
+        mg.gradcheck(lambda x: x * x.detach(), x, order=2, eps=[1e-3, 1e-6])
+    assert caught.value.order == 1
+    assert caught.value.got != pytest.approx(caught.value.expected)

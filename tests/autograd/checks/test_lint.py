@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import metagrad as mg
 from metagrad.autograd import Finding, lint
-from metagrad.autograd.checks.lint_rules import RULES
+from metagrad.autograd.checks.lint_rules import RULES, is_piecewise_linear
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
@@ -683,3 +683,27 @@ def test_dense_has_words():
 def test_bad_input_is_named(loss, order, error, message):
     with pytest.raises(error, match=message):
         lint(loss, order=order)
+
+
+PIECEWISE_LINEAR = {
+    "relu": F.relu,
+    "leaky relu": F.leaky_relu,
+    "prelu": lambda x: F.prelu(x, torch.tensor([0.2], dtype=torch.float64)),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "abs": torch.abs,
+    "threshold": lambda x: F.threshold(x, 0.1, 0.0),
+    "hardtanh": F.hardtanh,
+    "hardshrink": F.hardshrink,
+    "softshrink": F.softshrink,
+}
+
+
+@pytest.mark.parametrize("name", PIECEWISE_LINEAR)
+def test_what_is_piecewise_linear_has_a_gradient_and_no_second_derivative(name):
+    x = torch.linspace(-2, 2, 8, dtype=torch.float64).requires_grad_()
+    y = PIECEWISE_LINEAR[name](x)
+    assert is_piecewise_linear(y.grad_fn.name())
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert gradient.any()
+    if gradient.requires_grad:
+        assert not torch.autograd.grad(gradient.sum(), x, materialize_grads=True)[0].any()

@@ -300,9 +300,11 @@ def test_nothing_is_left_behind(batch):
         assert not module._forward_pre_hooks
 
 
-def test_it_looks_in_grad_mode():
-    with torch.no_grad():
-        assert not mg.preflight(chain(Applied(Detached)), F.mse_loss, plain()).ok
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_looks_in_grad_mode(mode):
+    model, batch = chain(Applied(Detached)), plain()
+    with mode():
+        assert not mg.preflight(model, F.mse_loss, batch).ok
 
 
 @pytest.mark.parametrize(
@@ -335,6 +337,13 @@ def test_it_looks_in_grad_mode():
         ),
         (lambda: (chain().requires_grad_(False), F.mse_loss, plain()), {}, ValueError, "no parameter"),
         (lambda: (chain(), F.mse_loss, torch.ones(3)), {}, TypeError, r"must be a pair \(x, y\)"),
+        (lambda: (chain(), torch.sub, plain()), {}, ValueError, r"must return a scalar, got shape \(4, 2\)"),
+        (
+            lambda: (chain(), lambda p, y: p.detach().mean(), plain()),
+            {},
+            ValueError,
+            "depends on no parameter",
+        ),
     ],
 )
 def test_bad_input_is_named(arguments, options, error, message):

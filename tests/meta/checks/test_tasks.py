@@ -37,6 +37,8 @@ class Branching(nn.Module):
 def test_a_model_that_stacks_and_compiles_has_no_finding():
     maml = mg.MAML(chain(nn.Tanh()), F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, compile=True)
     assert not mg.preflight(maml, meta_batch()).findings
+    assert not maml._cache.stacking._stackable
+    assert not maml._cache.stacking._reasons
 
 
 def test_an_lstm_runs_task_by_task():
