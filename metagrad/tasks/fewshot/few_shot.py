@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +118,9 @@ class FewShot:
         self.composition = Composition(
             _checked_count(call, "ways", ways), _checked_count(call, "shots", shots), queries
         )
-        check_counts(call, {"queries": queries, "prefetch": prefetch, "workers": workers + 1})
+        check_counts(call, {"queries": queries, "prefetch": prefetch})
+        if workers < 0:
+            raise ValueError(f"{call}: workers must be 0 or more, got {workers}.")
         if small not in ("raise", "skip"):
             raise ValueError(f"{call}: small must be 'raise' or 'skip', got {small!r}.")
         if dtype is not None:
@@ -125,6 +128,10 @@ class FewShot:
         self.split, self.dtype = split, dtype
         self.device = torch.get_default_device() if device is None else torch.device(device)
         is_pair = isinstance(dataset, tuple)
+        if is_pair and labels is not None:
+            raise ValueError(
+                f"{call}: labels are given twice, by the pair (x, labels) and by labels=. Leave one out."
+            )
         self.dataset, labels = _of_pair(call, dataset) if is_pair else (_map_style(call, dataset), labels)
         self._find_classes(labels, classes, small)
         self._find_items(transform, is_pair=is_pair, in_memory=in_memory, workers=workers, prefetch=prefetch)
@@ -183,7 +190,7 @@ class FewShot:
         counts = dict(zip(known, torch.bincount(codes, minlength=len(known)).tolist(), strict=True))
         self.skipped = [name for name in chosen if counts[name] < fewest]
         if self.skipped and small == "raise":
-            raise ValueError(_too_small(call, self.skipped, counts, self.composition))
+            raise ValueError(_too_small(call, self.skipped, len(chosen), counts, self.composition))
         self.classes: list[Hashable] = [name for name in chosen if counts[name] >= fewest]
         _check_ways(call, self.composition, self.num_classes, self.split)
         numbers = {name: number for number, name in enumerate(self.classes)}
@@ -233,8 +240,11 @@ class FewShot:
 
 
 def _plan(groups: Groups, composition: Composition, num_tasks: int, generator: torch.Generator) -> Plan:
+    """Draw a batch; seeds are of the state before, so that items in memory, which need none, draw the same tasks."""
+    state = generator.get_state().numpy().tobytes()
+    seed = int.from_bytes(hashlib.blake2b(state, digest_size=6).digest(), "little")
     support, query = draw_episodes(groups, num_tasks, composition, generator)
-    return Plan(support, query, torch.randint(2**62, (num_tasks,), generator=generator, device="cpu"))
+    return Plan(support, query, seed + torch.arange(num_tasks, device="cpu"))
 
 
 def _map_style(call: str, dataset: Any) -> Any:
@@ -288,7 +298,11 @@ def _check_ways(call: str, composition: Composition, num_classes: int, split: st
 
 
 def _too_small(
-    call: str, skipped: list[Hashable], counts: dict[Hashable, int], composition: Composition
+    call: str,
+    skipped: list[Hashable],
+    num_classes: int,
+    counts: dict[Hashable, int],
+    composition: Composition,
 ) -> str:
     described = ", ".join(f"{name!r} has {counts[name]}" for name in skipped[:5])
     needed = (
@@ -297,7 +311,7 @@ def _too_small(
         else f"shots + queries = {composition.fewest_examples} examples"
     )
     return (
-        f"{call}: a class must have {needed}, and {len(skipped)} of {len(counts)} have fewer: {described}"
+        f"{call}: a class must have {needed}, and {len(skipped)} of {num_classes} have fewer: {described}"
         f"{', ...' if len(skipped) > 5 else ''}. Ask for fewer, choose others by classes=, or pass small='skip'."
     )
 

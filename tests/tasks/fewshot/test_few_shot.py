@@ -87,10 +87,11 @@ def test_where_the_items_are_changes_nothing(shots):
         FewShot(TensorDataset(x, labels), ways, shots, 2, in_memory=True),
         FewShot(Subset(Lazy(), range(47)), ways, shots, 2, in_memory=True),
     ]
-    first, *others = [tasks.sample(5, generator=seeded()) for tasks in sources]
-    assert all(same(first, other) for other in others)
-    loaded = FewShot(Lazy(), ways, shots, 2).sample(5, generator=seeded())
-    assert same(first, loaded)
+    sources += [FewShot(Lazy(), ways, shots, 2), FewShot([Lazy()[i] for i in range(47)], ways, shots, 2)]
+    generators = [seeded() for _ in sources]
+    for _ in range(3):
+        first, *others = [tasks.sample(5, generator=g) for tasks, g in zip(sources, generators, strict=True)]
+        assert all(same(first, other) for other in others)
 
 
 def test_in_memory_reads_once_and_transforms_each_time():
@@ -293,6 +294,14 @@ class Unlabelled(Dataset):
             {"ways": 3, "shots": Imbalanced(total=2)},
             ValueError,
             r"Imbalanced\(total=2\) must be at least 3, the ways",
+        ),
+        (None, {"workers": -1}, ValueError, "workers must be 0 or more, got -1"),
+        (None, {"labels": [0] * 47}, ValueError, "labels are given twice"),
+        (
+            None,
+            {"classes": [0, 3], "shots": 5, "queries": 6},
+            ValueError,
+            "and 1 of 2 have fewer: 0 has 6",
         ),
         ((torch.zeros(3), torch.zeros(2)), {}, ValueError, "one entry an item, got 3 and 2"),
         ((torch.zeros(3),), {}, ValueError, r"a data set or a pair \(x, labels\), got 1 parts"),
