@@ -9,13 +9,12 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from experiments.schema import Algorithm, Hypergradient, InnerRule
-from experiments.signatures import TYPES, schema_of
+from experiments.signatures import TYPES, option_name, schema_of
 
 KINDS = {
     **TYPES,
     "str": Any,  # or a module, or a list
     "Rule": InnerRule,
-    "Hypergradient": Hypergradient,
     "Memory": str,
     "Nonfinite": str,
     "Sequence": list[str],
@@ -30,6 +29,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "fomaml": "FOMAML",
         "reptile": "Reptile",
         "leap": "Leap",
+        "imaml": "iMAML",
         "anil": "ANIL",
         "boil": "BOIL",
         "meta_sgd": "MetaSGD",
@@ -44,6 +44,13 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     }.items()
 }
 """Schemas by the name of the option of `algorithm`."""
+
+
+HYPERGRADIENTS: dict[str, type[Hypergradient]] = {
+    option_name(made): schema_of(f"metagrad.hypergrad.{made}", Hypergradient)
+    for made in ("CG", "Neumann", "Nystrom", "Exact", "FirstOrder")
+}
+"""Schemas by the name of the option of `algorithm/hypergradient`."""
 
 
 def own_keys(config: Algorithm) -> set[str]:

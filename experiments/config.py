@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from experiments.algorithm_schemas import ALGORITHMS, own_keys
+from experiments.algorithm_schemas import ALGORITHMS, HYPERGRADIENTS, own_keys
 from experiments.help import CONF
 from experiments.optimizer_schemas import INNER_RULES, OPTIMIZERS
 from experiments.schema import (
@@ -26,6 +26,7 @@ from experiments.schema import (
     CustomOptimizer,
     CustomRule,
     CustomTask,
+    Hypergradient,
     InnerRule,
     Logger,
     Loss,
@@ -54,6 +55,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "custom": CustomModel,
     },
     "algorithm": {**ALGORITHMS, "custom": CustomAlgorithm},
+    "algorithm/hypergradient": HYPERGRADIENTS,
     "algorithm/inner": {**INNER_RULES, "custom": CustomRule},
     "optimizer": {**OPTIMIZERS, "custom": CustomOptimizer},
     "schedule": {"constant": Constant, "cosine": Cosine},
@@ -72,7 +74,10 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, node in schemas.items():
             store.store(name, _open(node), f"schema/{group}", package=group.replace("/", "."))
-            if issubclass(node, (InnerRule, Optimizer)) and not (CONF / group / f"{name}.yaml").exists():
+            if (
+                issubclass(node, (InnerRule, Optimizer, Hypergradient))
+                and not (CONF / group / f"{name}.yaml").exists()
+            ):
                 store.store(name, node, group)
 
 

@@ -25,6 +25,7 @@ GROUPS = {
     "model": "the network",
     "algorithm": "the meta-learner",
     "algorithm/inner": "the rule of the inner loop",
+    "algorithm/hypergradient": "the derivative of the minimum that the inner steps lead to",
     "optimizer": "what moves the initialisation, or the model",
     "schedule": "the learning rate over the iterations",
     "logger": "where metrics are mirrored",

@@ -8,13 +8,12 @@ Keys, types, defaults and the sentences of `--help` are those of the class that 
 from __future__ import annotations
 
 import inspect
-import re
 from dataclasses import dataclass, field
 
 import torch
 
 from experiments.schema import InnerRule, Optimizer, key
-from experiments.signatures import schema_of
+from experiments.signatures import option_name, schema_of
 from metagrad import optim
 from metagrad.optim import rules
 
@@ -53,9 +52,7 @@ def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
 
 def _option(name: str) -> str:
     """Return a class's name in snake case, or as its functional form has it."""
-    return (
-        name.lower() if name.lower() in rules.__all__ else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-    )
+    return name.lower() if name.lower() in rules.__all__ else option_name(name)
 
 
 def _is_optimizer(made: object) -> bool:

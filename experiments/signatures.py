@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from dataclasses import field, make_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
@@ -91,6 +92,11 @@ def schema_of(
             default = (defaults or {}).get(argument.name, argument.default)
             keys[argument.name] = (argument.name, kind, _field(default, argument))
     return make_dataclass(make.__name__, list(keys.values()), bases=(base,))
+
+
+def option_name(name: str) -> str:
+    """Return the name of a class in snake case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _type(annotation: str, types: Mapping[str, Any], other: Any) -> Any:

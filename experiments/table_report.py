@@ -90,7 +90,7 @@ def _values(cells: list[Path]) -> list[str]:
         "-" if trained is None else f"{trained}, {tested} in the test",
         outcomes[0]["protocol"]["batch_norm"],
         ", ".join(map(str, sorted({one["step"] for one in outcomes}))),
-        f"{statistics.mean(spent) / 60_000:.2g}",
+        f"{statistics.mean(spent) / 60_000:.2f}",
         f"{max(last_values(rows)[PEAK] for rows in costs):.0f}",
     ]
 

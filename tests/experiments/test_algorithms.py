@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from experiments.algorithm_schemas import ALGORITHMS, given
+from experiments.algorithm_schemas import ALGORITHMS, HYPERGRADIENTS, given
 from experiments.build import build_parts
 from experiments.config import plain
 from experiments.help import CONF
@@ -92,6 +92,16 @@ def test_files_hold_what_differs_from_the_class(name):
     schema = ALGORITHMS.get(name, ALGORITHMS["maml"])
     keys = {key for key in file if key not in ("defaults", "_target_")}
     assert not [key for key in keys if getattr(schema, key, None) == file[key]]
+
+
+@pytest.mark.parametrize("name", HYPERGRADIENTS)
+def test_the_derivative_of_a_minimum_is_by_any_method(run, tmp_path, composed, name):
+    config = composed("algorithm=imaml", f"algorithm/hypergradient={name}", "device=cpu")
+    method = build_parts(config).module.hypergradient
+    assert type(method).__module__.startswith("metagrad.hypergrad.")
+    assert plain(config)["algorithm"]["hypergradient"]["_target_"].endswith(type(method).__name__)
+    if name == "neumann":
+        run(tmp_path, "algorithm=imaml", f"algorithm/hypergradient={name}", *TINY)
 
 
 def test_meta_sgd_starts_from_the_step_size_of_the_experiment(composed):
