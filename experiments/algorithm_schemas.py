@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 HYPERGRADIENTS: dict[str, type[Hypergradient]] = {
     option_name(made): schema_of(f"metagrad.hypergrad.{made}", Hypergradient)
-    for made in ("CG", "Neumann", "Nystrom", "Exact", "FirstOrder")
+    for made in ("CG", "Neumann", "Exact", "FirstOrder")
 }
 """Schemas by the name of the option of `algorithm/hypergradient`."""
 
