@@ -47,7 +47,8 @@ def batch():
     return Batch(draw(4, [0, 0, 0, 1, 2, 2]), draw(4, [0, 1, 2, 2, 1]))
 
 
-def textbook(model, batch, *, lr, steps, order=2):
+def textbook(model, batch, *, lr, steps, order=2, adapted=""):
+    """One task after the other; parameters whose names begin otherwise are not adapted."""
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
         h = model.embedding(x)
@@ -56,8 +57,9 @@ def textbook(model, batch, *, lr, steps, order=2):
         fast |= {"head.weight": 2 * prototypes, "head.bias": -prototypes.pow(2).sum(1)}
         for _ in range(steps):
             loss = F.cross_entropy(functional_call(model, fast, (x,)), y)
-            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2, retain_graph=True)
-            fast = {name: p - lr * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+            own = {name: p for name, p in fast.items() if name.startswith(adapted)}
+            grads = torch.autograd.grad(loss, list(own.values()), create_graph=order == 2, retain_graph=True)
+            fast |= {name: p - lr * g for (name, p), g in zip(own.items(), grads, strict=True)}
         losses.append(F.cross_entropy(functional_call(model, fast, (query_x,)), query_y))
     return torch.stack(losses)
 
@@ -87,6 +89,16 @@ def test_meta_gradient_equals_the_textbook_loop(batch, memory, order, task_chunk
     torch.testing.assert_close(got, gradients(expected.mean(), learner.model), rtol=1e-9, atol=1e-12)
     assert float(got[0].norm()) > 1e-3
     assert not any(float(g.norm()) for g in got[2:])
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_head_that_adapts_alone(batch, task_chunk, order):
+    """The shared body is a part of the start and of every loss."""
+    learner = make(adapt="head", memory="step", task_chunk=task_chunk, order=order)
+    expected = textbook(learner.model, batch, lr=0.3, steps=3, order=order, adapted="head")
+    got = gradients(learner(batch).loss, learner.model)
+    torch.testing.assert_close(got, gradients(expected.mean(), learner.model), rtol=1e-9, atol=1e-12)
 
 
 def test_without_steps_it_is_the_prototypical_network(batch):
