@@ -61,7 +61,8 @@ class TrajectoryLearner(MAML):
         self._refuse_learned()
         executor = super()._executor(steps, tasks)
         joins = self.examples == "all" and self.training and tasks.query_x is not None
-        return dataclasses.replace(executor, inner=self._loop(executor.inner, joins=joins))
+        inner = self._loop(executor.inner, joins=joins)
+        return dataclasses.replace(executor, inner=inner, name=self._name)
 
     def _refuse_learned(self) -> None:
         """Refuse what would be learned, but has no gradient."""
