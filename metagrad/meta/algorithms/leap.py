@@ -34,13 +34,14 @@ class Leap(TrajectoryLearner):
         model: As of :class:`MAML`.
         loss_fn: As of :class:`MAML`.
         inner: As of :class:`MAML`, any rule; nothing of it is learned.
-        steps: As of :class:`MAML`; the paper takes hundreds, to convergence.
+        steps: As of :class:`MAML`; the paper takes hundreds. Few steps that end far from a minimum make a short
+            path too, so that nothing is learned from them.
         power: p: 1 for the length of a path, 2 for its energy.
         stabilize: Take a step that raises the loss as one that lowers it by as much (the paper's stabilizer), so that
             the meta-gradient never climbs.
         examples: As of :class:`Reptile`.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights`` and
-            ``compile``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights``,
+            ``proximal``, ``hypergradient`` and ``compile``.
 
     Raises:
         ValueError: As :class:`Reptile`; or ``power`` is neither 1 nor 2.

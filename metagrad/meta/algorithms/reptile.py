@@ -28,7 +28,8 @@ class TrajectoryLearner(MAML):
         inner: As of :class:`MAML`; nothing of it is learned.
         steps: As of :class:`MAML`.
         examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate`` and ``query_weights``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights``,
+            ``proximal`` and ``hypergradient``.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class TrajectoryLearner(MAML):
         self._name = type(self).__name__
         if examples not in get_args(Examples):
             raise ValueError(f'{self._name}(..., examples): expected "all" or "support", got {examples!r}.')
-        fixed = {"adapt": None, "order": 1, "truncate": None, "query_weights": None}
-        super().__init__(model, loss_fn, inner=inner, steps=steps, **fixed, **arguments)
+        fixed = dict.fromkeys(("adapt", "truncate", "query_weights", "proximal", "hypergradient"))
+        super().__init__(model, loss_fn, inner=inner, steps=steps, order=1, **fixed, **arguments)
         self.examples: Examples = examples
         self._refuse_learned()
         if self._compile is not None and self._compile.whole:
@@ -106,7 +107,8 @@ class Reptile(TrajectoryLearner):
         inner: As of :class:`MAML`, any rule; nothing of it is learned.
         steps: As of :class:`MAML`; the paper takes 5 to 10.
         examples: What the inner steps of training see: ``"all"`` examples, or those of ``"support"``.
-        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate`` and ``query_weights``.
+        **arguments: As of :class:`MAML`, without ``adapt``, ``order``, ``truncate``, ``query_weights``,
+            ``proximal`` and ``hypergradient``.
 
     Raises:
         ValueError: As :class:`MAML`; ``examples`` is something else; a hyper-parameter of ``inner`` or the loss

@@ -197,8 +197,9 @@ class LearnedLoss(nn.Module):
         ({"compile": "whole"}, ValueError, "there is no graph of a meta-batch. Use compile=True"),
         ({"order": 2}, TypeError, "multiple values for keyword argument 'order'"),
         ({"adapt": "0.*"}, TypeError, "multiple values for keyword argument 'adapt'"),
+        ({"proximal": 2.0}, TypeError, "multiple values for keyword argument 'proximal'"),
     ],
-    ids=["rule", "loss", "examples", "whole", "order", "adapt"],
+    ids=["rule", "loss", "examples", "whole", "order", "adapt", "proximal"],
 )
 def test_what_makes_no_sense_is_refused(options, error, message):
     with pytest.raises(error, match=message):
