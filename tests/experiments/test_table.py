@@ -52,7 +52,7 @@ def test_cells_run_once_and_fill_a_table(grid, tmp_path, capsys):
     rows = {line.split(" | ")[0].strip("| "): line for line in written.splitlines() if line.startswith("| ")}
     assert list(rows) == ["algorithm", "---", "maml", "protonet"]
     assert "98 %, a paper" in rows["maml"]
-    assert "5, 5 in the test" in rows["maml"]
+    assert "2, 2 in the test" in rows["maml"]
     assert "+-" in rows["protonet"]
     assert "Corners()" in written
     assert "Not finished" not in written
