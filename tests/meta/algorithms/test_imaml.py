@@ -209,6 +209,41 @@ def test_memory_does_not_grow_with_steps():
     assert peak(15) <= 1.05 * peak(3)
 
 
+@pytest.mark.slow
+def test_a_hundred_steps_peak_where_five_do_and_agree_with_the_unroll():
+    def run(steps, **arguments):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+        maml = mg.MAML(model, F.mse_loss, inner=SGD, steps=steps, proximal=LAMBDA, **arguments)
+        x, y = torch.randn(2, 4, 32, 16), torch.randn(2, 4, 32, 1)
+        maml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
+        maml.zero_grad()
+        with mg.MemoryTracker() as tracker, tracker.outer(0):
+            maml(((x[0], y[0]), (x[1], y[1]))).loss.backward()
+        slope = torch.cat([p.grad.flatten() for p in maml.parameters()])
+        return max(record.peak for record in tracker.records()), slope
+
+    few, _ = run(5, hypergradient=hypergrad.CG(steps=5))
+    many, _ = run(100, hypergradient=hypergrad.CG(steps=5))
+    assert many <= 1.1 * few
+    _, implicit = run(100, hypergradient=hypergrad.CG(steps=10))
+    held, unrolled = run(100)
+    assert held > 5 * many
+    assert (implicit - unrolled).norm() <= 0.01 * unrolled.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task_chunk", [None, 1], ids=["stacked", "loop"])
+@pytest.mark.parametrize("method", [hypergrad.CG(steps=8), None], ids=["implicit", "unrolled"])
+def test_compiled_steps_have_the_proximal_term(method, task_chunk):
+    def run(compile):
+        torch.manual_seed(0)
+        options = {"inner": SGD, "steps": 4, "proximal": LAMBDA, "hypergradient": method, "compile": compile}
+        return meta_gradient(mg.MAML(Net().double(), F.mse_loss, task_chunk=task_chunk, **options), batch())
+
+    assert_close(run({"backend": "aot_eager"})[1], run(False)[1])
+
+
 def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
     class Loss(nn.Module):
         def __init__(self):
