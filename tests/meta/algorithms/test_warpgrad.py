@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
+from tests.marks import slow
 
 sgd = mg.optim.rules.sgd
 STEPS = 3
@@ -80,7 +81,7 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1, 3])
+@pytest.mark.parametrize("task_chunk", [None, 1, slow(3)])
 @pytest.mark.parametrize("init", ["learned", "fixed"])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("model", MODELS)

@@ -364,6 +364,7 @@ def test_a_task_that_is_left_out_moves_nothing(regression):
     assert_close(*results)
 
 
+@pytest.mark.slow
 def test_compiling_is_passed_over_with_a_warning(regression):
     model = Net()
     with pytest.warns(UserWarning, match="norm= exchanges the normalisations"):
