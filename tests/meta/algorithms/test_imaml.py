@@ -15,6 +15,7 @@ import metagrad as mg
 from metagrad import hypergrad
 from metagrad.curvature import SolveError
 from metagrad.memory.storages import Ledger, StorageMode
+from tests.marks import combined, slow
 
 SGD = mg.optim.rules.sgd(lr=0.1)
 LAMBDA = 2.0
@@ -116,10 +117,13 @@ SOLVES = {
 }
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1, 2], ids=["stacked", "loop", "parts"])
-@pytest.mark.parametrize(("method", "solve"), SOLVES.values(), ids=SOLVES)
+@pytest.mark.parametrize(
+    ("name", "task_chunk"),
+    combined(SOLVES, [None, 1, 2], fast=lambda name, chunk: name == "cg" or chunk is None),
+)
 @pytest.mark.filterwarnings("ignore:.*left a residual")
-def test_the_meta_gradient_is_that_of_a_loop_over_tasks(method, solve, task_chunk):
+def test_the_meta_gradient_is_that_of_a_loop_over_tasks(name, task_chunk):
+    method, solve = SOLVES[name]
     imaml, examples = make(hypergradient=method, task_chunk=task_chunk), batch()
     loss, found = meta_gradient(imaml, examples)
     expected_loss, expected = textbook(imaml.model, examples, solve)
@@ -169,7 +173,7 @@ def test_a_proximal_term_without_an_implicit_derivative(memory, order, task_chun
     assert_close(found, expected)
 
 
-@pytest.mark.parametrize("norm", ["transductive", "running"])
+@pytest.mark.parametrize("norm", ["transductive", slow("running")])
 def test_statistics_of_a_policy_are_those_of_the_minimum(norm):
     """In training both are those of the examples, as of a module that keeps none."""
 
@@ -206,7 +210,7 @@ def test_memory_does_not_grow_with_steps():
         ledger.close()
         return ledger.peak
 
-    assert peak(15) <= 1.05 * peak(3)
+    assert peak(9) <= 1.05 * peak(2)
 
 
 @pytest.mark.slow
@@ -259,7 +263,7 @@ def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
             Net().double(),
             Loss(),
             inner=SGD,
-            steps=200,
+            steps=110,
             proximal=nn.Parameter(weight),
             hypergradient=hypergrad.Exact(),
         )
@@ -275,7 +279,7 @@ def test_a_learned_proximal_weight_and_a_learned_loss_have_gradients():
         ((0.0, step), imaml.loss_fn.scale.grad),
     ):
         above, below = (loss_at(weight + s * at[0], scale + s * at[1])[1] for s in (1, -1))
-        assert found.item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-5)
+        assert found.item() == pytest.approx(((above - below) / (2 * step)).item(), rel=1e-4)
     assert "proximal" in dict(imaml.named_parameters())
 
 
