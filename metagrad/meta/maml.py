@@ -124,8 +124,8 @@ class MAML(nn.Module):
             number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
             meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
             cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``,
-            inputs or outputs that are not single tensors, a loss that reads a learned tensor) runs
-            as it is, with one warning that says why.
+            inputs or outputs that are not single tensors, a learned tensor that is a parameter of
+            neither the model nor the loss) runs as it is, with one warning that says why.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or

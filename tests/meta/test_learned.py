@@ -312,11 +312,8 @@ def test_gradients_of_the_loss_that_are_not_finite_are_left_out(regression, func
 def test_compiled_code_does_not_lose_the_gradient_of_a_tensor_that_the_loss_reads(regression, options):
     model, loss_fn = net(), Tempered()
     maml = mg.MAML(model, loss_fn, inner=rules.sgd(lr=0.1), steps=2, compile=options)
-    with pytest.warns(
-        UserWarning, match=r"reads a tensor of shape \(\) that requires grad and is no parameter of"
-    ):
-        loss = maml(regression).loss
-    loss = maml(regression).loss
+    maml(regression)
+    loss = maml(regression).loss  # without a warning
     wanted = [*model.parameters(), loss_fn.temperature]
     expected = torch.autograd.grad(tempered_loop(model, loss_fn, regression), wanted)
     torch.testing.assert_close(torch.autograd.grad(loss, wanted), expected)

@@ -10,11 +10,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
+from metagrad.core.substitution import Slots
 from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
 from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.compiled import refuse_model
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, phase, start_values
+from metagrad.meta.inner.shared import SharingCall, shared_values
 from metagrad.meta.objective.features import split_layers
 from metagrad.meta.objective.task_loss import check_labels
 from metagrad.meta.objective.tasks import Tasks, concatenated, num_tasks
@@ -65,7 +67,7 @@ class TaskExecutor:
         4. Gradients are looked at where they enter parameters, hyper-parameters and modules.
         5. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
         """
-        model = self.inner.objective.model
+        model, _ = self.inner.objective.model, self._slots
         losses, chunk = LossCheck(self.nonfinite, tasks, model, self.name), 1
         skipped = losses.skipped if self.nonfinite == "skip" else None
         with outer_phase():
@@ -108,7 +110,7 @@ class TaskExecutor:
         inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
         inner, parts = self._with_features(inner, parts)
         run = inner.adapt if tasks.query_x is None else inner.evaluate
-        run = run if inner.compiled is None else functools.partial(_compiled, inner)
+        run = run if inner.compiled is None else functools.partial(_compiled, inner, self._slots)
         return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
@@ -159,6 +161,13 @@ class TaskExecutor:
         inner = self.inner
         return Comparison(inner.objective, self.params, tasks, self.sparse, inner.order, inner.start)
 
+    @functools.cached_property
+    def _slots(self) -> Slots:
+        """What is in the places of the parameters of the model and the loss, before others are put there."""
+        objective = self.inner.objective
+        parts = () if self.inner.compiled is None else (objective.model, objective.loss_fn)
+        return Slots([part for part in parts if isinstance(part, nn.Module)])
+
     @property
     def _modules(self) -> list[nn.Module]:
         """The model, and beside it modules whose parameters are learned alone: a loss, a start, norms of steps."""
@@ -168,11 +177,12 @@ class TaskExecutor:
         return [part for part in (objective.model, *beside) if isinstance(part, nn.Module)]
 
 
-def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
+def _compiled(inner: InnerLoop, slots: Slots, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
     """Run an inner loop compiled, or eagerly as fallback."""
     compiled = inner.compiled
     assert compiled is not None
     eager = dataclasses.replace(inner, compiled=None)
+    inner = dataclasses.replace(inner, shared=shared_values(inner.objective, params))
     run, run_eagerly = (loop.adapt if tasks.query_x is None else loop.evaluate for loop in (inner, eager))
 
     def attempt() -> Evaluation | Adaptation:
@@ -180,8 +190,12 @@ def _compiled(inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Ad
         if compiled.options.whole and tasks.query_x is not None:
             count = num_tasks(tasks.support_x) if inner.stacked else None
             rule = compiled.rule(inner.rule, start_values(params, tasks.rows, count), inner.steps)
-            return Evaluation(*compiled.whole_batch(eager.evaluate, rule, params, tasks))
-        return run(params, tasks)
+            evaluate = SharingCall(inner.objective, eager.evaluate)
+            with slots.restored({}):
+                return Evaluation(*compiled.whole_batch(evaluate, inner.shared, params, tasks, rule))
+        # Guards of compiled code know what stands in the places of parameters; gradients go by what is handed over.
+        with slots.restored({}):
+            return run(params, tasks)
 
     return compiled.attempt(attempt, lambda: run_eagerly(params, tasks))
 

@@ -20,7 +20,6 @@ from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
-from metagrad.meta.objective.task_loss import Loss
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
@@ -67,7 +66,7 @@ _QUERY_LOSSES = 2  # among the fields of an evaluation
 
 def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
     """Weigh a gradient to which every task has contributed; all tasks must weigh alike, as in the mean."""
-    first, *others = weights.tolist()
+    first, *others = weights.reshape(-1).tolist()
     alike = all(weight == first for weight in others)
     return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
 
@@ -85,6 +84,7 @@ class CompiledMAML(CompiledStep):
     def __init__(self, options: CompileOptions) -> None:
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
+        self.query_of_shared = ValueAndGrad(self, options.options, 0, _alike)
         self.meta_batch = ValueAndGrad(self, options.options, _QUERY_LOSSES, _alike)
         self.output_shape: tuple[int, ...] | None = None
         self._longest: tuple[object, int] = (None, 0)
@@ -93,15 +93,18 @@ class CompiledMAML(CompiledStep):
         """Copy and pickle what is to be compiled, but nothing that was."""
         return type(self), (self.options,)
 
-    def query_loss(self, loss: Loss, params: Params, x: Nested, y: Nested) -> tuple[Tensor, Tensor]:
-        """Return losses and predictions of adapted parameters."""
-        return self._called(self.query, loss, (params, x, y))  # type: ignore[return-value]
+    def query_loss(
+        self, loss: Callable[..., Sequence[Nested]], shared: Params, params: Params, x: Nested, y: Nested
+    ) -> tuple[Tensor, Tensor]:
+        """Return losses and predictions of adapted parameters, ``loss(shared, params, x, y)``."""
+        compiled = self.query_of_shared if shared else self.query
+        return self._called(compiled, loss, (shared, params, x, y))  # type: ignore[return-value]
 
     def whole_batch(
-        self, evaluate: Callable[..., tuple], rule: Rule, params: Params, tasks: Tasks
+        self, evaluate: Callable[..., tuple], shared: Params, params: Params, tasks: Tasks, rule: Rule
     ) -> tuple[Tensor, ...]:
-        """Return ``evaluate(params, tasks, rule)`` from one graph."""
-        return self._called(self.meta_batch, evaluate, (params, tasks, rule))
+        """Return ``evaluate(shared, params, tasks, rule)`` from one graph."""
+        return self._called(self.meta_batch, evaluate, (shared, params, tasks, rule))
 
     def _called(
         self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple

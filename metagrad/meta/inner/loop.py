@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import inner_curvature, observed_layers
 from metagrad.meta.inner.minimum import Proximal, at_minimum
+from metagrad.meta.inner.shared import SharingCall, placed
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, Objective
@@ -98,6 +99,7 @@ class InnerLoop:
         compiled: What has been compiled; None compiles nothing.
         start: What parameters start from in each task; None means from the meta-parameters.
         stacked: Whether tasks have an axis of their own, in front.
+        shared: Parameters that do not adapt, as compiled code is handed them.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
         proximal: The weight of the squared distance to the start in the loss; None has none.
         hypergradient: The derivative of the minimum, to be taken for that of the steps; None goes through these.
@@ -117,6 +119,7 @@ class InnerLoop:
     judges_each: bool = False
     proximal: float | Tensor | None = None
     hypergradient: ImplicitMethod | None = None
+    shared: Params = field(default_factory=dict)
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
         """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
@@ -143,7 +146,7 @@ class InnerLoop:
         """Return losses ``[tasks]`` and predictions of query examples."""
         loss: Loss = self.to_query(tasks)._loss(tasks)
         if self.compiled is not None:
-            loss = functools.partial(self.compiled.query_loss, loss)
+            loss = functools.partial(self.compiled.query_loss, SharingCall(self.objective, loss), self.shared)
         with phase("query"):
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         return query if self.stacked else with_task_axis(query)
@@ -174,7 +177,7 @@ class InnerLoop:
             rule = self.compiled.rule(self.rule, start, self.steps)
         judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
         proximal = None if self.proximal is None else Proximal(start, self.proximal)
-        args = _arguments(tasks, rule, judged, proximal)
+        args = _arguments(tasks, rule, judged, proximal, self.shared)
         loss, state = self._loss(tasks), (start, self.rule.init(start), used)
         first, reports = self.steps - self.num_differentiated, []
         if first:
@@ -281,10 +284,11 @@ class InnerLoop:
             rule: Rule | None = None,
             query: tuple[Nested, Nested] | None = None,
             proximal: Proximal | None = None,
+            shared: Params | None = None,
         ) -> tuple[tuple, Tree]:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
-            with phase("inner", t) if rule is None else contextlib.nullcontext():
+            with phase("inner", t) if rule is None else placed(self.objective, shared or {}):
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
                 losses, grads, curvature = self._gradients(here, params, x, y, create_graph, t)
                 if proximal is not None:
@@ -386,10 +390,12 @@ def _from(step: Step, first: int) -> Step:
     return lambda state, t, *args: step(state, first + t, *args)
 
 
-def _arguments(tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None) -> tuple:
+def _arguments(
+    tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None, shared: Params
+) -> tuple:
     """Return what steps take beside their state."""
     query = (tasks.query_x, tasks.query_y) if judged else None
-    args = [tasks.support_x, tasks.support_y, rule, query, proximal]
+    args = [tasks.support_x, tasks.support_y, rule, query, proximal, shared or None]
     while args[-1] is None:
         args.pop()
     return tuple(args)

@@ -1,0 +1,67 @@
+"""Parameters that are learned, but shared by all tasks, as arguments of compiled code, which reads no others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from metagrad.core.substitution import put
+from metagrad.meta.objective.task_loss import Objective
+from metagrad.optim.rules import Params
+
+
+def shared_values(objective: Objective, adapted: Collection[str]) -> Params:
+    """Return the parameters that the layers and the loss read, require grad and do not adapt, by all of their names.
+
+    Args:
+        objective: The loss.
+        adapted: The names of the parameters that adapt.
+    """
+    own = {id(p) for name, p in objective.model.named_parameters() if name in adapted}
+    modules = (objective.model,) if objective.layers is None else objective.layers
+    read = {id(p) for module in (*modules, objective.loss_fn) for p in _parameters(module)}
+    return {
+        f"{root}.{name}": p
+        for root, module in _roots(objective)
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if p.requires_grad and id(p) in read and id(p) not in own
+    }
+
+
+def placed(objective: Objective, values: Params) -> contextlib.AbstractContextManager[None]:
+    """Put values into the places of parameters, which are known by their names."""
+    if not values:
+        return contextlib.nullcontext()
+    slots = []  # by a loop, since torch.compile cannot trace a comprehension that assigns
+    for root, top in _roots(objective):
+        for path, module in top.named_modules():
+            for key in module._parameters:
+                name = f"{root}.{path}.{key}" if path else f"{root}.{key}"
+                if name in values:
+                    # A view has no identity that torch.compile would guard, as the tensor has that is handed over.
+                    slots.append((module._parameters, key, values[name].view_as(values[name])))
+    return put(slots)
+
+
+class SharingCall(NamedTuple):
+    """A function that reads shared parameters as one that is handed them, first; guards match it by value."""
+
+    objective: Objective
+    function: Callable[..., Any]
+
+    def __call__(self, shared: Params, *args: Any) -> Any:
+        """Call the function."""
+        with placed(self.objective, shared):
+            return self.function(*args)
+
+
+def _roots(objective: Objective) -> list[tuple[str, nn.Module]]:
+    pairs = (("model", objective.model), ("loss_fn", objective.loss_fn))
+    return [(name, module) for name, module in pairs if isinstance(module, nn.Module)]
+
+
+def _parameters(module: object) -> Iterator[nn.Parameter]:
+    return module.parameters() if isinstance(module, nn.Module) else iter(())
