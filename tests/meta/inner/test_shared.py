@@ -62,7 +62,7 @@ MODELS = {
     "no chain": (Net, ["body"], ["body.weight", "body.bias"]),
 }
 CASES = [
-    ("between shared layers", None, "full", 2, "mse"),
+    slow("between shared layers", None, "full", 2, "mse"),
     ("no chain", None, "step", 2, "learned"),
     *(
         slow(model, task_chunk, memory, order, loss)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 import metagrad as mg
 from metagrad.meta.objective.features import split_layers
 from metagrad.tasks import Batch, Examples
-from tests.marks import slow
+from tests.marks import combined, slow
 
 rules = mg.optim.rules
 
@@ -88,11 +88,11 @@ def tied():
     ("task_chunk", "memory", "order"),
     [
         (None, "full", 2),
-        (1, "full", 1),
-        (None, "step", 2),
-        (1, "step", 2),
-        (3, "sqrt", 1),
-        (None, "64KiB", 2),
+        slow(1, "full", 1),
+        slow(None, "step", 2),
+        slow(1, "step", 2),
+        slow(3, "sqrt", 1),
+        slow(None, "64KiB", 2),
     ],
 )
 @pytest.mark.parametrize("case", CHAINS)
@@ -111,9 +111,15 @@ def test_the_gradient_is_that_of_a_plain_loop(textbook, regression, case, task_c
         torch.testing.assert_close(maml.adapt(regression.support)(regression.query.x), out.query_outputs)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("adapt", ["head", "blocks.3"])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize(
+    ("norm", "adapt", "task_chunk"),
+    combined(
+        ["batch", "group"],
+        ["head", "blocks.3"],
+        [None, 1],
+        fast=lambda norm, adapt, chunk: norm == "batch" and not chunk,
+    ),
+)
 def test_convolutions(textbook, images, norm, adapt, task_chunk):
     model = conv4(norm)
     maml = maml_of(model, adapt, F.cross_entropy, task_chunk=task_chunk)
@@ -241,7 +247,7 @@ def test_convolutions_whose_weights_are_shared_do_not_keep_tasks_apart(images):
     assert maml._cache.stacking.vmap_ran == (images.support.x.device.type != "cpu")
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_the_graphs_of_the_body_are_not_kept_for_every_step(memory):
     """Bytes of a meta-batch with ten steps beside those with one."""
