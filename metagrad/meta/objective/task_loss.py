@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from metagrad.core import _torch
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.objective.norms import NormPass
@@ -160,7 +160,7 @@ def _check_padding(name: str, model: nn.Module, norms: NormPass | None) -> None:
     """Refuse examples that the loss ignores, and that would count in the statistics of a batch all the same."""
     for path, module in model.named_modules():
         of_batch = module.training or (norms is not None and norms.is_of_sets)
-        if isinstance(module, _BatchNorm) and (of_batch or module.running_mean is None):
+        if isinstance(module, _torch.BatchNorm) and (of_batch or module.running_mean is None):
             raise ValueError(
                 f"{name}(batch): some labels are ignored by the loss, as padding is, but these examples would count "
                 f"in the batch statistics of {path or 'the model'} ({type(module).__name__}), so that the loss of a "
