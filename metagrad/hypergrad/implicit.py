@@ -39,7 +39,10 @@ from metagrad.optim.rule import Params
 LOOSE = 1e-2
 """Residuals above this, relative to the right-hand side, are warned of."""
 
-_CONVEX = " Or give the inner loss a larger penalty, such as a proximal term."
+_NO_MINIMUM = (
+    "It is not positive definite, so the parameters are at no minimum. Take more inner steps, give the inner loss a "
+    "larger penalty, such as a proximal term, or give the method damping, as in CG(damping=1.0)."
+)
 
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 
@@ -125,10 +128,8 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
     for row, result in enumerate(results):
         if result not in _APPROXIMATE:
             which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
-            more = _CONVEX if result is Result.NEGATIVE_CURVATURE else ""
-            raise SolveError(
-                f"{call}: the solve with the Hessian of the inner loss{which}: {result.value}{more}"
-            )
+            reason = _NO_MINIMUM if result is Result.NEGATIVE_CURVATURE else result.value
+            raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {reason}")
     if residual > loose and solution.result is not Result.PROGRESS:
         warnings.warn(
             f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "

@@ -373,7 +373,7 @@ def test_a_support_loss_that_curves_down_says_which_task():
     x = torch.ones(2, 3, 1)
     x[0] = 0.1
     with pytest.raises(
-        SolveError, match=r"hypergradient\): .*, of task 1 of 2: A direction without positive"
+        SolveError, match=r"hypergradient\): .*, of task 1 of 2: It is not positive definite"
     ):
         imaml(((x, x), (x, x))).loss.backward()
 
