@@ -372,9 +372,7 @@ def test_a_support_loss_that_curves_down_says_which_task():
     imaml = mg.iMAML(nn.Linear(1, 1, bias=False), concave, inner=mg.optim.rules.sgd(lr=1e-3), steps=1)
     x = torch.ones(2, 3, 1)
     x[0] = 0.1
-    with pytest.raises(
-        SolveError, match=r"hypergradient\): .*, of task 1 of 2: It is not positive definite"
-    ):
+    with pytest.raises(SolveError, match=r"hypergradient\): .*, of task 1 of 2: It is not positive definite"):
         imaml(((x, x), (x, x))).loss.backward()
 
 
