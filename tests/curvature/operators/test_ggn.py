@@ -240,7 +240,7 @@ def test_trees_of_outputs(mode):
 @pytest.mark.parametrize("loss_fn", [F.cross_entropy, lambda z, y: (z.exp() * y[:, None]).mean()])
 def test_products_can_be_differentiated(mode, loss_fn):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2), nn.Linear(2, 2)).double()
+    model = nn.Sequential(nn.Linear(2, 6), nn.GroupNorm(1, 6), nn.Linear(6, 2)).double()
     names = list(dict(model.named_parameters()))
     x, y = randn(3, 2), torch.randint(2, (3,))
 
