@@ -173,6 +173,7 @@ class Compiled:
             # What torch deprecates in itself, and what it asks of tensors while it traces, is not the caller's.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+            warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
             return self.function(*args)
 
 
