@@ -183,10 +183,8 @@ class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
     ) -> Any:
         composite = _COMPOSITES.get(func, func)
         if composite is not func:
-            bound = _SIGNATURES[func].bind(*args, **(kwargs or {}))
-            return composite(
-                **{name: value for name, value in bound.arguments.items() if name in _NAMES[func]}
-            )
+            given = bound_arguments(func, args, kwargs)
+            return composite(**{name: value for name, value in given.items() if name in _NAMES[func]})
         return func(*args, **(kwargs or {}))
 
 
@@ -197,6 +195,13 @@ _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
 }
 _SIGNATURES = {fused: inspect.signature(fused) for fused in _COMPOSITES}
 _NAMES = {fused: inspect.signature(composite).parameters.keys() for fused, composite in _COMPOSITES.items()}
+
+
+def bound_arguments(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of a call of one of torch's norms by their names."""
+    return dict(_SIGNATURES[func].bind(*args, **(kwargs or {})).arguments)
 
 
 def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:

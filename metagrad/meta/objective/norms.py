@@ -9,7 +9,6 @@ not move them again, and stacked tasks move them as a loop does.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
+from metagrad.core.norms import bound_arguments
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
 from metagrad.core.tree import tree_map
@@ -323,9 +323,9 @@ class NormCalls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.batch_norm:
-            return self._batch_norm(**_bound(func, args, kwargs))
+            return self._batch_norm(**bound_arguments(func, args, kwargs))
         if func is F.instance_norm:
-            return self._instance_norm(**_bound(func, args, kwargs))
+            return self._instance_norm(**bound_arguments(func, args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _batch_norm(
@@ -428,10 +428,3 @@ def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments
 def _wide(input: Tensor) -> Tensor:
     """Return an input of half precision, as autocast makes it, in single, in which fused norms compute too."""
     return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-
-
-_SIGNATURES = {function: inspect.signature(function) for function in (F.batch_norm, F.instance_norm)}
-
-
-def _bound(func: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    return dict(_SIGNATURES[func].bind(*args, **(kwargs or {})).arguments)
