@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 SLOPE = 0.1  # of the leaky ReLU for negative inputs
 
 
-class ResNet12(nn.Module):
+class ResNet12(nn.Sequential):
     r"""Classify images by four residual blocks of three 3x3 convolutions, each of which halves the image.
 
     .. math:: y = \mathrm{pool}(\sigma(N(C_3\,\sigma(N(C_2\,\sigma(N(C_1 x)))))) + N(C_0 x)))
 
     with 1x1 convolutions :math:`C_0` and leaky ReLUs :math:`\sigma` of slope 0.1; a linear layer sees the mean of the
     features over space. There is no DropBlock, which would draw other masks whenever a step is recomputed.
+
+    A chain: a check of the shape, `blocks`, the mean (`features`) and `head`.
 
     Args:
         ways: Number of classes.
@@ -38,7 +40,8 @@ class ResNet12(nn.Module):
     derivatives through batch normalisation holds here.
 
     Raises:
-        ValueError: For sizes below one, no widths, or an unknown norm.
+        ValueError: For sizes below one, no widths, or an unknown norm; when it is called on anything but images
+            [batch, in_channels, height, width] large enough to be halved by every block.
 
     Examples:
         >>> import torch
@@ -69,25 +72,33 @@ class ResNet12(nn.Module):
             )
         if norm not in NORMS:
             raise ValueError(f"ResNet12: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}.")
-        self.in_channels, self.least_size = in_channels, 2 ** len(widths)
+        self.images = _Images(in_channels, 2 ** len(widths))
         self.blocks = nn.Sequential(*(_Block(a, b, norm) for a, b in pairwise([in_channels, *widths])))
+        self.features = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
         self.head = nn.Linear(widths[-1], ways)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images [batch, in_channels, height, width] to logits [batch, ways].
 
-        Raises:
-            ValueError: When x has another shape, or is too small to be halved by every block.
-        """
-        if x.dim() != 4 or x.shape[1] != self.in_channels or min(x.shape[2:]) < self.least_size:
+class _Images(nn.Module):
+    """Refuses images with other channels, and those too small to be halved by every block."""
+
+    is_function = True
+
+    def __init__(self, channels: int, least_size: int) -> None:
+        super().__init__()
+        self.channels, self.least_size = channels, least_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.channels or min(x.shape[2:]) < self.least_size:
             raise ValueError(
-                f"ResNet12(x): x must be [batch, {self.in_channels}, height, width], height and width at least "
+                f"ResNet12(x): x must be [batch, {self.channels}, height, width], height and width at least "
                 f"{self.least_size}, got {list(x.shape)}."
             )
-        return self.head(self.blocks(x).mean((-2, -1)))
+        return x
 
 
 class _Block(nn.Module):
+    is_function = True
+
     def __init__(self, in_channels: int, width: int, norm: str) -> None:
         super().__init__()
         layers: list[nn.Module] = []

@@ -9,6 +9,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.models import ResNet12, Transformer
+from metagrad.models.resnet12 import _Block
 from metagrad.models.transformer import _Attention, _patches
 from metagrad.tasks import Batch, Examples
 from tests.marks import slow
@@ -76,6 +77,38 @@ def test_a_residual_block_is_the_formula():
         h = h if i == 2 else F.leaky_relu(h, 0.1)
     h = F.max_pool2d(F.leaky_relu(h + F.conv2d(x, block.shortcut[0].weight), 0.1), 2)
     torch.testing.assert_close(block(x), h)
+
+
+def anil_loop(model, batch, lr, steps):
+    """Adapt the head by a loop over tasks and steps, each through the whole network."""
+    losses = []
+    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
+        head = {name: p for name, p in model.named_parameters() if name.startswith("head.")}
+        for _ in range(steps):
+            loss = F.cross_entropy(torch.func.functional_call(model, head, (x,)), y)
+            grads = torch.autograd.grad(loss, list(head.values()), create_graph=True)
+            head = {name: p - lr * g for (name, p), g in zip(head.items(), grads, strict=True)}
+        losses.append(F.cross_entropy(torch.func.functional_call(model, head, (query_x,)), query_y))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_anil_computes_the_features_of_the_residual_network_once(monkeypatch, task_chunk):
+    labels = torch.arange(3).repeat(2, 1)
+    support, query = inputs("resnet", 2, 2, 3)
+    batch, model = Batch(Examples(support, labels), Examples(query, labels)), made("resnet, batch")
+    expected = torch.autograd.grad(anil_loop(model, batch, 0.1, 3), list(model.parameters()))
+    anil = mg.ANIL(
+        model, F.cross_entropy, head="head", inner=mg.optim.rules.sgd(lr=0.1), steps=3, task_chunk=task_chunk
+    )
+    anil(batch)  # the first call also finds out whether the tasks run together
+    calls, forward = [], _Block.forward
+    monkeypatch.setattr(_Block, "forward", lambda block, x: calls.append(block) or forward(block, x))
+    found = torch.autograd.grad(anil(batch).loss, list(model.parameters()))
+    assert (
+        calls.count(model.blocks[0]) == 2 * 2
+    )  # two parts of two tasks: on CPU convolutions run task by task
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_attention_is_that_of_torch():
