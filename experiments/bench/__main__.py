@@ -3,7 +3,7 @@
 Every method computes the meta-gradient of the same batch from the same weights. First all are compared in float64;
 then each runs in fresh processes, which take turns in a new order each round. Printed are medians, and ratios to the
 textbook loop within a round, which are what to quote; absolute times belong to the machine. `memory` weighs loops of
-1 to 200 steps instead. Needed is torch alone; higher, TorchOpt and JAX are run where they are installed.
+1 to 200 steps instead. Needed is torch alone; higher, learn2learn, TorchOpt and JAX are run where they are installed.
 """
 
 from __future__ import annotations

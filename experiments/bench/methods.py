@@ -155,6 +155,7 @@ METHODS: dict[str, Method] = {
     ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
     "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),
+    "learn2learn": Method(of_loss(rivals.learn2learn_loop).prepare, "learn2learn"),
     "TorchOpt": Method(of_loss(rivals.torchopt_loop).prepare, "torchopt"),
     "JAX jit": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=False)), "jax"),
     "JAX jit, checkpoint": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=True)), "jax"),

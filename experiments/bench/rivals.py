@@ -1,9 +1,9 @@
-"""The inner loop as the users of higher and of TorchOpt write it."""
+"""The inner loop as the users of higher, of learn2learn and of TorchOpt write it."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from experiments.bench.workloads import Workload
 
@@ -19,6 +19,22 @@ def higher_loop(work: Workload) -> Tensor:
             for _ in range(work.steps):
                 optimizer.step(work.loss_fn(fast(x), y))
             losses.append(work.loss_fn(fast(query_x), query_y))
+    return torch.stack(losses).mean()
+
+
+def learn2learn_loop(work: Workload) -> Tensor:
+    """Loop over tasks by learn2learn's clones (Arnold et al. 2020); where a part adapts, of that, behind features."""
+    import learn2learn  # type: ignore[reportMissingImports]
+
+    layers = dict(work.model.named_children()) if work.adapt else {}
+    maml = learn2learn.algorithms.MAML(layers.pop(work.adapt, work.model), lr=work.lr)
+    features = nn.Sequential(*layers.values())
+    losses = []
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        fast, support = maml.clone(), features(x)
+        for _ in range(work.steps):
+            fast.adapt(work.loss_fn(fast(support), y))
+        losses.append(work.loss_fn(fast(features(query_x)), query_y))
     return torch.stack(losses).mean()
 
 

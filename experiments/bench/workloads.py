@@ -178,6 +178,7 @@ HEADS = (
     'metagrad, "step"',
     'metagrad, "full", compiled',
     "torch.func grad + vmap",
+    "learn2learn",
     "MAML, all adapt",
 )
 TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
