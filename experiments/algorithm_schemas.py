@@ -29,6 +29,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "fomaml": "FOMAML",
         "reptile": "Reptile",
         "leap": "Leap",
+        "bmaml": "BMAML",
         "imaml": "iMAML",
         "anil": "ANIL",
         "boil": "BOIL",

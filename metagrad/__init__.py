@@ -7,6 +7,7 @@ from metagrad.hypergrad import bilevel, hypergradient
 from metagrad.memory import MemoryTracker
 from metagrad.meta import (
     ANIL,
+    BMAML,
     BOIL,
     CAVIA,
     FOMAML,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ANIL",
+    "BMAML",
     "BOIL",
     "CAVIA",
     "FOMAML",

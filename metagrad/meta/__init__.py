@@ -2,6 +2,8 @@
 
 from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
 from metagrad.meta.algorithms.anil import ANIL, BOIL
+from metagrad.meta.algorithms.bayesian.bmaml import BMAML
+from metagrad.meta.algorithms.bayesian.particles import AdaptedParticles, ParticleOutput
 from metagrad.meta.algorithms.cavia import CAVIA
 from metagrad.meta.algorithms.fomaml import FOMAML
 from metagrad.meta.algorithms.heads.base import HeadAlgorithm
@@ -23,6 +25,7 @@ from metagrad.meta.maml import MAML
 
 __all__ = [
     "ANIL",
+    "BMAML",
     "BOIL",
     "CAVIA",
     "FOMAML",
@@ -30,6 +33,7 @@ __all__ = [
     "MAML",
     "R2D2",
     "Adapted",
+    "AdaptedParticles",
     "Algorithm",
     "HeadAlgorithm",
     "Leap",
@@ -40,6 +44,7 @@ __all__ = [
     "MetaOutput",
     "MetaSGD",
     "ModuleFinding",
+    "ParticleOutput",
     "Preflight",
     "ProtoMAML",
     "ProtoNet",

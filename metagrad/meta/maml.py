@@ -259,8 +259,9 @@ class MAML(nn.Module):
         executor = self._executor(steps, tasks)
         results, skipped, _ = executor.run(tasks)
         assert isinstance(results, Evaluation)
-        losses, used, query_losses, predictions, path = results
-        judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
+        losses, used, query_losses, predictions, path, judged = results
+        if judged is None:
+            judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
         counted = judged[~skipped] if self.nonfinite == "skip" else judged
         return MetaOutput(
             counted.mean(), query_losses, restored(predictions), losses, used, skipped, self.norm
@@ -302,6 +303,10 @@ class MAML(nn.Module):
         other.memory, other._compile = memory, None
         other._cache = _Cache(self.model, self.loss_fn, self.task_chunk, None)
         return other
+
+    def _callable_model(self) -> nn.Module:
+        """Return the model as it is called for one task."""
+        return self.model
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""

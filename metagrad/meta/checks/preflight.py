@@ -199,7 +199,7 @@ def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _R
     tasks = read_batch(batch)
     first = tasks.select(0)
     highest = maml.order + (maml.order == 2 and needs_curvature(maml.inner, 0))
-    whole = Subject(maml.model, maml.loss_fn, first.support_x, first.support_y)
+    whole = Subject(maml._callable_model(), maml.loss_fn, first.support_x, first.support_y)
     return _Request(whole.part(), whole, _checked_order(order, highest), maml, tasks, batch, steps)
 
 

@@ -43,15 +43,15 @@ class FlatFunction(NamedTuple):
         return checked_tensors(self.function(*self.structure.fill(tensors)))
 
 
-def checked_tensors(results: Sequence[Nested]) -> list[Tensor]:
-    """Refuse results that compiled code would have to put together."""
+def checked_tensors(results: Sequence[Nested | None]) -> list[Tensor]:
+    """Leave out what is not there; refuse results that compiled code would have to put together."""
     for result in results:
         if isinstance(result, Structured):
             kind = type(result.restored()).__name__
             raise UncompilableError(
                 f"the model returns a {kind} and not a tensor (wrap one that returns the logits)"
             )
-    return list(results)  # type: ignore[arg-type]
+    return [result for result in results if result is not None]  # type: ignore[arg-type]
 
 
 def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:

@@ -68,6 +68,7 @@ class Evaluation(NamedTuple):
         predictions: After the last step, ``[tasks, queries, ...]``.
         path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` or None where the
             last alone counts.
+        objectives: What counts in the meta-objective, ``[tasks]``, where that is not the query losses; None else.
     """
 
     losses: Tensor
@@ -75,12 +76,18 @@ class Evaluation(NamedTuple):
     query_losses: Tensor
     predictions: Nested
     path: Tensor | None = None
+    objectives: Tensor | None = None
 
     @property
     def all_losses(self) -> Tensor:
-        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss."""
-        path = [] if self.path is None else [self.path]
-        return torch.cat([self.losses, *path, self.query_losses.unsqueeze(1)], dim=1)
+        """Every loss that was computed: ``[tasks, steps]``, those of ``path`` and the last query loss.
+
+        An objective that is not finite takes the place of the last.
+        """
+        path, last = [] if self.path is None else [self.path], self.query_losses
+        if self.objectives is not None:
+            last = torch.where(self.objectives.isfinite(), last, self.objectives)
+        return torch.cat([self.losses, *path, last.unsqueeze(1)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -152,7 +159,7 @@ class InnerLoop:
         return query if self.stacked else with_task_axis(query)
 
     def run(
-        self, params: Params, tasks: Tasks, rule: Rule | None = None
+        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
     ) -> tuple[Params, Tensor, Tensor, Tensor]:
         """Take the steps; differentiable where grad mode is on.
 
@@ -160,12 +167,13 @@ class InnerLoop:
             params: What tasks start from.
             tasks: The tasks.
             rule: The rule with other hyper-parameters, as compiled code is handed it.
+            start: What each task starts from, where that is known.
 
         Returns:
             Adapted parameters, losses ``[tasks, steps]``, numbers of steps taken ``[tasks]``, and query losses on
             the way ``[tasks, steps - 1]``, or ``[tasks, 0]``.
         """
-        start = self.start_of(params, tasks)
+        start = self.start_of(params, tasks) if start is None else start
         first_param = next(iter(start.values()))
         count = (num_tasks(tasks.support_x),) if self.stacked else ()
         used = torch.zeros(count, dtype=torch.int64, device=first_param.device)

@@ -56,7 +56,7 @@ class TrajectoryLoop(InnerLoop):
         inner, starts = dataclasses.replace(self, order=1), self.start_of(params, tasks)
         # Within torch.func, which wants variables of its own, the tape stays on.
         with contextlib.nullcontext() if _torch.functorch_is_active() else torch.no_grad():
-            seen = _joined(tasks, self.stacked) if self.joins else tasks
+            seen = joined(tasks, self.stacked) if self.joins else tasks
             trajectory = inner.follow(params, starts, seen, rule)
             results = (trajectory, *inner.judge(trajectory.params, tasks))
         (_, losses, used, gradients), query_losses, predictions = tree_map(_detached, results)
@@ -225,7 +225,7 @@ def _once(move: Tensor, rows: Tensor | None) -> Tensor:
     return move * is_new.unsqueeze(-1)
 
 
-def _joined(tasks: Tasks, stacked: bool) -> Tasks:
+def joined(tasks: Tasks, stacked: bool) -> Tasks:
     """Return tasks whose support examples are all that they have."""
 
     def join(support: Tensor, query: Tensor) -> Tensor:

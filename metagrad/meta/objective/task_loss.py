@@ -110,6 +110,10 @@ class Objective:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
         return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers)
 
+    def check_predictions(self, shape: Sequence[int]) -> None:
+        """Refuse labels that are no class of the predictions for a task, of this shape."""
+        check_labels(self.labels, shape)
+
     def _check_examples(self, prediction: object, y: Nested, num_axes: int) -> None:
         """Refuse labels and targets that do not fit predictions, where these are tensors."""
         if not isinstance(prediction, Tensor):

@@ -193,7 +193,8 @@ def concatenated(results: Sequence[Any]) -> Any:
                 f"task, but that of task {number} differs from that of task 0. Return what varies as a tensor."
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([torch.cat(column) for column in columns], spec)
+    joined = [None if column[0] is None else torch.cat(column) for column in columns]
+    return tree_unflatten(joined, spec)
 
 
 def stacked(results: Sequence[Any]) -> Any:

@@ -1,0 +1,1 @@
+"""Distributions over adapted parameters: particles, and samples."""
