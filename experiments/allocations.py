@@ -1,4 +1,4 @@
-"""The most memory that a call takes, torch's own internals included."""
+"""The most memory that a call takes, and what it keeps, torch's own internals included."""
 
 from __future__ import annotations
 
@@ -28,16 +28,45 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         before = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
+    held = peak = 0
+    for nbytes in changes(call)[1]:
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def held_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Return the bytes that the result of a call holds, with its graph, and that were not there before.
+
+    Args:
+        call: What to run.
+        device: Whose memory to count.
+
+    Example:
+        >>> x = torch.zeros(1000, requires_grad=True)
+        >>> held_bytes(lambda: x.exp())  # which the backward pass multiplies with
+        4000
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        kept = call()
+        held = torch.cuda.memory_allocated(device) - before
+    else:
+        kept, allocated = changes(call)
+        held = sum(allocated)
+    del kept
+    return held
+
+
+def changes(call: Callable[[], object]) -> tuple[object, list[int]]:
+    """Return the result of a call, and what it allocated and freed on the CPU, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        call()
+        result = call()
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted(
+    in_order = sorted(
         (event.start_ns(), event.nbytes())  # type: ignore[reportAttributeAccessIssue]
         for event in events
         if event.name() == "[memory]"
     )
-    held = peak = 0
-    for _, nbytes in changes:
-        held += nbytes
-        peak = max(peak, held)
-    return peak
+    return result, [nbytes for _, nbytes in in_order]

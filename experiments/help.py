@@ -33,6 +33,7 @@ GROUPS = {
     "debug": "shorter or more careful runs",
     "problem": "what the curvature is of, many values at once",
     "preset": "fewer steps and products",
+    "grid": "fewer and smaller models",
     "workload": "what optimizers are compared on",
 }
 HEAD = """\

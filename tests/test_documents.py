@@ -35,7 +35,9 @@ GUIDES = {
     "docs/tasks.md",
 }
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
-OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
+OPTIONS = re.compile(
+    r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|grid|algorithm)=([\w,]+)"
+)
 
 WORKLOADS = {
     "bench": workloads.WORKLOADS,
@@ -116,7 +118,7 @@ def missing_workloads(path: Path, text: str) -> list[str]:
 
 
 def missing_options(path: Path, text: str) -> list[str]:
-    commands = re.findall(r"python -m experiments\.(?:train|curvature|optimizers)\b[^\n`]*", text)
+    commands = re.findall(r"python -m experiments\.(?:train|curvature|optimizers|overhead)\b[^\n`]*", text)
     chosen = [pair for command in commands for pair in OPTIONS.findall(command)]
     pairs = [(group, option) for group, options in chosen for option in options.split(",")]
     return [f"{group}={option}" for group, option in pairs if not is_option(group, option)]

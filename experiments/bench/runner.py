@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,9 +17,9 @@ import numpy as np
 
 from experiments.bench.methods import BASELINE, is_ours
 from experiments.bench.worker import Request
+from experiments.processes import answered
 
 ROUNDING = 1e-9  # relative, in float64
-ROOT = Path(__file__).parents[2]
 
 Ask = Callable[[Request], dict[str, Any]]
 
@@ -59,35 +54,10 @@ Records = dict[str, Record]
 
 def ask_process(request: Request, *, threads: int, limit: float, cache: Path) -> dict[str, Any]:
     """Have a fresh process answer; one that fails or takes longer than `limit` seconds is a refusal."""
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / re.sub(r"\W+", "-", request.method)),
-    }
-    command = [sys.executable, "-m", "experiments.bench.worker"]
-    pipe = subprocess.PIPE
-    # In a session of its own, so that a compiler's helpers can be ended with it.
-    with subprocess.Popen(
-        command,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            out, err = process.communicate(request.to_json() + "\n", timeout=limit)
-        except subprocess.TimeoutExpired:
-            return {"refused": f"took longer than {limit:g} s"}
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode != 0:
-        return {"refused": f"failed: {(err.strip().splitlines() or ['without a word'])[-1]}"}
-    return json.loads(out.splitlines()[-1])
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / re.sub(r"\W+", "-", request.method))}
+    return answered(
+        "experiments.bench.worker", request.to_json(), threads=threads, limit=limit, environment=variables
+    )
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""What an order costs: `python -m experiments.overhead [models=[mlp,graph]] [grid=small] [KEY=VALUE ...]`.
+
+For five models (MLP, convolutions, transformer, a graph network on Cora, an embedding table), over depth, width,
+batch and inner steps: the bytes and seconds of a gradient, of a second derivative by create_graph=True, of Hessian
+products, of a Hessian and its trace, and of a meta-gradient, each by every remedy for its cost. Every cell of the
+grid is measured in a fresh process, and once: the same command goes on where it ended. On a CPU bytes are those of
+every storage that torch allocates and frees, and seconds those of the processor; on a GPU bytes are the allocator's.
+In `folder`:
+
+    cells/            what was measured, a file for each cell
+    overhead.md       the tables
+    overhead.csv      a row for everything; overhead.json likewise
+    overhead.png      the cost of order 2, and what remedies buy in memory for what time
+    listings.md       two listings that are often taught, beside ours
+    provenance.json   commit, versions, platform, command line, seed
+    wandb/            the offline mirror
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from experiments import provenance
+from experiments.build import device
+from experiments.config import plain
+from experiments.files import write_text
+from experiments.job import claimed, failures_reported, launch
+from experiments.mirror import open_mirror
+from experiments.overhead import listings
+from experiments.overhead.cells import cells, measure, read
+from experiments.overhead.report import report
+from experiments.overhead.rows import as_csv, rows_of
+from experiments.overhead.schema import OverheadConfig, register_overhead, typed
+from experiments.plots.overhead import draw
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from experiments.mirror import Mirror
+
+log = logging.getLogger("experiments.overhead")
+register_overhead()
+
+
+@hydra.main(config_path="../../conf", config_name="overhead", version_base="1.3")
+def program(config: DictConfig) -> None:
+    """Run the cells that are missing, and write the tables."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with failures_reported(folder, log):
+        run_job(typed(config), folder)
+
+
+def run_job(config: OverheadConfig, folder: Path) -> None:
+    """Measure what is missing, and report."""
+    config.folder = str(folder)
+    settings: dict[str, Any] = plain(config)  # type: ignore[reportArgumentType]
+    with (
+        claimed(folder, is_resumed=True),
+        open_mirror(config.logger, folder, settings, resumed_at=None) as mirror,
+    ):
+        provenance.write(folder, seed=config.seed)
+        write_text(folder / "listings.md", listings.text(config.seed))
+        grid, lost = list(cells(config, str(device(config)))), []  # type: ignore[reportArgumentType]
+        with logging_redirect_tqdm(), tqdm(grid, unit="cell", disable=None, dynamic_ncols=True) as bar:
+            for cell in bar:
+                bar.set_postfix_str(cell.name)
+                reason = measure(cell, config)
+                lost += [f"- {cell.name}: {reason}"] if reason else []
+        found = [read(cell, config) for cell in grid]
+        write(folder, [row for cell in found if cell is not None for row in rows_of(cell)], lost, mirror)
+    print((folder / "overhead.md").read_text())
+
+
+def write(folder: Path, rows: list[dict[str, Any]], lost: list[str], mirror: Mirror) -> None:
+    """Write tables and figure, and mirror them.
+
+    Raises:
+        ValueError: Nothing was measured.
+    """
+    if not rows:
+        raise ValueError(f"overhead: nothing was measured. {' '.join(lost)}")
+    write_text(folder / "overhead.json", json.dumps(rows, indent=1) + "\n")
+    write_text(folder / "overhead.csv", as_csv(rows))
+    write_text(folder / "overhead.md", report(rows, lost))
+    draw(folder / "overhead.png", rows)
+    mirror.table("overhead", rows)
+    mirror.images([folder / "overhead.png"])
+
+
+if __name__ == "__main__":
+    launch(program, "overhead", "experiments.overhead")
