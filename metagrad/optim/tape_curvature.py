@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
@@ -82,9 +83,8 @@ class TapeCurvature:
             v: By parameter name, in the shapes of the parameters, or with the rows of a sparse gradient.
             retain_graph: Keep the graph for another product.
         """
-        curved = [key for key, g in self._grads.items() if g.requires_grad]
-        cotangents = [_in_layout_of(self._grads[key], v[key]) for key in curved]
-        return self._pulled_back([self._grads[key] for key in curved], cotangents, retain_graph=retain_graph)
+        cotangents = [_in_layout_of(g, v[key]) for key, g in self._grads.items()]
+        return self._pulled_back([*self._grads.values()], cotangents, retain_graph=retain_graph)
 
     def product_of_vector(self, v: Tensor) -> Tensor | None:
         """Multiply the Hessian with all elements in one vector; None where the gradient is not small and of one kind.
@@ -171,29 +171,22 @@ class TapeCurvature:
     def _pushed_forward(self, output: Tensor, v: Params) -> Tensor:
         """Multiply the Jacobian of an output with ``v``, by differentiating its transpose's product."""
         cotangent = torch.zeros_like(output, requires_grad=True)
-        transposed = torch.autograd.grad(
-            output, list(self._params.values()), cotangent, create_graph=True, allow_unused=True
-        )
-        pairs = [(t, v[key]) for key, t in zip(self._params, transposed, strict=True) if t is not None]
-        (pushed,) = torch.autograd.grad(
-            [t for t, _ in pairs], cotangent, [w for _, w in pairs], create_graph=self._create_graph
-        )
-        return pushed
+        transposed = graph_vjp([output], [*self._params.values()], [cotangent], create_graph=True)
+        along = [v[key] for key in self._params]
+        (pushed,) = graph_vjp(transposed, [cotangent], along, create_graph=self._create_graph)
+        return cotangent.detach() if pushed is None else pushed
 
     def _pulled_back(
         self, outputs: list[Tensor], cotangents: list[Tensor], *, retain_graph: bool = True
     ) -> Params:
-        if not outputs:
-            return {key: torch.zeros_like(g) for key, g in self._grads.items()}
         if not self._create_graph:
             cotangents = [cotangent.detach() for cotangent in cotangents]
-        found = torch.autograd.grad(
+        found = graph_vjp(
             outputs,
-            list(self._params.values()),
+            [*self._params.values()],
             cotangents,
-            retain_graph=retain_graph or self._create_graph,
             create_graph=self._create_graph,
-            allow_unused=True,
+            retain_graph=retain_graph or self._create_graph,
         )
         return {
             key: torch.zeros_like(self._grads[key]) if f is None else as_rows(f)

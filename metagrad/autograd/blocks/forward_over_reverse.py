@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.lint import findings
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.checkpoint import vjp
 from metagrad.autograd.recompute.replay import Call
 from metagrad.core.graph import graph_nodes
@@ -165,10 +166,10 @@ def _push(stage: Stage, tensors: list[Tensor], directions: Maybe) -> tuple[Seque
         inputs = [t.detach().requires_grad_(d is not None) for t, d in zip(tensors, directions, strict=True)]
         outputs = stage.call(inputs)
         refuse_defects(stage.name, outputs, order=2)
+        cotangents = [torch.zeros_like(o, requires_grad=o.requires_grad) for o in outputs]
+        pulled = graph_vjp(outputs, [inputs[i] for i in moving], cotangents, create_graph=True)
         heads = [i for i, output in enumerate(outputs) if output.requires_grad]
-        cotangents = [torch.zeros_like(outputs[i]).requires_grad_() for i in heads]
-        pulled = _grad([outputs[i] for i in heads], [inputs[i] for i in moving], cotangents, True)
-        rates = _weighted_grad(list(zip(pulled, (directions[i] for i in moving), strict=True)), cotangents)
+        rates = graph_vjp(pulled, [cotangents[i] for i in heads], [directions[i] for i in moving])
     found: dict[int, Tensor | None] = dict(zip(heads, rates, strict=True))
     return outputs, [found.get(i) for i in range(len(outputs))]
 
@@ -185,9 +186,8 @@ def _pull_both(
         outputs = stage.call(inputs)
         refuse_defects(stage.name, outputs, order=2)
         leaves = [inputs[i] for i in wanted]
-        pulled = _weighted_grad(list(zip(outputs, cotangents, strict=True)), leaves, create_graph=True)
-        pairs = [*zip(pulled, (directions[i] for i in wanted), strict=True)]
-        turned = _weighted_grad([*pairs, *zip(outputs, rates, strict=True)], leaves)
+        pulled = graph_vjp(outputs, leaves, cotangents, create_graph=True)
+        turned = graph_vjp([*pulled, *outputs], leaves, [*(directions[i] for i in wanted), *rates])
     for index, gradient, rate in zip(wanted, pulled, turned, strict=True):
         first[index] = None if gradient is None else gradient.detach()
         second[index] = rate
@@ -198,22 +198,3 @@ def refuse_defects(name: str, outputs: Sequence[Tensor], *, order: int) -> None:
     """Raise if a node that made the outputs will not survive the derivative."""
     for finding in findings(graph_nodes(outputs), order, ("cut", "error", "wrong")):
         raise ValueError(f"{name}: {finding}")
-
-
-def _weighted_grad(
-    pairs: Sequence[tuple[Tensor | None, Tensor | None]],
-    inputs: Sequence[Tensor],
-    *,
-    create_graph: bool = False,
-) -> Sequence[Tensor | None]:
-    """Differentiate the inner product of some tensors with weights; what is constant or not weighted drops out."""
-    there = [(t, w) for t, w in pairs if t is not None and w is not None and t.requires_grad]
-    return _grad([t for t, _ in there], inputs, [w for _, w in there], create_graph)
-
-
-def _grad(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], create_graph: bool
-) -> Sequence[Tensor | None]:
-    if not outputs or not inputs:
-        return [None] * len(inputs)
-    return torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.compile.compiled import operand
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.checkpoint import Backward, TensorFunction, attached
 from metagrad.core import _torch
 from metagrad.core.tree import is_differentiable
@@ -34,7 +35,8 @@ def held(
 
     def pull(backward: Backward) -> Sequence[Tensor | None]:
         wanted = [tensor for tensor, need in zip(inputs, backward.needed, strict=True) if need]
-        grads = iter(_pulled(outputs, wanted, backward.cotangents))
+        # Kept as long as the graph that is being walked.
+        grads = iter(graph_vjp(outputs, wanted, backward.cotangents, retain_graph=_torch.keeps_graph()))
         return [next(grads) if need else None for need in backward.needed]
 
     return attached(eager, tensors, outputs, pull=pull)
@@ -52,26 +54,6 @@ def _held_graphs() -> Iterator[None]:
         _torch.functorch_config.patch(donated_buffer=False, aggressive_recomputation=True),
     ):
         yield
-
-
-def _pulled(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-) -> Sequence[Tensor | None]:
-    """Pull cotangents back through a graph that is kept as long as the graph that is being walked."""
-    pairs = [
-        (output, cotangent)
-        for output, cotangent in zip(outputs, cotangents, strict=True)
-        if cotangent is not None and output.requires_grad
-    ]
-    if not pairs or not inputs:
-        return [None] * len(inputs)
-    return torch.autograd.grad(
-        [output for output, _ in pairs],
-        inputs,
-        [cotangent for _, cotangent in pairs],
-        retain_graph=_torch.keeps_graph(),
-        allow_unused=True,
-    )
 
 
 def rooted(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from metagrad.autograd.blocks.record import record_chain
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import forward_mode
 from metagrad.core.transforms import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
@@ -58,6 +59,9 @@ def hvp(
     "block"   forward over reverse, block by block         what passes between blocks, and one block's graph; the
                                                            loss must be a :func:`metagrad.autograd.chain`
     ========= ============================================ =======================================================
+
+    Reverse mode is one product that frees its graphs on the way; :func:`linearize` keeps that of the gradient for
+    many, and is not quicker for one.
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element; deterministic but for torch's random
@@ -214,13 +218,7 @@ def _variable(leaf: Tensor) -> Tensor:
 def _product(
     gradient: Sequence[Tensor], inputs: list[Tensor], weights: list[Tensor], create_graph: bool
 ) -> list[Tensor]:
-    pairs = [(g, w) for g, w in zip(gradient, weights, strict=True) if g.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(leaf) for leaf in inputs]
-    found = torch.autograd.grad(
-        [g for g, _ in pairs], inputs, [w for _, w in pairs], create_graph=create_graph, allow_unused=True
-    )
-    return _filled(found, inputs)
+    return _filled(graph_vjp(gradient, inputs, weights, create_graph=create_graph), inputs)
 
 
 def _filled(found: Sequence[Tensor | None], like: list[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
 from metagrad.autograd.derivatives.batched_vjp import Chunk, Together, checked_chunk
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.variables import (
     Variable,
     coordinates,
@@ -209,14 +210,9 @@ class Linearization:
         self._refuse_closed()
         on_tape = self.create_graph if create_graph is None else create_graph
         with torch.set_grad_enabled(on_tape), named_if_missing("mixed(v, others)"):
-            outputs, cotangents = self._pairs(range(len(self.variables)), [part[None] for part in v])
+            outputs, cotangents = self._at_gradient(range(len(self.variables)), [part[None] for part in v])
             cotangents = [c.squeeze(0) for c in cotangents]
-            if not outputs:
-                return [None] * len(others)
-            found = torch.autograd.grad(
-                outputs, others, cotangents, create_graph=on_tape, retain_graph=True, allow_unused=True
-            )
-        return list(found)
+            return graph_vjp(outputs, others, cotangents, create_graph=on_tape, retain_graph=True)
 
     def gradient_on_tape(self) -> list[Tensor]:
         """Return the coordinates ``[*shape]`` of the gradient with its graph, whatever ``create_graph`` is."""
@@ -245,7 +241,7 @@ class Linearization:
         """Pull vectors, brought to the gradient, back to the variables."""
         variables = [self.variables[i] for i in chosen]
         with torch.set_grad_enabled(create_graph), named_if_missing("hvp(v)"):
-            outputs, cotangents = self._pairs(chosen, vectors)
+            outputs, cotangents = self._at_gradient(chosen, vectors)
             return pull_back(
                 outputs,
                 variables,
@@ -255,15 +251,13 @@ class Linearization:
                 create_graph=create_graph,
             )
 
-    def _pairs(self, chosen: Sequence[int], vectors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _at_gradient(
+        self, chosen: Sequence[int], vectors: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
         """Return the parts of the gradient, and what vectors are at each of them, ``[k, ...]``."""
-        pairs = [
-            (gradient, cotangent)
-            for i, vector in zip(chosen, vectors, strict=True)
-            for gradient, cotangent in zip(self._parts[i], self.variables[i].gather(vector), strict=True)
-            if gradient is not None and gradient.requires_grad
-        ]
-        return [gradient for gradient, _ in pairs], [cotangent for _, cotangent in pairs]
+        parts = [part for i in chosen for part in self._parts[i]]
+        gathered = zip(chosen, vectors, strict=True)
+        return parts, [at for i, vector in gathered for at in self.variables[i].gather(vector)]
 
     def _read(self, v: Tree) -> tuple[list[Tensor], bool]:
         entries, structure = tree_flatten(v)

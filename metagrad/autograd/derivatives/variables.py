@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from metagrad.autograd.checks.missing_derivatives import named_if_missing
 from metagrad.autograd.derivatives.grad import check_loss, check_params
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.lookups import Lookups, find_lookups, lookup_nodes
 from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
@@ -119,7 +120,7 @@ def grouped(variables: Sequence[Variable], found: Sequence[Tensor | None]) -> li
 
 
 def batched_grad(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[Tensor | None],
     inputs: Sequence[Tensor | GradientEdge],
     cotangents: Sequence[Tensor],
     *,
@@ -127,22 +128,13 @@ def batched_grad(
     create_graph: bool,
 ) -> list[Tensor | None]:
     """Pull stacks of cotangents ``[m, ...]`` back together, or, where m is 1, as one; keep the graph."""
-    if not outputs or not inputs:
-        return [None] * len(inputs)
-    found = torch.autograd.grad(
-        outputs,
-        inputs,  # type: ignore[reportArgumentType, reportCallIssue]
-        [c if together else c.squeeze(0) for c in cotangents],
-        is_grads_batched=together,
-        create_graph=create_graph,
-        retain_graph=True,
-        allow_unused=True,
-    )
-    return list(found) if together else stacked(found)
+    rows = cotangents if together else [c.squeeze(0) for c in cotangents]
+    found = graph_vjp(outputs, inputs, rows, batched=together, create_graph=create_graph, retain_graph=True)
+    return found if together else stacked(found)
 
 
 def pull_back(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[Tensor | None],
     variables: Sequence[Variable],
     cotangents: Sequence[Tensor],
     *,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.captured_tensors import shown, tell_recorders, unobserved, unrecorded
 from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.replay import record
@@ -200,20 +201,8 @@ class Vjp:
         with torch.enable_grad():
             inputs = [_private(t, create_graph) for t in tensors]
             outputs = self.call(inputs)
-            pairs = [
-                (output, cotangent)
-                for output, cotangent in zip((outputs[i] for i in self.present), cotangents, strict=True)
-                if output is not None and output.requires_grad
-            ]
-        if not pairs or not self.wanted:
-            return [None] * len(self.wanted)
-        return torch.autograd.grad(
-            [output for output, _ in pairs],
-            [inputs[i] for i in self.wanted],
-            [cotangent for _, cotangent in pairs],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
+        wanted, present = [inputs[i] for i in self.wanted], [outputs[i] for i in self.present]
+        return graph_vjp(present, wanted, cotangents, create_graph=create_graph)
 
 
 class _Repeatable:

@@ -145,16 +145,12 @@ class Jacobian:
     def _reverse(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
         pulled = self._record()
         with torch.set_grad_enabled(self.create_graph), named_if_missing(self.mode.call):
-            used = [
-                (gradient, part)
-                for i, vector in zip(self.chosen, vectors, strict=True)
-                for gradient, part in zip(pulled.parts[i], self.variables[i].gather(vector), strict=True)
-                if gradient is not None
-            ]
+            parts = [part for i in self.chosen for part in pulled.parts[i]]
+            gathered = zip(self.chosen, vectors, strict=True)
             found = batched_grad(
-                [gradient for gradient, _ in used],
+                parts,
                 pulled.cotangents,
-                [part for _, part in used],
+                [at for i, vector in gathered for at in self.variables[i].gather(vector)],
                 together=together,
                 create_graph=self.create_graph,
             )

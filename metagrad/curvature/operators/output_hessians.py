@@ -50,17 +50,8 @@ def _hessian_by_autodiff(evaluation: Evaluation) -> OutputMatrix:
         )
 
     def multiply(vectors: list[Tensor], together: bool) -> list[Tensor]:
-        curved = [
-            (g, v) for g, v in zip(gradients, vectors, strict=True) if g is not None and g.requires_grad
-        ]
         with named_if_missing(problem.call):
-            found = batched_grad(
-                [g for g, _ in curved],
-                outputs,
-                [v for _, v in curved],
-                together=together,
-                create_graph=on_tape,
-            )
+            found = batched_grad(gradients, outputs, vectors, together=together, create_graph=on_tape)
         return filled(found, outputs, len(vectors[0]))
 
     return multiply

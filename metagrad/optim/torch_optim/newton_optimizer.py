@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import RandomState
 from metagrad.curvature import Result
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
@@ -69,9 +70,7 @@ class WrittenLoss(OutputLoss):
         with torch.enable_grad():
             z = self.output.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
-            if not gradient.requires_grad:
-                return torch.zeros_like(z)
-            (product,) = torch.autograd.grad(gradient, z, vectors, allow_unused=True)
+            (product,) = graph_vjp([gradient], [z], [vectors])
         return torch.zeros_like(z) if product is None else product
 
     def fisher_product(self, vectors: Tensor) -> NoReturn:
