@@ -28,7 +28,11 @@ from metagrad.curvature.solvers.system import LinearSystem
 
 
 class Lanczos(NamedTuple):
-    """Two neighbouring Lanczos vectors, not normalised; letters are the paper's."""
+    """Two neighbouring Lanczos vectors, not normalised; letters are the paper's.
+
+    The solution needs no others, so none are kept, and in the norm of the preconditioner, so they are not those of
+    :class:`~metagrad.curvature.spectrum.lanczos.LanczosVectors`.
+    """
 
     before: Tensor  # [k, n]
     now: Tensor  # [k, n]

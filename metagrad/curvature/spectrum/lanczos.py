@@ -1,13 +1,16 @@
-"""The Lanczos process with full reorthogonalisation, from several starts at once."""
+"""The Lanczos process with full reorthogonalisation, for one system or for rows of systems."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from metagrad.curvature.linear_map import LinearMap, checked_products
+from metagrad.curvature.solvers.iteration import divide
 
 
 class LanczosState(NamedTuple):
@@ -42,8 +45,9 @@ def lanczos(
         \quad T = \mathrm{tridiag}(\beta, \alpha, \beta)
 
     Each start has its own space; the products of all are taken together. Every new vector is orthogonalised
-    against all before it, twice. When a space is invariant before ``steps`` are taken (a breakdown), its process
-    ends there and its ``size`` says so. The bases and projections are constants for derivatives.
+    against the two before it, and then against all. When a space is invariant before ``steps`` are taken (a
+    breakdown), its process ends there and its ``size`` says so. The bases and projections are constants for
+    derivatives.
 
     Args:
         operator: A symmetric map of n-vectors. It is not declared to be symmetric but seen: full
@@ -74,7 +78,7 @@ def lanczos(
     References:
         Golub, Van Loan, "Matrix Computations", 4th ed., section 10.1 and 10.3; Giraud, Langou, Rozloznik,
         "The loss of orthogonality in the Gram-Schmidt orthogonalization process", Comput. Math. Appl. 50, 2005
-        (twice is enough).
+        (twice is enough; the first time, all other parts are rounding errors).
     """
     if steps < 1:
         raise ValueError(f"{call}: steps must be at least 1, got {steps}.")
@@ -88,52 +92,96 @@ def lanczos(
 
 
 def _run(operator: LinearMap, starts: Tensor, steps: int, call: str) -> LanczosState:
-    num_starts, n = starts.shape
-    basis = starts.new_zeros(num_starts, steps, n)
-    basis[:, 0] = starts
-    diagonal, off_diagonal = (torch.zeros(num_starts, steps, dtype=torch.float64) for _ in range(2))
-    scales = torch.zeros(num_starts, dtype=torch.float64)
-    state = LanczosState(basis, diagonal, off_diagonal, [steps] * num_starts, scales, starts, 0)
+    count = len(starts)
+    vectors = LanczosVectors(starts, capacity=steps)
+    diagonal, off_diagonal = (torch.zeros(count, steps, dtype=torch.float64) for _ in range(2))
+    scales = torch.zeros(count, dtype=torch.float64)
+    state = LanczosState(vectors.buffer, diagonal, off_diagonal, [steps] * count, scales, starts, 0)
     for j in range(steps):
         active = [i for i, size in enumerate(state.sizes) if size > j]
         if not active:
             break
-        state = _step(operator, state, j, active, call)
+        state = _step(operator, vectors, state, j, active, call)
     return state
 
 
-def _step(operator: LinearMap, state: LanczosState, j: int, active: list[int], call: str) -> LanczosState:
-    """Multiply the j-th rows; fill in column j of the projections and the rows after, in place."""
-    basis, steps = state.basis, state.basis.shape[1]
-    products = checked_products(call, operator, basis[active, j])
-    images = torch.zeros_like(basis[:, 0])
+def _step(
+    operator: LinearMap, vectors: LanczosVectors, state: LanczosState, j: int, active: list[int], call: str
+) -> LanczosState:
+    """Multiply the j-th vectors; fill in column j of the projections and the vectors after, in place."""
+    products = checked_products(call, operator, vectors.last[active])
+    images = torch.zeros_like(vectors.last)
     images[active] = products.detach()
-    rest, coefficients = orthogonalise(images, basis[:, : j + 1])
-    norms, above = row_norms(rest), coefficients[:, :j].clone()
+    rest, large, above = orthogonalise(images, vectors.rows)
+    above[:, 0, -1] = 0  # and the others are zero if A is symmetric
     if j > 0:
-        above[:, -1] -= state.off_diagonal[:, j - 1].to(above)  # what is left is zero if A is symmetric
-    report = torch.stack([row_norms(images), norms, row_norms(above), coefficients[:, j]]).cpu().double()
+        above[:, 0, -2] += large[:, 0, 0] - state.off_diagonal[:, j - 1].to(large)
+    lengths = [row_norms(images), row_norms(rest), row_norms(above[:, 0])]
+    report = torch.stack([*lengths, large[:, 0, -1]]).cpu().double()
     scales = torch.maximum(state.scales, report[0])
     check_symmetric(report[2], scales, operator.dtype, call)
     state.diagonal[:, j] = report[3]
     state.off_diagonal[:, j] = torch.where(report[1] > negligible(operator.dtype) * scales, report[1], 0.0)
     ends = (state.off_diagonal[:, j] == 0).tolist()
-    if j + 1 < steps:
-        alive = torch.tensor([not end for end in ends], device=rest.device).unsqueeze(1)
-        basis[:, j + 1] = torch.where(alive, rest / norms.unsqueeze(1), 0.0)
+    if j + 1 < state.basis.shape[1]:
+        vectors.append(rest, lengths[1], [not end for end in ends])
     sizes = [min(size, j + 1) if end else size for size, end in zip(state.sizes, ends, strict=True)]
     first = products if j == 0 else state.first
     return state._replace(sizes=sizes, scales=scales, first=first, matvecs=state.matvecs + len(active))
 
 
-def orthogonalise(vectors: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Take from ``vectors`` [..., n] their parts in orthonormal rows [..., m, n]; return the rest, and the parts."""
-    coefficients = vectors.new_zeros(basis.shape[:-1])
-    for _ in range(2):
-        parts = (basis @ vectors.unsqueeze(-1)).squeeze(-1)
-        vectors = vectors - (parts.unsqueeze(-2) @ basis).squeeze(-2)
-        coefficients += parts
-    return vectors, coefficients
+class LanczosVectors:
+    r"""Orthonormal vectors of Krylov spaces, of which each row has its own, by the recurrence of Lanczos.
+
+    .. math:: \beta_j q_{j+1} = A q_j - \alpha_j q_j - \beta_{j-1} q_{j-1}
+
+    :func:`orthogonalise` takes the right side, and what rounding has left along the vectors before. Without a tape
+    they are in a buffer, since a copy at each step costs as a product does.
+
+    Attributes:
+        rows: The vectors, [k, m, n]; zero from where a row has ended.
+        last: The last of them, [k, n].
+        buffer: The rows, and zeros in the places of those to come.
+    """
+
+    def __init__(self, first: Tensor, capacity: int = 1) -> None:
+        self.buffer = pad(first[:, None], (0, 0, 0, capacity - 1))
+        self.rows, self.last = self.buffer[:, :1], first
+
+    def append(self, rest: Tensor, lengths: Tensor, alive: Sequence[bool]) -> None:
+        """Add a vector to each row: what a product adds to the space, divided by its length."""
+        self.last, size = divided(rest, lengths, alive), self.rows.shape[1]
+        if self.last.requires_grad or self.rows.requires_grad:
+            self.rows = torch.cat([self.rows, self.last[:, None]], 1)
+            return
+        if size == self.buffer.shape[1]:
+            self.buffer = pad(self.buffer, (0, 0, 0, size))
+        self.buffer[:, size] = self.last
+        self.rows = self.buffer[:, : size + 1]
+
+
+def divided(rows: Tensor, lengths: Tensor, alive: Sequence[bool]) -> Tensor:
+    """Divide rows by their lengths; those that have ended become 0."""
+    if all(alive):
+        return rows / lengths[:, None]
+    return divide(rows, lengths[:, None], where=torch.tensor(alive, device=rows.device)[:, None])
+
+
+def orthogonalise(vectors: Tensor, rows: Tensor, near: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Take from vectors [k, n] their parts in orthonormal rows [k, m, n], on the tape if there is one.
+
+    Returns:
+        The rest; the parts in the last rows, [k, 1, near], which alone are large and were taken first; and what was
+        then left in all, [k, 1, m].
+    """
+    large, rest = _without(rows[:, -near:], vectors.unsqueeze(1))
+    left, rest = _without(rows, rest)
+    return rest.squeeze(1), large, left
+
+
+def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
+    parts = torch.bmm(vectors, rows.mT)
+    return parts, torch.baddbmm(vectors, parts, rows, alpha=-1)
 
 
 def row_norms(rows: Tensor) -> Tensor:

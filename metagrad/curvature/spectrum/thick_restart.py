@@ -31,6 +31,7 @@ class KrylovSpace(NamedTuple):
             its row ``size`` couples the next vector with the space.
         size: How many rows were multiplied.
         locked: How many of them, the first, are eigenvectors that the others are kept orthogonal to.
+        coupled: How many of the last rows the operator couples the next vector with, itself among them.
         scale: The largest norm of a product so far: a lower bound of the operator's norm.
         steps: Products since the last start from a random vector.
         matvecs: Products in all.
@@ -40,6 +41,7 @@ class KrylovSpace(NamedTuple):
     projected: Tensor
     size: int
     locked: int
+    coupled: int
     scale: float
     steps: int
     matvecs: int
@@ -199,15 +201,15 @@ def _start(operator: LinearMap, max_basis: int, generator: torch.Generator | Non
     basis = torch.zeros(max_basis + 1, operator.shape[0], dtype=operator.dtype, device=operator.device)
     basis[0] = random_unit(basis[:0], generator)
     projected = torch.zeros(max_basis + 1, max_basis + 1, dtype=torch.float64)
-    return KrylovSpace(basis, projected, size=0, locked=0, scale=0.0, steps=0, matvecs=0)
+    return KrylovSpace(basis, projected, size=0, locked=0, coupled=1, scale=0.0, steps=0, matvecs=0)
 
 
 def random_unit(basis: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw a direction orthogonal to orthonormal rows, uniformly."""
     device = basis.device if generator is None else generator.device
     vector = torch.randn(basis.shape[1], dtype=basis.dtype, device=device, generator=generator)
-    vector = orthogonalise(vector.to(basis.device), basis)[0]
-    return vector / row_norms(vector)
+    vectors = orthogonalise(vector.to(basis.device)[None], basis[None], near=len(basis))[0]
+    return (vectors / row_norms(vectors))[0]
 
 
 def _extend(
@@ -215,10 +217,12 @@ def _extend(
 ) -> KrylovSpace:
     """Multiply the next vector; what the product adds to the space is the one after."""
     basis, projected, j = space.basis, space.projected, space.size
-    image = checked_products(call, operator, basis[j : j + 1])[0].detach()
-    rest, coefficients = orthogonalise(image, basis[: j + 1])
+    image = checked_products(call, operator, basis[j : j + 1]).detach()
+    rest, large, parts = orthogonalise(image, basis[None, : j + 1], space.coupled)
+    coefficients = parts[0, 0]
+    coefficients[-large.shape[2] :] += large[0, 0]
     norm = row_norms(rest)
-    report = torch.cat([coefficients, norm[None], row_norms(image)[None]]).cpu().double()
+    report = torch.cat([coefficients, norm, row_norms(image)]).cpu().double()
     scale, beta = max(space.scale, float(report[-1])), float(report[-2])
     mismatch = (report[space.locked : j] - projected[j, space.locked : j]).abs()
     if mismatch.numel():
@@ -229,9 +233,11 @@ def _extend(
     elif beta <= negligible(operator.dtype) * scale:
         beta, basis[j + 1] = 0.0, random_unit(basis[: j + 1], generator)
     else:
-        basis[j + 1] = rest / norm
+        basis[j + 1] = rest[0] / norm
     projected[j, j + 1] = projected[j + 1, j] = beta
-    return space._replace(size=j + 1, scale=scale, steps=space.steps + 1, matvecs=space.matvecs + 1)
+    return space._replace(
+        size=j + 1, coupled=2, scale=scale, steps=space.steps + 1, matvecs=space.matvecs + 1
+    )
 
 
 def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> KrylovSpace:
@@ -247,7 +253,7 @@ def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> Kry
     _project(space, pairs.values[kept])
     space.projected[len(kept), locked : len(kept)] = coupling[locked:]
     space.projected[locked : len(kept), len(kept)] = coupling[locked:]
-    return space._replace(size=len(kept))
+    return space._replace(size=len(kept), coupled=len(kept) - locked + 1)
 
 
 def _lock(
@@ -258,7 +264,7 @@ def _lock(
     _project(space, pairs.values[wanted])
     k = len(wanted)
     space.basis[k] = random_unit(space.basis[:k], generator)
-    return space._replace(size=k, locked=k, steps=0)
+    return space._replace(size=k, locked=k, coupled=1, steps=0)
 
 
 def _project(space: KrylovSpace, values: Tensor) -> None:

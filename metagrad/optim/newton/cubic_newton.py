@@ -10,7 +10,6 @@ from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import dot
 from metagrad.optim.newton.krylov import check_solver
-from metagrad.optim.newton.lanczos_rows import minimize_cubic
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
@@ -20,6 +19,7 @@ from metagrad.optim.newton.second_order import (
     no_report,
     norm,
 )
+from metagrad.optim.newton.subproblems import minimize_cubic
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 

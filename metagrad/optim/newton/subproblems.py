@@ -1,4 +1,4 @@
-"""The Lanczos process row by row, each with its own matrix, differentiable; and models minimised in its spaces."""
+"""The trust-region and the cubic subproblem: models minimised in Krylov spaces, row by row, differentiable."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import divide, dot
+from metagrad.curvature.spectrum.lanczos import LanczosVectors, divided, orthogonalise
 from metagrad.optim.newton.second_order import norm
 
 _STEPS_TO_A_ROOT = 12  # by Newton's method, to rounding
@@ -50,7 +51,7 @@ def minimize_cubic(products: Rows, g: Tensor, cubic: Tensor, *, rtol: float, max
     Example:
         :math:`x + x^2 / 2 + |x|^3 / 3`: at -0.618, where :math:`1 + x - x^2 = 0`.
 
-        >>> from metagrad.optim.newton.lanczos_rows import minimize_cubic
+        >>> from metagrad.optim.newton.subproblems import minimize_cubic
         >>> minimize_cubic(lambda rows: rows, torch.ones(1, 1), torch.full((1,), 2.0), rtol=1e-6, max_steps=5).x
         tensor([[-0.6180]])
 
@@ -98,7 +99,7 @@ def minimize_in_ball(products: Rows, g: Tensor, radius: Tensor, *, rtol: float, 
     Example:
         :math:`-4 x_1 + 3 x_2` with curvatures 1 and -1 is least on the circle at :math:`\lambda` = 5.0163:
 
-        >>> from metagrad.optim.newton.lanczos_rows import minimize_in_ball
+        >>> from metagrad.optim.newton.subproblems import minimize_in_ball
         >>> g, curvatures = torch.tensor([[-4.0, 3.0]]), torch.tensor([1.0, -1.0])
         >>> x = minimize_in_ball(lambda rows: rows * curvatures, g, torch.ones(1), rtol=1e-6, max_steps=5).x
         >>> -g / x - curvatures
@@ -165,12 +166,12 @@ def _space_of(
         for row, number in enumerate(length.tolist())
     ]
     alive = [space.is_alive for space in spaces]
-    basis = _Basis(_over(g, length, alive))
+    vectors = LanczosVectors(divided(g, length, alive))
     diagonal: list[Tensor] = []
     off_diagonal: list[Tensor] = []
     while True:
-        alpha, rest = basis.orthogonalised(products(basis.last))
-        beta = norm(rest)
+        rest, large, _ = orthogonalise(products(vectors.last), vectors.rows)
+        alpha, beta = large[:, 0, -1], norm(rest)
         for space, *numbers in zip(spaces, *torch.stack([alpha, beta]).tolist(), strict=True):
             space.extend(*numbers)
         diagonal.append(_where(alive, alpha, 1.0))  # with which a row goes on that has ended
@@ -178,10 +179,10 @@ def _space_of(
         if len(diagonal) in (max_steps, g.shape[1]) or not any(alive):
             break
         off_diagonal.append(_where(alive, beta, 0.0))
-        basis.append(_over(rest, beta, alive))
+        vectors.append(rest, beta, alive)
     root = torch.tensor([space.root() for space in spaces], dtype=torch.float64, device=g.device)
     steps = torch.tensor([len(space.alpha) for space in spaces], device=g.device)
-    return _Space(basis.rows, _tridiagonal(diagonal, off_diagonal), root, steps, len(diagonal))
+    return _Space(vectors.rows, _tridiagonal(diagonal, off_diagonal), root, steps, len(diagonal))
 
 
 def _where(alive: Sequence[bool], numbers: Tensor, other: float) -> Tensor:
@@ -189,53 +190,6 @@ def _where(alive: Sequence[bool], numbers: Tensor, other: float) -> Tensor:
     if all(alive):
         return numbers
     return torch.where(torch.tensor(alive, device=numbers.device), numbers, other)
-
-
-def _over(rows: Tensor, length: Tensor, alive: Sequence[bool]) -> Tensor:
-    """Divide rows by their lengths; those that have ended become 0."""
-    if all(alive):
-        return rows / length[:, None]
-    mask = torch.tensor(alive, device=rows.device)
-    return rows * divide(torch.ones_like(length), length, where=mask)[:, None]
-
-
-class _Basis:
-    """Orthonormal vectors of each row; without a tape in a buffer, since a copy at each step costs as a product does.
-
-    Attributes:
-        rows: The vectors, ``[tasks, k, n]``.
-        last: The last of them, ``[tasks, n]``.
-    """
-
-    def __init__(self, first: Tensor) -> None:
-        self.rows, self.last = first[:, None], first
-        self._buffer = self.rows
-
-    def append(self, vector: Tensor) -> None:
-        """Add a vector to each row."""
-        self.last, size = vector, self.rows.shape[1]
-        if vector.requires_grad or self.rows.requires_grad:
-            self.rows = torch.cat([self.rows, vector[:, None]], 1)
-            return
-        if size == self._buffer.shape[1]:
-            self._buffer = vector.new_empty(len(vector), 2 * size, vector.shape[1])
-            self._buffer[:, :size] = self.rows
-        self._buffer[:, size] = vector
-        self.rows = self._buffer[:, : size + 1]
-
-    def orthogonalised(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Take out the parts along the last two vectors, which are large, and then what is left along all.
-
-        Returns:
-            The part along the last vector, ``[tasks]``, and the rest.
-        """
-        parts, rest = _without(self.rows[:, -2:], image[:, :, None])
-        return parts[:, -1, 0], _without(self.rows, rest)[1].squeeze(2)
-
-
-def _without(rows: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    parts = rows @ image
-    return parts, torch.baddbmm(image, rows.mT, parts, alpha=-1)
 
 
 class _KrylovSpace:
@@ -326,7 +280,7 @@ def least_root(
         num_steps: The most steps of Newton's method; 12 are enough for double precision at 50 dimensions.
 
     Example:
-        >>> from metagrad.optim.newton.lanczos_rows import least_root
+        >>> from metagrad.optim.newton.subproblems import least_root
         >>> least_root(np.ones((1, 1, 1)), np.ones(1), np.full(1, 2.0), np.zeros(1), 12)[0].round(4).item()
         0.618
     """
@@ -360,7 +314,7 @@ def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> t
         radius: :math:`\Delta`, ``[tasks]``.
 
     Example:
-        >>> from metagrad.optim.newton.lanczos_rows import least_multiplier
+        >>> from metagrad.optim.newton.subproblems import least_multiplier
         >>> least_multiplier(np.ones((2, 1, 1)), np.ones(2), np.array([0.5, 2.0]))[0]
         array([1., 0.])
     """

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import dot
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
-from metagrad.optim.newton.lanczos_rows import minimize_in_ball
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
@@ -21,6 +20,7 @@ from metagrad.optim.newton.second_order import (
     no_report,
     norm,
 )
+from metagrad.optim.newton.subproblems import minimize_in_ball
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import metagrad as mg
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.optim.newton.krylov import conjugate_gradients
-from metagrad.optim.newton.lanczos_rows import least_root, minimize_cubic
 from metagrad.optim.newton.lbfgs import strong_wolfe, two_loop
+from metagrad.optim.newton.subproblems import least_root, minimize_cubic
 
 F64 = torch.float64
 
