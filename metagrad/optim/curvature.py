@@ -41,6 +41,10 @@ class Kronecker(NamedTuple):
     fisher: Literal["empirical", "sampled"]
     loss_reduction: Literal["mean", "sum"] = "mean"
 
+    def weight(self, num_examples: int) -> int:
+        """Return what makes a sum of squared gradients over examples their average."""
+        return num_examples if self.fisher == "empirical" and self.loss_reduction == "mean" else 1
+
 
 class Curvature(Protocol):
     """Second derivatives of the loss of one step, at its parameters."""

@@ -7,6 +7,7 @@ to be :math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,14 +19,6 @@ class Factors(NamedTuple):
 
     inputs: Tensor  # A, [*tasks, inputs, inputs]
     outputs: Tensor  # G, [*tasks, outputs, outputs]
-
-
-class Eigenbasis(NamedTuple):
-    """The eigenvectors of the factors, as columns, and the Fisher matrix's diagonal in that basis."""
-
-    inputs: Tensor  # [inputs, inputs]
-    outputs: Tensor  # [outputs, outputs]
-    scaling: Tensor  # [outputs, inputs]
 
 
 class Sums(NamedTuple):
@@ -177,14 +170,7 @@ def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
     return torch.where(is_long, (kl_clip / torch.where(is_long, change, 1)).sqrt(), 1)
 
 
-def eigenbasis_of(factors: Factors) -> tuple[Tensor, Tensor]:
-    """Return the eigenvectors of both factors."""
-    return torch.linalg.eigh(factors.inputs)[1], torch.linalg.eigh(factors.outputs)[1]
-
-
-def scaling_of(
-    inputs: Tensor, gradients: Tensor, basis: tuple[Tensor, Tensor], max_elements: int = 2**22
-) -> Tensor:
+def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: int = 2**22) -> Tensor:
     r"""Sum the squares of the examples' gradients in a basis.
 
     .. math:: S = \sum_n \bigl(Q_G^\top \nabla W_n \, Q_A\bigr)^2, \qquad \nabla W_n = \sum_t g_{n t} a_{n t}^\top
@@ -195,7 +181,7 @@ def scaling_of(
     Args:
         inputs: Rows ``[examples, positions, inputs]``.
         gradients: Rows ``[examples, positions, outputs]``.
-        basis: The eigenvectors of inputs and outputs.
+        basis: The eigenvectors of both factors, as columns.
         max_elements: How many elements of the examples' gradients are held at a time.
 
     Returns:
@@ -213,13 +199,76 @@ def scaling_of(
     return torch.stack([(some_g.mT @ some_a).square().sum(0) for some_a, some_g in chunks]).sum(0)
 
 
-def preconditioned_in_basis(gradient: Tensor, basis: Eigenbasis, damping: float | Tensor) -> Tensor:
-    r"""Multiply a gradient with the inverse in the eigenbasis.
+class Estimate(NamedTuple):
+    """What one step tells of a layer's block of the Fisher matrix."""
 
-    .. math:: Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
+    factors: Factors
+    squares: Callable[[Factors], Tensor] | None = None  # second moments of gradients in a basis
+
+
+class Block(NamedTuple):
+    """What is kept of a layer's block of the Fisher matrix."""
+
+    updates: int  # estimates of the factors so far
+    inputs: Tensor  # the running averages of the factors
+    outputs: Tensor
+    input_inverse: Tensor  # of the factors as of the last time, damped
+    output_inverse: Tensor
+
+    @property
+    def factors(self) -> Factors:
+        """The running averages."""
+        return Factors(self.inputs, self.outputs)
+
+    @property
+    def inverses(self) -> Factors:
+        """The inverses of the damped factors."""
+        return Factors(self.input_inverse, self.output_inverse)
+
+    def renewed(
+        self, new: Estimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
+    ) -> Block:
+        """Return the block after an estimate; with new inverses if they are due, and at the first."""
+        count = self.updates + 1
+        factors = averaged_factors(self.factors, new.factors, count, decay)
+        inverses = inverses_of(factors, damping) if is_due or count == 1 else self.inverses
+        return Block(count, *factors, *inverses)
+
+    def direction(self, gradient: Tensor, damping: float | Tensor) -> Tensor:
+        """Multiply a gradient ``[*tasks, outputs, inputs]`` with the inverses, which are damped already."""
+        return preconditioned(gradient, self.inverses)
+
+
+class EigenBlock(NamedTuple):
+    r"""A block in the basis of eigenvectors of its factors, with corrected eigenvalues S.
+
+    .. math:: D = Q_G \, \frac{Q_G^\top \, \nabla W \, Q_A}{S + \gamma} \, Q_A^\top
     """
-    turned = basis.outputs.mT @ gradient @ basis.inputs
-    return basis.outputs @ (turned / (basis.scaling + damping)) @ basis.inputs.mT
+
+    updates: int
+    inputs: Tensor
+    outputs: Tensor
+    input_basis: Tensor  # the eigenvectors of the factors as of the last time, as columns
+    output_basis: Tensor
+    scaling: Tensor = torch.zeros(())  # the running average of S in this basis, [outputs, inputs]
+
+    def renewed(
+        self, new: Estimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
+    ) -> EigenBlock:
+        """Return the block after an estimate; in a new basis if it is due, and at the first."""
+        assert new.squares is not None
+        count = self.updates + 1
+        factors = averaged_factors(Factors(self.inputs, self.outputs), new.factors, count, decay)
+        if is_due or count == 1:
+            basis = Factors(*(torch.linalg.eigh(factor)[1] for factor in factors))
+            return EigenBlock(count, *factors, *basis, new.squares(basis))
+        basis = Factors(self.input_basis, self.output_basis)
+        return EigenBlock(count, *factors, *basis, averaged(self.scaling, new.squares(basis), count, decay))
+
+    def direction(self, gradient: Tensor, damping: float | Tensor) -> Tensor:
+        """Multiply a gradient ``[outputs, inputs]`` with the inverse."""
+        turned = self.output_basis.mT @ gradient @ self.input_basis
+        return self.output_basis @ (turned / (self.scaling + damping)) @ self.input_basis.mT
 
 
 def _eye(matrix: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,25 +14,14 @@ from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
-from metagrad.optim.kronecker.factors import (
-    Factors,
-    averaged_factors,
-    inverses_of,
-    kl_length,
-    preconditioned,
-)
+from metagrad.optim.kronecker.factors import Block, EigenBlock, Estimate, Factors, kl_length
 from metagrad.optim.kronecker.layers import joined, split
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
-
-class Block(NamedTuple):
-    """What is kept of a layer's block of the Fisher matrix."""
-
-    updates: int  # estimates of the factors so far
-    factors: Factors  # their running averages
-    inverses: Factors  # of the factors as of the last time, damped
+Blocks: TypeAlias = "Mapping[str, Block | EigenBlock]"
+"""What is kept of layers, by the names of their weights."""
 
 
 class KFACState(NamedTuple):
@@ -40,7 +29,7 @@ class KFACState(NamedTuple):
 
     step: int  # steps taken
     momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum
-    blocks: dict[str, Block]  # by the names of weights that may be those of layers
+    blocks: Blocks  # by the names of weights that may be those of layers
 
 
 class _Descent(SGDRule):
@@ -51,7 +40,7 @@ class _Descent(SGDRule):
 
 @functional_optimizer
 class KFACRule(RuleNode):
-    r"""The functional form of K-FAC; equal to :class:`metagrad.optim.KFAC` step for step.
+    r"""The functional form of K-FAC, whose steps :class:`metagrad.optim.KFAC` takes in training loops.
 
     .. math::
         A_k &= \epsilon_k A_{k-1} + (1 - \epsilon_k) \, \mathbb{E}[a a^\top], \qquad
@@ -66,11 +55,6 @@ class KFACRule(RuleNode):
     layers are the ``nn.Linear`` and ``nn.Conv1d``, ``nn.Conv2d`` and ``nn.Conv3d`` of the model; all other
     parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
     every order, through the factors, their inverses and the clipping.
-
-    With ``fisher="empirical"``, the default, the step is near to Newton's only where the model fits its data well in
-    the sense of likelihood: the squares of the gradients stand for the curvature. On a regression by squared errors
-    they grow with the residuals, as the Hessian does not, so that steps are short where the fit is bad and long where
-    it is good; there ``"sampled"`` is the Fisher matrix, which is the Gauss-Newton matrix.
 
     In :class:`metagrad.MAML` the curvature is given, and each task has factors of its own. By hand it is a
     :class:`~metagrad.optim.kronecker.layer_objective.LayerObjective`, or anything with a method
@@ -175,6 +159,11 @@ class KFACRule(RuleNode):
                     f"{self.call}: {name} must be {choices[0]!r} or {choices[1]!r}, got {getattr(self, name)!r}."
                 )
 
+    @property
+    def request(self) -> Kronecker:
+        """Of which Fisher matrix the factors are."""
+        return Kronecker(self.fisher, self.loss_reduction)
+
     def needs_curvature(self, step: int) -> bool:
         """Say whether the step, of which the first is 0, renews the factors."""
         return step % self.curvature_every == 0
@@ -186,7 +175,11 @@ class KFACRule(RuleNode):
     def init(self, params: Params) -> KFACState:
         """Return the state before the first step."""
         _, momentum = self.descent.init(params)
-        blocks = {key: self._empty(key, params) for key in params if self._may_be_layer(key, params[key])}
+        blocks = {
+            key: Block(0, *self.zeros(key, params) * 2)
+            for key in params
+            if self._may_be_layer(key, params[key])
+        }
         return KFACState(0, momentum, blocks)
 
     def update(
@@ -194,18 +187,35 @@ class KFACRule(RuleNode):
     ) -> tuple[Params, KFACState]:
         """Take one step; ``curvature`` is a :class:`~metagrad.optim.curvature.LayerCurvature`."""
         gradients = checked_gradients(self.call, grads, params, takes_rows=True)
-        blocks = state.blocks
+        estimates: dict[str, Estimate] = {}
         if self.needs_curvature(state.step):
-            request = Kronecker(self.fisher, self.loss_reduction)
-            blocks = self._renewed(state, checked_factors(self.call, curvature, request))
-        directions, velocities = self._directions(gradients, blocks, params), state.momentum
+            factors = checked_factors(self.call, curvature, self.request)
+            estimates = {key: Estimate(Factors(*pair)) for key, pair in factors.items()}
+        directions, state = self.directions(gradients, state, params, estimates)
+        directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
+        moved, (step, momentum) = self.descent.update(
+            directions, SGDState(state.step, state.momentum), params
+        )
+        return moved, KFACState(step, momentum, state.blocks)
+
+    def directions(
+        self, grads: Params, state: KFACState, params: Params, estimates: Mapping[str, Estimate]
+    ) -> tuple[Params, KFACState]:
+        """Return the direction of each parameter, and the state in which ``descent`` moves them.
+
+        Args:
+            grads: The gradients.
+            state: The velocities may be those of some parameters; the blocks, those of layers.
+            params: The parameters.
+            estimates: What is known of layers at this step, by the names of their weights.
+        """
+        blocks = self._renewed(state, estimates)
+        directions, velocities = self._preconditioned(state.step, grads, blocks, params), state.momentum
         if self.kl_clip is not None:
-            length = self._length(state.step, directions, gradients, params)
+            length = self._length(state.step, directions, grads, params)
             directions = _times(length, directions)
             velocities = None if velocities is None else _times(length, velocities)
-        directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
-        moved, (step, momentum) = self.descent.update(directions, SGDState(state.step, velocities), params)
-        return moved, KFACState(step, momentum, blocks)
+        return directions, KFACState(state.step, velocities, blocks)
 
     @functools.cached_property
     def descent(self) -> SGDRule:
@@ -217,63 +227,57 @@ class KFACRule(RuleNode):
     def _may_be_layer(self, key: str, param: Tensor) -> bool:
         return key.rpartition(".")[2] == "weight" and param.ndim - self.batch_ndim > 1
 
-    def _empty(self, key: str, params: Params) -> Block:
-        """Return a block of zeros, which has no memory of its own: the weight may be that of no layer."""
+    def zeros(self, key: str, params: Params) -> Factors:
+        """Return factors of zeros, which have no memory of their own: the weight may be that of no layer."""
         weight = params[key]
         matrix = joined(weight, params.get(_bias_of(key)), self.batch_ndim)
         zero = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
-        sizes = (matrix.shape[-1], matrix.shape[-2])
-        zeros = Factors(*(zero.expand(*matrix.shape[:-2], size, size) for size in sizes))
-        return Block(0, zeros, zeros)
+        outputs, inputs = (zero.expand(*matrix.shape[:-2], size, size) for size in matrix.shape[-2:])
+        return Factors(inputs, outputs)
 
-    def _renewed(self, state: KFACState, found: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Block]:
+    def _renewed(self, state: KFACState, estimates: Mapping[str, Estimate]) -> Blocks:
         decay, damping = (at_step(name, getattr(self, name), state.step) for name in ("decay", "damping"))
-        blocks = dict(state.blocks)
-        for key, old in state.blocks.items():
-            if key not in found:
-                continue
-            updates, new = old.updates + 1, self._fitting(key, old.factors, found[key])
-            factors = averaged_factors(old.factors, new, updates, decay)  # type: ignore[arg-type]
-            is_due = updates == 1 or state.step % self.inverse_every == 0
-            inverses = inverses_of(factors, damping) if is_due else old.inverses  # type: ignore[arg-type]
-            blocks[key] = Block(updates, factors, inverses)
+        is_due, blocks = state.step % self.inverse_every == 0, dict(state.blocks)
+        for key, new in estimates.items():
+            if key in blocks:
+                new = new._replace(factors=self._fitting(key, blocks[key], new.factors))
+                blocks[key] = blocks[key].renewed(new, decay, damping, is_due=is_due)  # type: ignore[arg-type]
         return blocks
 
-    def _fitting(self, key: str, old: Factors, new: tuple[Tensor, Tensor]) -> Factors:
+    def _fitting(self, key: str, old: Block | EigenBlock, new: Factors) -> Factors:
         """Return new factors in the dtype of those before; without the last input if its bias is not adapted here."""
         inputs, outputs = new
         if inputs.shape[-1] == old.inputs.shape[-1] + 1:
             inputs = inputs[..., :-1, :-1]
-        found = Factors(inputs.to(old.inputs.dtype), outputs.to(old.outputs.dtype))
-        if [factor.shape for factor in found] != [factor.shape for factor in old]:
+        if (inputs.shape, outputs.shape) != (old.inputs.shape, old.outputs.shape):
             raise ValueError(
                 f"{self.call}.update: the factors of {key!r} must be {tuple(old.inputs.shape)} and "
                 f"{tuple(old.outputs.shape)}, got {tuple(inputs.shape)} and {tuple(outputs.shape)}. Is the curvature "
                 "that of this model, and of as many tasks?"
             )
-        return found
+        return Factors(inputs.to(old.inputs.dtype), outputs.to(old.outputs.dtype))
 
-    def _directions(self, grads: Params, blocks: dict[str, Block], params: Params) -> Params:
-        """Return the direction of each parameter: of those that are in no layer, the gradient."""
-        parts: Params = dict(grads)
+    def _preconditioned(self, step: int, grads: Params, blocks: Blocks, params: Params) -> Params:
+        """Return what the inverse makes of each gradient: of those that are in no layer, the gradient."""
+        parts, damping = dict(grads), at_step("damping", self.damping, step)
         for key, block in blocks.items():
             if block.updates:
-                bias = _bias_of(key) if _bias_of(key) in params else None
-                matrix = joined(grads[key], None if bias is None else grads[bias], self.batch_ndim)
-                direction = preconditioned(matrix.to(block.inverses.inputs.dtype), block.inverses)
-                shape = params[key].shape
-                parts[key], column = split(direction, shape, has_bias=bias is not None)
-                if bias is not None and column is not None:
+                bias = _bias_of(key)
+                matrix = joined(grads[key], grads.get(bias), self.batch_ndim).to(block.inputs.dtype)
+                direction = block.direction(matrix, damping)  # type: ignore[arg-type]
+                parts[key], column = split(direction, params[key].shape, has_bias=bias in grads)
+                if column is not None:
                     parts[bias] = column
         return parts
 
     def _length(self, step: int, parts: Params, grads: Params, params: Params) -> Tensor:
         """Return by how much the directions of each task are shortened, ``[*tasks]``."""
         lr = dict(zip(params, values_at("lr", self.lr, step, params), strict=True))
-        changes = [
-            (lr[key] ** 2 * wide(part) * wide(grads[key])).reshape(*part.shape[: self.batch_ndim], -1).sum(-1)
-            for key, part in parts.items()
-        ]
+        changes = []
+        for key, part in parts.items():
+            shape = (*part.shape[: self.batch_ndim], -1)
+            pair = (lr[key] ** 2 * wide(part), wide(grads[key]))
+            changes.append(torch.linalg.vecdot(*(each.reshape(shape) for each in pair)))
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
 
@@ -293,8 +297,8 @@ def _bias_of(key: str) -> str:
 
 def _times(length: Tensor, parts: Params) -> Params:
     """Multiply each task's part of every parameter with its length."""
-    return {
-        key: part
-        * length.to(part.device, part.dtype).reshape(*length.shape, *[1] * (part.ndim - length.ndim))
-        for key, part in parts.items()
-    }
+    found = {}
+    for key, part in parts.items():
+        own = length.to(part.device, part.dtype)
+        found[key] = part * (own.reshape(*own.shape, *[1] * (part.ndim - own.ndim)) if own.ndim else own)
+    return found

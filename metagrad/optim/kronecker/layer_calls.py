@@ -12,15 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metagrad.core import _torch
+from metagrad.optim.curvature import Kronecker
 from metagrad.optim.kronecker.factors import Factors, factors_of, sums_of
-from metagrad.optim.kronecker.layers import (
-    Layer,
-    layers_among,
-    output_rows,
-    weight_rows,
-    with_ones,
-    without_base,
-)
+from metagrad.optim.kronecker.layers import Layer, layer_rows, layers_among, without_base
 from metagrad.optim.rule import Params
 
 CALL = "kfac(...)"
@@ -89,7 +83,7 @@ class LayerCalls:
         cotangents: Sequence[Tensor],
         *,
         stacked: bool,
-        is_mean: bool,
+        request: Kronecker,
         create_graph: bool,
     ) -> dict[str, Factors]:
         """Return the factors of each layer that outputs depend on.
@@ -99,7 +93,7 @@ class LayerCalls:
             outputs: What is differentiated.
             cotangents: Their cotangents: of the output of a layer, they give the gradients g.
             stacked: Whether parameters have an axis of tasks in front, each of which has factors of its own.
-            is_mean: Whether g are gradients of a mean over examples, else of a sum.
+            request: Of which Fisher matrix the cotangents are.
             create_graph: Put the factors on the tape.
 
         Raises:
@@ -122,7 +116,7 @@ class LayerCalls:
         if not create_graph:
             rows = {key: (inputs.detach(), g.detach()) for key, (inputs, g) in rows.items()}
         sums = {key: sums_of(*pair) for key, pair in rows.items()}
-        return {key: factors_of(s, s.num_examples if is_mean else 1) for key, s in sums.items()}
+        return {key: factors_of(s, request.weight(s.num_examples)) for key, s in sums.items()}
 
     def _check(self, params: Params, gradients: Callable, stacked: bool) -> None:
         uncalled = [key for key in self.layers if key not in self._calls]
@@ -142,15 +136,9 @@ class LayerCalls:
 
     def _rows(self, key: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and output gradients of a layer as rows ``[*tasks, examples, positions, size]``."""
-        layer, call = self.layers[key], self._calls[key]
-
-        def rows(inputs: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-            a = weight_rows(layer, inputs)
-            return with_ones(a) if key in self._biased else a, output_rows(layer, gradient)
-
-        a, g = (torch.vmap(rows) if call.is_stacked else rows)(call.inputs, gradient)
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        return a.to(dtype), g.to(dtype)
+        call = self._calls[key]
+        rows = functools.partial(layer_rows, self.layers[key], has_bias=key in self._biased)
+        return (torch.vmap(rows) if call.is_stacked else rows)(call.inputs, gradient)
 
 
 class _Unstacked(torch.autograd.Function):

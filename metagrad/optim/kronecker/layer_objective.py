@@ -136,6 +136,6 @@ class LayerObjective(TapeObjective):
             outputs,
             cotangents,
             stacked=self._total.ndim > 0,
-            is_mean=request.fisher == "empirical" and request.loss_reduction == "mean",
+            request=request,
             create_graph=self._create_graph,
         )

@@ -83,30 +83,22 @@ def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> 
                 )
 
 
-def has_bias(layer: Layer) -> bool:
-    """Say whether the layer has a bias that is trained, which is the weight of one more input, always 1."""
-    return layer.bias is not None and layer.bias.requires_grad
+def layer_rows(layer: Layer, inputs: Tensor, gradient: Tensor, *, has_bias: bool) -> tuple[Tensor, Tensor]:
+    """Return what a layer was given and the gradient of its output as rows, in float32 or wider."""
+    dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+    return input_rows(layer, inputs, has_bias=has_bias).to(dtype), output_rows(layer, gradient).to(dtype)
 
 
-def input_rows(layer: Layer, value: Tensor) -> Tensor:
+def input_rows(layer: Layer, value: Tensor, *, has_bias: bool) -> Tensor:
     """Return what a layer multiplies its weights with, ``[examples, positions, inputs]``.
 
-    Of a convolution these are patches, in the order of its flat weights; a trained bias adds a column of ones.
+    Of a convolution these are patches, in the order of its flat weights; a bias adds a column of ones.
     """
-    rows = weight_rows(layer, value)
-    return with_ones(rows) if has_bias(layer) else rows
-
-
-def weight_rows(layer: Layer, value: Tensor) -> Tensor:
-    """Return what a layer multiplies its weight with, as :func:`input_rows` without the bias."""
     if isinstance(layer, nn.Linear):
-        return _rows(value)
-    return _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
-
-
-def with_ones(rows: Tensor) -> Tensor:
-    """Add the column that a bias is multiplied with."""
-    return F.pad(rows, (0, 1), value=1.0)
+        rows = _rows(value)
+    else:
+        rows = _patches(layer, value if value.ndim == layer.weight.ndim else value.unsqueeze(0))
+    return F.pad(rows, (0, 1), value=1.0) if has_bias else rows
 
 
 def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
@@ -115,18 +107,6 @@ def output_rows(layer: Layer, gradient: Tensor) -> Tensor:
         return _rows(gradient)
     batched = gradient if gradient.ndim == layer.weight.ndim else gradient.unsqueeze(0)
     return batched.flatten(2).mT
-
-
-def joined_gradient(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the gradients of weight and bias as one matrix, ``[outputs, inputs]``."""
-    if not has_bias(layer):
-        return joined(weight, None)
-    return joined(weight, weight.new_zeros(len(weight)) if bias is None else bias)
-
-
-def split_gradient(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Undo :func:`joined_gradient`."""
-    return split(matrix, layer.weight.shape, has_bias=has_bias(layer))
 
 
 def joined(weight: Tensor, bias: Tensor | None, batch_ndim: int = 0) -> Tensor:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from metagrad.optim.kronecker.factors import (
-    Eigenbasis,
-    Factors,
-    Sums,
-    averaged,
-    averaged_factors,
-    eigenbasis_of,
-    factors_of,
-    inverses_of,
-    kl_length,
-    preconditioned,
-    preconditioned_in_basis,
-    scaling_of,
-)
-from metagrad.optim.kronecker.kfac import KFACRule, wide
-from metagrad.optim.kronecker.layers import Layer, joined_gradient, split_gradient
+from metagrad.optim.kronecker.factors import Block, EigenBlock, Estimate, Factors, factors_of, scaling_of
+from metagrad.optim.kronecker.kfac import Blocks, KFACRule, KFACState
+from metagrad.optim.kronecker.layers import Layer
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
 from metagrad.optim.torch_optim.move import Change, Later, working
 from metagrad.optim.torch_optim.optimizer import Group, Work
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.optim.torch_optim.state import ParameterState
 
 
 class KFAC(LayerOptimizer, rule=KFACRule):
@@ -97,9 +84,6 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         ``kl_clip``.
     """
 
-    def _rule(self, group: Group) -> Any:
-        return super()._rule(group).descent
-
     def _unscaled(self) -> bool:
         """Learn the scale of the factors, too."""
         is_finite = super()._unscaled()
@@ -109,87 +93,68 @@ class KFAC(LayerOptimizer, rule=KFACRule):
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
-        for name in self._layers_of(work.params):
-            self._reduce(name, keep_calls=work.group["eigen"])
-            sums = self._sums.get(name)
-            if sums is not None:
-                yield f"the factor of the inputs of {name!r}", sums.inputs
-                yield f"the factor of the outputs of {name!r}", sums.outputs
+        for key in self._layers_of(work.params):
+            self._reduce(key, keep_calls=work.group["eigen"])
+            if key in self._sums:
+                yield f"the factor of the inputs of {key!r}", self._sums[key].inputs
+                yield f"the factor of the outputs of {key!r}", self._sums[key].outputs
 
     def _layers_of(self, params: Params) -> dict[str, Layer]:
-        weights = set(params.values())
-        return {name: layer for name, layer in self._layers.items() if layer.weight in weights}
+        return {key: layer for key, layer in self._layers.items() if key in params}
 
-    def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
-        keys, of_layers = {p: key for key, p in params.items()}, {}
-        for name, layer in self._layers_of(params).items():
-            new = self._renewed(group, name)
-            block = {**self.state.get(layer.weight, {}), **new}
-            of_layers[name] = direction_of(self._gradient(layer, keys, grads), block, group["damping"])
-            used = {f"the direction of {name!r}": of_layers[name]}
-            yield Change({name: layer.weight}, {}, {name: new}, used=used)
-        directions = self._directions(keys, grads, of_layers)
-        yield from super()._changes(group, params, self._shortened(group, params, directions, grads))
+    def _changes(self, work: Work) -> Iterator[Change | Later]:
+        group, params, _ = work
+        rule, kept = self._rule(group), self._kept(params)
+        whole, gradients = self._with_biases(work)
+        before = self._state_before(group, rule, whole, kept)
+        estimates = {key: self._estimate(key, rule) for key in before.blocks if key in self._sums}
+        directions, after = rule.directions(gradients, before, whole, estimates)
+        _check_estimated(after.blocks)
+        new = _new_slots(before, after, params)
+        used = {f"the direction of {key!r}": directions[key] for key in params}
+        yield Change(params, {}, new, used=used, implied=("momentum",))
+        kept = {key: {**kept[key], **new[key]} for key in params}
+        yield from self._moves(Work(group, params, directions), rule.descent, kept, None)
 
-    def _directions(self, keys: Mapping[Tensor, str], grads: Params, of_layers: Params) -> Params:
-        """Return the direction of each parameter, by its name: of those that are in no layer, the gradient."""
-        found = dict(grads)
-        for name, direction in of_layers.items():
-            layer = self._layers[name]
-            for p, part in zip((layer.weight, layer.bias), split_gradient(layer, direction), strict=True):
-                if p is not None and part is not None and p in keys:
-                    found[keys[p]] = part
-        return found
+    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
+        return None  # directions are looked at before they are written, so each parameter moves by itself
 
-    def _gradient(self, layer: Layer, keys: Mapping[Tensor, str], grads: Params) -> Tensor:
-        bias = None if layer.bias is None or layer.bias not in keys else working(grads[keys[layer.bias]])
-        return joined_gradient(layer, working(grads[keys[layer.weight]]), bias)
+    def _with_biases(self, work: Work) -> tuple[Params, Params]:
+        """Add biases of layers that have no gradient: a layer's is one matrix, with a column of zeros for those."""
+        biases = map(self._bias_of, self._layers_of(work.params).values())
+        silent = {self._names[b]: b for b in biases if b is not None and b.grad is None}
+        grads = {**work.grads, **{key: torch.zeros_like(b) for key, b in silent.items()}}
+        return {**work.params, **silent}, {key: working(g) for key, g in grads.items()}
 
-    def _renewed(self, group: Group, name: str) -> dict[str, Any]:
-        """Return the factors and the inverse of a layer, if they are new, after what was seen of it."""
-        sums, state = self._sums.get(name), self.state.get(self._layers[name].weight, {})
-        if sums is not None:
-            rows = self._rows(name) if group["eigen"] else ()
-            weight = self._weight(group, sums.num_examples)
-            return renewed(
-                state, sums, weight, rows, group, is_due=group["step"] % group["inverse_every"] == 0
-            )
-        if "updates" not in state:
-            raise RuntimeError(
-                f"KFAC.step: {name!r} has a gradient, but no curvature: its call was not seen, or no labels were "
-                "drawn. The forward pass must run after KFAC(model) was made, by calling the layer; with "
-                'fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
-            )
-        return {}
+    def _state_before(
+        self, group: Group, rule: KFACRule, params: Params, kept: Mapping[str, ParameterState]
+    ) -> KFACState:
+        kind, blocks = EigenBlock if group["eigen"] else Block, {}
+        for key in self._layers_of(params):
+            if self._lacks_factors(key):
+                blocks[key] = kind(0, *rule.zeros(key, params) * 2)
+            else:
+                blocks[key] = kind(*(kept[key][slot] for slot in kind._fields))
+        velocities = {key: own["momentum"] for key, own in kept.items() if "momentum" in own}
+        return KFACState(group["step"], velocities, blocks)
 
-    def _weight(self, group: Group, num_examples: int) -> float | Tensor:
-        is_sampled = group["fisher"] == "sampled"
-        weight = num_examples if not is_sampled and group["loss_reduction"] == "mean" else 1
+    def _estimate(self, key: str, rule: KFACRule) -> Estimate:
+        """Return what was seen of a layer since the last step."""
+        sums = self._sums[key]
+        weight = self._weight(rule, sums.num_examples)
+
+        def squares(basis: Factors) -> Tensor:
+            return weight * torch.stack([scaling_of(*rows, basis) for rows in self._rows(key)]).sum(0)
+
+        return Estimate(factors_of(sums, weight), squares)
+
+    def _weight(self, rule: KFACRule, num_examples: int) -> float:
+        """Return the weight of squared gradients, without the scale of a GradScaler."""
+        weight = rule.request.weight(num_examples)
         if self._scale is None:
             return weight
         inverse = self._scale.double().reciprocal()
-        return weight * float(inverse if is_sampled else inverse**2)
-
-    def _shortened(self, group: Group, params: Params, directions: Params, grads: Params) -> Params:
-        """Return directions that change predictions no more than ``kl_clip`` allows, with velocities alike."""
-        if group["kl_clip"] is None:
-            return directions
-        products = [(wide(d) * wide(grads[key])).sum() for key, d in directions.items()]
-        device = products[0].device
-        change = torch.stack([product.to(device) for product in products]).sum() * group["lr"] ** 2
-        length = kl_length(change, group["kl_clip"])
-        sign = -1 if group["maximize"] else 1
-        found = {}
-        for key, d in directions.items():
-            own, state = length.to(d.device, working(d).dtype), self.state.get(params[key], {})
-            found[key] = d * own
-            if "momentum" in state and not isinstance(d, RowSparse) and "rows" not in state:
-                # The rule of the directions adds the whole of momentum * velocity.
-                found[key] = found[key] - sign * (1 - own) * group["momentum"] * state["momentum"]
-        return found
-
-    def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
-        return None  # one vector would take what is kept of factors along
+        return weight * float(inverse if rule.fisher == "sampled" else inverse**2)
 
     def _check_group(self, index: int) -> None:
         super()._check_group(index)
@@ -197,47 +162,22 @@ class KFAC(LayerOptimizer, rule=KFACRule):
             raise ValueError("KFAC(model): fisher must be the same in all groups.")
 
 
-def renewed(
-    state: Mapping[str, Any],
-    sums: Sums,
-    weight: float | Tensor,
-    rows: Iterable[tuple[Tensor, Tensor]],
-    group: Mapping[str, Any],
-    *,
-    is_due: bool,
-) -> dict[str, Any]:
-    """Return what is new in the state of a layer, of what was seen of it in one step.
-
-    Args:
-        state: ``updates``, the number of those before; ``inputs`` and ``outputs``, averages of the factors; and what
-            is computed of these when ``is_due``, or for the first time: their inverses, or a basis and a ``scaling``.
-        sums: Of the rows of the step.
-        weight: As of :func:`~metagrad.optim.kronecker.factors.factors_of`.
-        rows: Inputs and output gradients of each call; needed for a scaling alone.
-        group: The hyper-parameters.
-        is_due: Whether inverses are computed.
-    """
-    count = state.get("updates", 0) + 1
-    decay, new = float(group["decay"]), factors_of(sums, weight)
-    old = Factors(state["inputs"], state["outputs"]) if count > 1 else new
-    factors = averaged_factors(old, new, count, decay)
-    found = {"inputs": factors.inputs, "outputs": factors.outputs, "updates": count}
-    is_new = is_due or count == 1
-    if group["eigen"]:
-        if is_new:
-            found["input_basis"], found["output_basis"] = eigenbasis_of(factors)
-        kept = {**state, **found}
-        basis = (kept["input_basis"], kept["output_basis"])
-        scaling = weight * torch.stack([scaling_of(*pair, basis) for pair in rows]).sum(0)
-        found["scaling"] = scaling if is_new else averaged(state["scaling"], scaling, count, decay)
-    elif is_new:
-        found["input_inverse"], found["output_inverse"] = inverses_of(factors, group["damping"])
-    return found
+def _check_estimated(blocks: Blocks) -> None:
+    for key, block in blocks.items():
+        if not block.updates:
+            raise RuntimeError(
+                f"KFAC.step: {key!r} has a gradient, but no curvature: the call of its layer was not seen, or no "
+                "labels were drawn. The forward pass must run after KFAC(model) was made, by calling the layer; with "
+                'fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
+            )
 
 
-def direction_of(gradient: Tensor, state: Mapping[str, Any], damping: float | Tensor) -> Tensor:
-    """Multiply a gradient with the inverse that is kept."""
-    if "scaling" in state:
-        basis = Eigenbasis(state["input_basis"], state["output_basis"], state["scaling"])
-        return preconditioned_in_basis(gradient, basis, damping)
-    return preconditioned(gradient, Factors(state["input_inverse"], state["output_inverse"]))
+def _new_slots(before: KFACState, after: KFACState, params: Params) -> dict[str, ParameterState]:
+    """Return what is new in the state of each parameter, flat as ``torch.optim`` keeps it."""
+    new: dict[str, ParameterState] = {key: {} for key in params}
+    for key, velocity in (after.momentum or {}).items():
+        new[key]["momentum"] = velocity
+    for key, block in after.blocks.items():
+        if block is not before.blocks[key]:
+            new[key].update(block._asdict())
+    return new

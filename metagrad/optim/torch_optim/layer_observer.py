@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from metagrad.optim.kronecker.factors import Sums, added, sums_of
-from metagrad.optim.kronecker.layers import input_rows, known_layers, output_rows, without_base
+from metagrad.optim.kronecker.layers import Layer, known_layers, layer_rows, without_base
+from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer, generators_of
-from metagrad.optim.torch_optim.move import working
 from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option
 
 
@@ -77,16 +76,14 @@ class _Noting:
             optimizer._returned(self.name, self.call, gradient.detach())
 
 
-Rows = tuple[Tensor, Tensor]
-
-
 class LayerOptimizer(CurvatureOptimizer):
     """An optimizer that hooks tell what the layers of a model are given, and what gradients come back.
 
-    It does so at the steps whose number is a multiple of ``curvature_every`` of a layer's group, and wherever the
-    state of a layer has no ``updates`` yet. With ``fisher="empirical"`` the gradients are those of every backward
-    pass; with ``"sampled"``, those for labels that are drawn. Calls are kept until the next call of the layer, which
-    is that of the next micro-batch, and as sums until the step; with ``eigen`` all of them until the step.
+    Layers go by the names of their weights. They are observed at the steps whose number is a multiple of
+    ``curvature_every`` of a layer's group, and wherever the state of a layer has no ``updates`` yet. With
+    ``fisher="empirical"`` the gradients are those of every backward pass; with ``"sampled"``, those for labels that
+    are drawn. Calls are kept until the next call of the layer, which is that of the next micro-batch, and as sums
+    until the step; with ``eigen`` all of them until the step.
     """
 
     options: ClassVar[Mapping[str, Option]] = {
@@ -100,7 +97,7 @@ class LayerOptimizer(CurvatureOptimizer):
         "params": Option(
             None,
             "Groups of the model's parameters, with hyper-parameters of their own; those left out stay. A layer "
-            "follows the group of its weight.",
+            "follows the group of its weight; a bias in another group moves along the plain gradient.",
             "Sequence[dict[str, Any]] | None",
         ),
         "seed": SEED,
@@ -119,7 +116,9 @@ class LayerOptimizer(CurvatureOptimizer):
                 f"KFAC(model): model must be the nn.Module whose layers are observed, got {type(model).__name__}. "
                 "Pass the model itself; params= takes groups of its parameters."
             )
-        self._layers = known_layers("KFAC(model)", model, stacklevel=3)
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        layers = known_layers("KFAC(model)", model, stacklevel=3).values()
+        self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._handles: list[RemovableHandle] = []
         groups = defaults.pop("params")
         self._initialize(model.named_parameters() if groups is None else groups, defaults)
@@ -130,7 +129,8 @@ class LayerOptimizer(CurvatureOptimizer):
         _remove(self._handles)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_layers": self._layers, "_handles": self._handles}
+        own = {"_names": self._names, "_layers": self._layers, "_handles": self._handles}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -138,10 +138,15 @@ class LayerOptimizer(CurvatureOptimizer):
             _remove(self._handles)  # those of a copy, which tell nobody
             self._set_hooks()
 
+    def _named(self, index: int) -> Params:
+        """Return the parameters of a group by their names in the model, which tell the bias of a weight."""
+        return {self._names.get(p, key): p for key, p in super()._named(index).items()}
+
     def _called(self, name: str, inputs: Tensor) -> Call | None:
         """Return a note of a layer's call, if its gradient is wanted."""
         group = self._group_of(self._layers[name].weight)
-        if group is None or not (self._is_due(group) or self._lacks_factors(name)):
+        # As the rule's `needs_curvature`, which is not made at each call of a layer.
+        if group is None or (group["step"] % group["curvature_every"] and not self._lacks_factors(name)):
             return None
         if not group["eigen"]:
             self._reduce(name)  # a micro-batch before: what is left of it are sums
@@ -160,9 +165,9 @@ class LayerOptimizer(CurvatureOptimizer):
         calls = self._calls.setdefault(name, [])
         if any(call.overlaps(other) for other in calls):
             raise ValueError(
-                f"KFAC: the layer {name!r} was called twice in one backward pass, and the factors of shared layers "
-                "are not known. Use a layer of its own for each call, call backward() for each micro-batch, or use "
-                "another optimizer."
+                f"KFAC: the layer of {name!r} was called twice in one backward pass, and the factors of shared "
+                "layers are not known. Use a layer of its own for each call, call backward() for each micro-batch, "
+                "or use another optimizer."
             )
         call.gradient = gradient
         calls.append(call)
@@ -174,15 +179,18 @@ class LayerOptimizer(CurvatureOptimizer):
         if not keep_calls:
             self._calls.pop(name, None)
 
-    def _rows(self, name: str) -> Iterator[Rows]:
+    def _rows(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         layer = self._layers[name]
         for call in self._calls.get(name, []):
-            dtype = torch.promote_types(working(layer.weight).dtype, torch.float32)
-            with torch.no_grad():
-                yield (
-                    input_rows(layer, call.inputs).to(dtype),
-                    output_rows(layer, call.gradient).to(dtype),  # type: ignore[arg-type]
-                )
+            assert call.gradient is not None
+            yield layer_rows(layer, call.inputs, call.gradient, has_bias=self._bias_of(layer) is not None)
+
+    def _bias_of(self, layer: Layer) -> Tensor | None:
+        """Return the bias of a layer if it is trained in the group of the weight, as that of one more input."""
+        bias = layer.bias
+        if bias is None or not bias.requires_grad or self._group_of(bias) is not self._group_of(layer.weight):
+            return None
+        return bias
 
     def _forget(self) -> None:
         super()._forget()
@@ -199,7 +207,7 @@ class LayerOptimizer(CurvatureOptimizer):
         weakref.finalize(self, _remove, self._handles)
 
     def _is_curvature_due(self) -> bool:
-        return self.param_groups[0]["fisher"] == "sampled" and any(map(self._is_due, self.param_groups))
+        return self.param_groups[0]["fisher"] == "sampled" and super()._is_curvature_due()
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
@@ -216,27 +224,19 @@ class LayerOptimizer(CurvatureOptimizer):
         weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
         if not weights:
             return
-        with self._drawing():
+        self._draws = True
+        try:
             for index, (loss, weight) in enumerate(losses):
                 score = weight.abs().sqrt() * loss.score(generators(loss.output.device))
                 keep = retain_graph or index + 1 < len(losses)
                 torch.autograd.grad(
                     loss.output, weights, score.detach(), retain_graph=keep, allow_unused=True
                 )
-
-    @contextlib.contextmanager
-    def _drawing(self) -> Iterator[None]:
-        self._draws = True
-        try:
-            yield
         finally:
             self._draws = False
 
     def _group_of(self, param: Tensor) -> Group | None:
         return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
-
-    def _is_due(self, group: Group) -> bool:
-        return group["step"] % group["curvature_every"] == 0
 
     def _lacks_factors(self, name: str) -> bool:
         return "updates" not in self.state.get(self._layers[name].weight, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,15 +181,15 @@ def step_flat(
     """Compute a step of parameters of one dtype and device, as many steps old, as one vector."""
     values = {_ALL: _flat(params.values())}
     if "step" in next(iter(states.values())):
-        state = joined(rule, {_ALL: _flat_states(list(states.values()))})
+        state = _map_fields(joined(rule, states), lambda field: {_ALL: _flat(field.values())})
     else:
         state = rule.init(values)
     diagonals = _diagonals(rule, curvature)
     if diagonals:
         diagonals = {_ALL: _flat(diagonals[key] for key in params)}
     moved, state = rule.update({_ALL: _flat(grads.values())}, state, values, _known(curvature, diagonals))
-    parts = [_split(field[_ALL], params) if isinstance(field, dict) else field for field in state]
-    return Change(params, _split(moved[_ALL], params), apart(type(state)(*parts), params))
+    parts = _map_fields(state, lambda field: _split(field[_ALL], params))
+    return Change(params, _split(moved[_ALL], params), apart(parts, params))
 
 
 def move_pieces(
@@ -223,25 +223,18 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([working(tensor).reshape(-1) for tensor in tensors])
 
 
-def _flat_states(states: Sequence[ParameterState]) -> ParameterState:
-    return {
-        field: _flat(state[field] for state in states) if isinstance(value, Tensor) else value
-        for field, value in states[0].items()
-    }
-
-
 def _split(flat: Tensor, params: Params) -> Params:
     parts = flat.split([p.numel() for p in params.values()])
     return {key: part.view(p.shape) for (key, p), part in zip(params.items(), parts, strict=True)}
 
 
-def _map_slots(state: Any, function: Any) -> Any:
-    return type(state)(
-        *(
-            {key: function(slot) for key, slot in field.items()} if isinstance(field, dict) else field
-            for field in state
-        )
-    )
+def _map_fields(state: Any, function: Callable[[Params], Params]) -> Any:
+    """Map what a state has of each parameter; the other fields, such as the step, pass."""
+    return type(state)(*(function(field) if isinstance(field, dict) else field for field in state))
+
+
+def _map_slots(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return _map_fields(state, lambda field: {key: function(slot) for key, slot in field.items()})
 
 
 def _diagonals(rule: Rule, curvature: Curvature | None) -> Params:

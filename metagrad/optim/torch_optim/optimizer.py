@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -230,7 +230,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
         changes = self._factorised(
-            lambda: list(chain.from_iterable(self._changes(*one) for one in work if one.params))
+            lambda: list(chain.from_iterable(self._changes(one) for one in work if one.params))
         )
         if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
             return
@@ -290,12 +290,21 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _num_skipped(self) -> int:
         return self.__dict__.get("_skipped", 0)
 
-    def _changes(self, group: Group, params: Params, grads: Params) -> Iterator[Change | Later]:
+    def _changes(self, work: Work) -> Iterator[Change | Later]:
         """Compute the step of a group."""
-        rule, curvature = self._rule(group), self._curvature(group, params, grads)
+        return self._moves(work, self._rule(work.group), self._kept(work.params), self._curvature(*work))
+
+    def _kept(self, params: Params) -> dict[str, ParameterState]:
+        return {key: self.state.get(p, {}) for key, p in params.items()}
+
+    def _moves(
+        self, work: Work, rule: Any, kept: Mapping[str, ParameterState], curvature: Curvature | None
+    ) -> Iterator[Change | Later]:
+        """Compute a step of a rule, with what is kept of each parameter."""
         together: dict[Hashable, list[str]] = defaultdict(list)
+        group, params, grads = work
         for key, p in params.items():
-            state, alike = self.state.get(p, {}), self._flat_with(group, rule, p)
+            state, alike = kept[key], self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
                 yield step_rows(rule, key, p, grads[key], state, curvature)
@@ -305,10 +314,8 @@ class RuleOptimizer(torch.optim.Optimizer):
                 together[state.get("step"), alike].append(key)
         for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
             step = step_whole if alike is None or len(keys) == 1 else step_flat
-            some, gradients = {key: params[key] for key in keys}, {key: grads[key] for key in keys}
-            yield step(
-                rule, some, gradients, {key: self.state.get(params[key], {}) for key in keys}, curvature
-            )
+            own = ({key: each[key] for key in keys} for each in (params, grads, kept))
+            yield step(rule, *own, curvature)  # type: ignore[reportCallIssue]
 
     def _later(
         self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None
@@ -337,9 +344,8 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""
-        fields = {field.name for field in documented_fields(self.rule)} - self.options.keys()
-        names = [name for name in self.defaults if name in fields]
-        return _made(self.rule, tuple((name, as_number(group[name])) for name in names))
+        names = self.defaults.keys() & _fields_of(type(self))
+        return _made(self.rule, tuple([(name, as_number(group[name])) for name in names]))
 
     def _named(self, index: int) -> Params:
         """Return the parameters of a group by name; those without are named by their place."""
@@ -402,6 +408,11 @@ def _check_nonfinite(name: str, value: object, first: object) -> None:
             f"{name}(params): nonfinite must be the same in all groups, which move together or not at all; got "
             f"{first!r} and {value!r}."
         )
+
+
+@functools.cache
+def _fields_of(cls: type[RuleOptimizer]) -> Set[str]:
+    return {field.name for field in documented_fields(cls.rule)} - cls.options.keys()
 
 
 @functools.lru_cache(maxsize=256)

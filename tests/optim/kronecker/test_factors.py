@@ -8,15 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.optim.kronecker.factors import (
-    Eigenbasis,
+    EigenBlock,
+    Estimate,
     Factors,
     Sums,
     added,
-    eigenbasis_of,
     factors_of,
     inverses_of,
     preconditioned,
-    preconditioned_in_basis,
     scaling_of,
     split_damping,
     sums_of,
@@ -51,7 +50,9 @@ def exact_factors(model, layer, x):
     total = None
     for column in range(y.shape[-1]):
         (g,) = torch.autograd.grad(y[:, column].sum(), output, retain_graph=True)
-        total = added(total, sums_of(input_rows(layer, inputs), output_rows(layer, g)))
+        total = added(
+            total, sums_of(input_rows(layer, inputs, has_bias=layer.bias is not None), output_rows(layer, g))
+        )
     rows = Sums(total.inputs / y.shape[-1], total.outputs, len(x), total.num_rows // y.shape[-1])
     return factors_of(rows, 1 / len(x))
 
@@ -94,8 +95,10 @@ def test_blocks_of_a_deep_linear_network_are_exact(depth):
 def test_a_convolution_over_one_position_is_a_linear_layer():
     conv, x, g = made(lambda: nn.Conv2d(2, 3, (4, 5))), drawn(6, 2, 4, 5), drawn(6, 3, 1, 1, seed=2)
     linear = nn.Linear(40, 3, dtype=F64)
-    a = factors_of(sums_of(input_rows(conv, x), output_rows(conv, g)), 6)
-    b = factors_of(sums_of(input_rows(linear, x.flatten(1)), output_rows(linear, g.flatten(1))), 6)
+    a = factors_of(sums_of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 6)
+    b = factors_of(
+        sums_of(input_rows(linear, x.flatten(1), has_bias=True), output_rows(linear, g.flatten(1))), 6
+    )
     for one, other in zip(a, b, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -103,7 +106,7 @@ def test_a_convolution_over_one_position_is_a_linear_layer():
 def test_a_convolution_is_the_linear_layer_on_its_patches():
     """Theorem 1: patches are summed over positions, gradients averaged."""
     conv, x, g = made(lambda: nn.Conv2d(2, 3, 3, padding=1)), drawn(4, 2, 5, 5), drawn(4, 3, 5, 5, seed=2)
-    factors = factors_of(sums_of(input_rows(conv, x), output_rows(conv, g)), 4)
+    factors = factors_of(sums_of(input_rows(conv, x, has_bias=True), output_rows(conv, g)), 4)
     patches = F.pad(F.unfold(x, 3, padding=1).mT, (0, 1), value=1.0)
     omega = torch.einsum("nti,ntj->ij", patches, patches) / 4
     gradients = 4 * g.flatten(2)
@@ -142,6 +145,10 @@ def test_a_factor_that_is_singular_needs_damping():
         inverses_of(Factors(torch.zeros(2, 2), torch.eye(2)), 0.0)
 
 
+def eigenvectors_of(factors):
+    return Factors(*(torch.linalg.eigh(factor)[1] for factor in factors))
+
+
 @pytest.mark.parametrize("positions", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_corrected_eigenvalues_are_never_worse(positions, seed):
@@ -151,7 +158,7 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     gradients = (g.mT @ a).flatten(1) * 9
     fisher = gradients.T @ gradients / 9
     factors = factors_of(sums_of(a, g), 9)
-    basis = eigenbasis_of(factors)
+    basis = eigenvectors_of(factors)
     scaling = 9 * scaling_of(a, g, basis, max_elements=30)
     vectors = torch.kron(basis[1], basis[0])
     torch.testing.assert_close(
@@ -164,12 +171,30 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     assert error < (nudged - fisher).norm()
 
 
-def test_preconditioning_in_the_basis_is_the_inverse():
+def test_a_block_in_a_basis_is_the_damped_inverse():
     factors, a, g = factors_at_random()
-    basis = eigenbasis_of(factors)
-    scaling, gradient = 9 * scaling_of(a, g, basis), drawn(3, 4, seed=3)
-    vectors = torch.kron(basis[1], basis[0])
+    new = Estimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
+    empty = EigenBlock(0, *factors * 2)
+    vectors = torch.kron(*reversed(eigenvectors_of(factors)))
+    scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
     dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
     expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
-    got = preconditioned_in_basis(gradient, Eigenbasis(*basis, scaling), 0.1)
+    got = empty.renewed(new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():
+    factors, a, g = factors_at_random()
+    twice = Estimate(Factors(*(2 * factor for factor in factors)), lambda basis: 18 * scaling_of(a, g, basis))
+    once = Estimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
+    first = EigenBlock(0, *factors * 2).renewed(once, 0.6, 0.0, is_due=False)
+    second = first.renewed(twice, 0.6, 0.0, is_due=False)
+    assert second.input_basis is first.input_basis
+    assert second.updates == 2
+    for one, other in zip(first[1:3] + first[5:], second[1:3] + second[5:], strict=True):
+        torch.testing.assert_close(other, 1.5 * one, rtol=1e-12, atol=0)
+    third = second.renewed(once, 0.6, 0.0, is_due=True)
+    torch.testing.assert_close(third.inputs, (0.6 * 1.5 + 0.4) * factors.inputs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        third.scaling, first.scaling, rtol=1e-10, atol=1e-14
+    )  # not averaged in a new basis

@@ -8,10 +8,10 @@ from torch import nn
 
 from metagrad.optim.kronecker.layers import (
     input_rows,
-    joined_gradient,
+    joined,
     known_layers,
     output_rows,
-    split_gradient,
+    split,
 )
 
 F64 = torch.float64
@@ -40,14 +40,15 @@ def drawn(*shape):
 
 def assert_linear(layer, x):
     """The output is rows times the matrix of weights, and its gradient the product of rows."""
-    y = layer(x)
-    matrix = joined_gradient(layer, layer.weight, layer.bias)
-    rows = input_rows(layer, x)
+    y, has_bias = layer(x), layer.bias is not None
+    rows = input_rows(layer, x, has_bias=has_bias)
+    matrix = joined(layer.weight, layer.bias)
     torch.testing.assert_close(output_rows(layer, y), rows @ matrix.T, rtol=1e-12, atol=1e-12)
     weights = drawn(*y.shape)
     grads = torch.autograd.grad((y * weights).sum(), list(layer.parameters()))
     product = output_rows(layer, weights).flatten(0, 1).T @ rows.flatten(0, 1)
-    torch.testing.assert_close(joined_gradient(layer, *(*grads, None)[:2]), product, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(joined(*(*grads, None)[:2]), product, rtol=1e-12, atol=1e-12)
+    assert input_rows(layer, x, has_bias=False).shape[-1] == layer.weight[0].numel()
 
 
 @pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths:UserWarning")
@@ -63,20 +64,15 @@ def test_a_convolution_is_a_linear_layer_on_patches(make, size, options):
 def test_a_linear_layer_on_sequences(shape, bias):
     layer = made(nn.Linear, 4, 3, bias=bias)
     assert_linear(layer, drawn(*shape))
-    assert len(input_rows(layer, drawn(*shape))) == (shape[0] if len(shape) > 1 else 1)
+    assert len(input_rows(layer, drawn(*shape), has_bias=bias)) == (shape[0] if len(shape) > 1 else 1)
 
 
-def test_gradients_are_split_as_they_were_joined():
-    for layer in (made(nn.Conv2d, 2, 3, 2), made(nn.Linear, 2, 3), made(nn.Linear, 2, 3, bias=False)):
-        parts = [torch.randn_like(p) for p in layer.parameters()]
-        split = split_gradient(layer, joined_gradient(layer, *(*parts, None)[:2]))
-        assert all(torch.equal(a, b) for a, b in zip(parts, split, strict=False))
-
-
-def test_a_frozen_bias_has_no_column():
-    layer = made(nn.Linear, 2, 3)
-    layer.bias.requires_grad_(False)
-    assert input_rows(layer, drawn(5, 2)).shape == (5, 1, 2)
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradients_are_split_as_they_were_joined(bias):
+    weight, column = drawn(3, 2, 4, 2, 2), drawn(3, 2) if bias else None
+    parts = split(joined(weight, column, 1), weight.shape, has_bias=bias)
+    assert torch.equal(parts[0], weight)
+    assert parts[1] is None if column is None else torch.equal(parts[1], column)
 
 
 def test_other_modules_are_named_in_one_warning():

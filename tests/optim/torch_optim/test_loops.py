@@ -225,7 +225,7 @@ def test_backward_passes_after_all_losses_add_up(case):
 @having("model")
 def test_losses_that_are_computed_before_a_backward_pass_are_refused_by_name(case):
     with pytest.raises(
-        ValueError, match=r"layer 'second' was called twice.*backward\(\) for each micro-batch"
+        ValueError, match=r"layer of 'second\.weight' was called twice.*backward\(\) for each micro-batch"
     ):
         after(case, micro_batches_at_once)
 

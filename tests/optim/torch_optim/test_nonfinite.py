@@ -146,7 +146,7 @@ def test_a_group_that_is_not_finite_holds_the_others_back(case):
     model = network()
     params = [{"params": [model.first.weight]}, {"params": [model.second.weight]}]
     opt = optimizer(case, model, params)
-    with pytest.raises(FloatingPointError, match=r"'param_groups\[1\]\[0\]'"):
+    with pytest.raises(FloatingPointError, match=r"'(param_groups\[1\]\[0\]|second\.weight)'"):
         nan_gradient(case, model, opt)
     assert_equal(snapshot(model), snapshot(network()))
     assert [group["step"] for group in opt.param_groups] == [0, 0]
