@@ -64,7 +64,6 @@ def derivatives(function, order=3):
     return gradients
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_with_the_tracker_open_are_identical(name):
     expected = derivatives(FUNCTIONS[name])
@@ -74,7 +73,6 @@ def test_gradients_with_the_tracker_open_are_identical(name):
         assert torch.equal(a, b), f"order {order}"
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_graphs_made_in_the_tracker_outlive_it(name):
     w = leaf()

@@ -125,7 +125,6 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # func.jvp
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_that_stay_are_exact_and_go_with_the_result(name):
     make, expected = CASES[name]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from metagrad.models import Conv4, conv4
+from metagrad.models import Conv4
 
 POOLS, NORMS, HEADS = ("max", "stride"), ("batch", "group", "none"), ("flatten", "mean")
 CASES = list(itertools.product(POOLS, NORMS, HEADS))
@@ -134,9 +133,3 @@ def test_construction_errors(arguments, message):
 def test_images_of_another_shape(shape):
     with pytest.raises(ValueError, match=r"Conv4\(x\): x must be \[batch, 1, 28, 28\], got \["):
         Conv4(5)(torch.zeros(shape))
-
-
-def test_examples_in_docstrings():
-    results = doctest.testmod(conv4)
-    assert results.attempted > 0
-    assert results.failed == 0

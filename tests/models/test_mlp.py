@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.func import functional_call
 
-from metagrad.models import MLP, mlp
+from metagrad.models import MLP
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=2, max_size=5))
@@ -48,9 +46,3 @@ def test_second_derivatives_with_respect_to_parameters_and_inputs():
 def test_sizes_that_make_no_network(sizes):
     with pytest.raises(ValueError, match=r"MLP\(sizes\): sizes must be the features of input, .* got \["):
         MLP(sizes)
-
-
-def test_examples_in_docstrings():
-    results = doctest.testmod(mlp)
-    assert results.attempted > 0
-    assert results.failed == 0

@@ -5,16 +5,13 @@ import inspect
 import pytest
 
 from metagrad.optim.rule import with_arguments
-from metagrad.optim.rules import adadelta, adagrad, adam, adamw, lion, muon, rmsprop
+from metagrad.optim.rules import adadelta, adagrad, adam, lion, rmsprop
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 @pytest.mark.parametrize(
     ("make", "keywords", "message"),
     [
-        (adam, {"lr": -1.0}, r"adam\(...\): lr must be at least 0, got -1"),
-        (adam, {"eps": -1.0}, "eps must be at least 0"),
-        (adam, {"weight_decay": -1.0}, "weight_decay must be at least 0"),
         (adam, {"betas": (1.0, 0.9)}, r"betas\[0\] must be below 1, got 1.0"),
         (adam, {"betas": (0.9, -0.1)}, r"betas\[1\] must be at least 0"),
         (
@@ -23,16 +20,12 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
             r"adam\(...\): betas must be as many as in \(0.9, 0.999\), got \(0.9, 0.9, 0.9\)",
         ),
         (adam, {"betas": (0.9,)}, r"betas must be as many as in \(0.9, 0.999\), got \(0.9,\)"),
-        (adagrad, {"lr_decay": -1.0}, r"adagrad\(...\): lr_decay must be at least 0"),
         (adagrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value must be at least 0"),
         (rmsprop, {"alpha": 1}, r"rmsprop\(...\): alpha must be below 1, got 1"),
-        (rmsprop, {"momentum": -1.0}, "momentum must be at least 0"),
         (rmsprop, {"alpha": {"w": 1.5}}, r"alpha\['w'\] must be below 1, got 1.5"),
         (rmsprop, {"alpha": [0.5, 1.5]}, "alpha must be below 1, got 1.5"),
         (adadelta, {"rho": 1.0}, r"adadelta\(...\): rho must be below 1, got 1.0"),
         (lion, {"betas": (0.9, 1.0)}, r"lion\(...\): betas\[1\] must be below 1"),
-        (adamw, {"lr": -1.0}, r"adamw\(...\): lr must be at least 0"),
-        (muon, {"momentum": -1.0}, r"muon\(...\): momentum must be at least 0"),
     ],
 )
 def test_bad_hyperparameters_are_refused(make, keywords, message):

@@ -10,13 +10,10 @@ from torch.func import grad, jvp, vmap
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from tests.joint import joint_gradcheck
 from tests.sparse.cases import CASES, Case, arguments
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.strategies import patterns, seeds
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 SMALL = Pattern(torch.tensor([0, 0, 1, 3, 3, 3]), torch.tensor([1, 3, 0, 0, 1, 4]), (4, 5))
@@ -84,11 +81,6 @@ def test_blocks_are_what_their_numbers_are(case):
 
 
 @every_case
-def test_every_derivative_is_that_of_finite_differences(case):
-    assert joint_gradcheck(case.sparse, arguments(case, SMALL), order=3)
-
-
-@every_case
 def test_float32_agrees_and_stays_float32(case):
     args = arguments(case, SMALL, dtype=torch.float32)
     result = dense(case.sparse(*args))
@@ -135,15 +127,6 @@ def test_vmap_is_a_loop(case):
     torch.testing.assert_close(vmap(values)(*stacked), torch.stack([values(*x) for x in examples]))
     expected = tuple(torch.stack(g) for g in zip(*(gradient(*x) for x in examples), strict=True))
     torch.testing.assert_close(vmap(gradient)(*stacked), expected)
-
-
-@every_case
-def test_checkpoint_changes_no_derivative(case):
-    args = arguments(case, SMALL)
-    leaves = tensors(args)
-    plain = derivatives(lambda leaves: stored(case.sparse(*rebuilt(args, leaves))), leaves, 2)
-    kept = derivatives(lambda leaves: stored(mg.checkpoint(case.sparse, *rebuilt(args, leaves))), leaves, 2)
-    torch.testing.assert_close(kept, plain)
 
 
 @every_case

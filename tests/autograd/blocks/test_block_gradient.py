@@ -213,47 +213,6 @@ def test_every_order_equals_that_of_one_tape(case):
     assert_same(derivatives(block_gradient, loss, params, x, y, order), expected)
 
 
-@pytest.mark.parametrize("case", [mlp, conv, attention, language, repeated], ids=lambda case: case.__name__)
-def test_products_are_those_of_the_dense_hessian(case):
-    (model, loss_fn, x, y, _), params = made(case)
-    loss = chain(model, loss_fn)
-    names, sizes = list(params), [p.numel() for p in params.values()]
-
-    def flat_loss(flat):
-        parts = [part.view(params[n].shape) for n, part in zip(names, flat.split(sizes), strict=True)]
-        with sdpa_kernel(SDPBackend.MATH):
-            return torch.func.functional_call(model, dict(zip(names, parts, strict=True)), (x,))
-
-    flat = torch.cat([p.detach().flatten() for p in params.values()])
-    dense = torch.func.jacrev(torch.func.jacrev(lambda flat: loss_fn(flat_loss(flat), y)))(flat)
-    _, grads = block_gradient(loss, params, x, y)
-    for seed in (3, 4):
-        v = {k: randn(*p.shape, seed=seed) for k, p in params.items()}
-        product = torch.autograd.grad(
-            list(grads.values()), list(params.values()), list(v.values()), retain_graph=True
-        )
-        expected = dense.detach() @ torch.cat([part.flatten() for part in v.values()])
-        torch.testing.assert_close(torch.cat([p.flatten() for p in product]), expected, rtol=1e-9, atol=1e-11)
-
-
-def test_a_step_agrees_with_finite_differences_to_order_3():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    loss = chain(model, squares)
-    names = [name for name, _ in model.named_parameters()]
-
-    def outer(values, x, y, lr):
-        params = dict(zip(names, values, strict=True))
-        value, grads = block_gradient(loss, params, x, y)
-        fast = {k: p - lr * grads[k] for k, p in params.items()}
-        return value, loss(fast, x.sin(), y)
-
-    values = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    lr = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    inputs = (values, randn(3, 2).requires_grad_(), randn(3, 1, seed=1).requires_grad_(), lr)
-    assert mg.gradcheck(outer, inputs, order=3, directions=1)
-
-
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
 def test_meta_gradients_through_several_steps(memory):
     (model, loss_fn, x, y, _), params = made(mlp)

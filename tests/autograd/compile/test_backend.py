@@ -13,6 +13,7 @@ import metagrad as mg
 from metagrad.autograd.compile.compiled import Compiled
 from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch_compiler
+from tests.marks import slow
 
 OPTIONS = {"backend": "aot_eager"}
 
@@ -43,7 +44,7 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("memory", ["full", "step", slow("sqrt")])
 def test_one_step_of_a_loop_goes_by_torch_compile(calls, memory):
     def step(w, t, lr):
         return w - lr * torch.sin(w) / (1 + t), w.sum()
@@ -155,7 +156,7 @@ def test_what_a_step_reads_besides_is_that_of_its_own_loop():
         assert last.item() == 4 * by
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt"])
+@pytest.mark.parametrize("memory", ["full", "step", slow("sqrt")])
 def test_a_loop_leaves_nothing_to_the_garbage_collector(memory):
     def run():
         w = tensor(1.0, 2.0)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import metagrad as mg
 
 MEMORIES = ["step", "sqrt"]
-DEPRECATED = "ignore:.torch.jit.script. is deprecated:DeprecationWarning"  # torch's own, in forward mode
 
 
 class Model(nn.Module):
@@ -412,7 +411,6 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings(DEPRECATED)
 @pytest.mark.parametrize("form", ["checkpoint", "sqrt"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms_over_recomputation_are_right_and_say_that_graphs_are_stored(transform, form):
@@ -423,7 +421,6 @@ def test_transforms_over_recomputation_are_right_and_say_that_graphs_are_stored(
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.filterwarnings(DEPRECATED)
 @pytest.mark.parametrize("form", ["checkpoint", *MEMORIES])
 def test_dual_numbers_pass_and_say_that_graphs_are_stored(form):
     x, v = torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import metagrad as mg
-from tests.joint import joint_gradcheck
 
 MEMORIES = ["full", "step", "sqrt", 1800, "1MiB"]
 
@@ -59,14 +58,6 @@ def test_every_memory_equals_full_at_three_orders_with_respect_to_state_argument
     for full, *others in zip(*results, strict=True):
         for other in others:
             torch.testing.assert_close(other, full, rtol=1e-12, atol=1e-12 * float(full.detach().abs().max()))
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_agrees_with_finite_differences(memory):
-    step, state, lr, _ = problem()
-    assert joint_gradcheck(
-        lambda state, lr: objective(memory, step, state, lr, steps=3), (state, lr), order=3, directions=1
-    )
 
 
 @pytest.mark.parametrize("memory", MEMORIES)

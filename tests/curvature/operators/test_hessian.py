@@ -18,9 +18,6 @@ from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.sparse import Pattern, RowSparse, SparseTensor
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 def draw(*shape):
     return torch.randn(*shape, dtype=torch.float64)
@@ -128,22 +125,6 @@ def test_models_against_the_dense_hessian(make, mode):
         close(block.products(vectors), vectors @ expected[part, part], 1e-6)
         layer = H[name.rpartition(".")[0]]
         assert layer.space.names == [n for n in params if n.startswith(name.rpartition(".")[0] + ".")]
-
-
-def test_batch_norm_in_training():
-    torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 2)).double(),
-        draw(3, 1, 6, 6),
-    )
-    y, params = torch.tensor([0, 1, 1]), dict(model.named_parameters())
-    plain = nn.Sequential(
-        nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2, track_running_stats=False), nn.Flatten(), nn.Linear(32, 2)
-    )
-    expected = dense(with_params(plain, F.cross_entropy), params, x, y)
-    with hessian(F.cross_entropy(model(x), y), params) as H:
-        vectors = draw(5, H.shape[0])
-        close(H.products(vectors), vectors @ expected)
 
 
 def test_the_closure_of_a_module():
@@ -267,42 +248,6 @@ def test_tables_in_batches():
 
 
 # Batches
-
-
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_batches_are_accumulated_exactly(mode):
-    torch.manual_seed(0)
-    model, x = mlp()
-    model, y = model.double(), draw(5, 2)
-    params, seen = dict(model.named_parameters()), []
-    loss_fn = with_params(model, lambda z, y: (z - y).square().mean())
-    expected = dense(loss_fn, params, x, y)
-    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
-    with hessian(
-        loss_fn, params, batches, mode=mode, progress=lambda done, total: seen.append((done, total))
-    ) as H:
-        seen.clear()
-        v = draw(3, H.shape[0])
-        close(H.products(v), v @ expected, 1e-7)
-        assert seen == [(1, 2), (2, 2)]
-    total = lambda p, x, y: loss_fn(p, x, y) * len(x)  # noqa: E731
-    with hessian(total, params, batches, mode=mode, reduction="sum") as H:
-        close(H.products(v), 5 * v @ expected, 1e-7)
-
-
-def test_passes_that_differ_are_refused():
-    w, calls = draw(3), []
-
-    def loss_fn(params, x):
-        calls.append(1)
-        return (params["w"] * x).sin().sum() * len(calls)
-
-    with pytest.raises(
-        ValueError, match=r"hessian\(loss_fn, params, data\): two passes over the data differ"
-    ):
-        hessian(loss_fn, {"w": w}, [(draw(3),)])
-    with pytest.raises(TypeError, match="consumed by one pass"):
-        hessian(loss_fn, {"w": w}, iter([(draw(3),)]))
 
 
 # Modes

@@ -12,9 +12,6 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from tests.curvature.layers import cases
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 MODES = ["reverse", "forward", "block"]
 CASES = {case.name: case for case in cases()}
 

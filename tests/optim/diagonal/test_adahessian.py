@@ -12,6 +12,7 @@ from metagrad.optim.diagonal.adahessian import adahessian, power, spatially_aver
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.optim.tape_curvature import TapeCurvature
 from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.optim.cases import formed, scalar
 
 OPTIONS = [
     {},
@@ -22,15 +23,8 @@ OPTIONS = [
 ]
 
 
-def scalar(value):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
-
 def as_tensors(options):
-    made = {k: scalar(v) if type(v) is float else v for k, v in options.items()}
-    if "betas" in made:
-        made["betas"] = tuple(map(scalar, made["betas"]))
-    return made
+    return formed(options, lambda v: scalar(v) if type(v) is float else v)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -201,7 +195,6 @@ def test_bad_hyperparameters_are_refused(keywords, message):
         adahessian(**keywords)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
 def test_power_is_the_same_differentiated_or_not(exponent):
     value = torch.tensor([0.0, 0.25, 4.0], dtype=torch.float64)

@@ -11,6 +11,7 @@ from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.optim.curvature import Diagonal, KnownDiagonal
 from metagrad.optim.diagonal.sophia import sophia_g, sophia_h
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
+from tests.optim.cases import formed, scalar
 
 OPTIONS = [
     {},
@@ -18,18 +19,13 @@ OPTIONS = [
     {"lr": 0.1, "weight_decay": 0.2, "curvature_every": 3},
     {"lr": 0.1, "gamma": 1.0, "maximize": True},
 ]
-both = pytest.mark.parametrize("make", [sophia_h, sophia_g])
-
-
-def scalar(value):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
 
 def as_tensors(options):
-    made = {k: scalar(v) if type(v) is float else v for k, v in options.items()}
-    if "betas" in made:
-        made["betas"] = tuple(map(scalar, made["betas"]))
-    return made
+    return formed(options, lambda v: scalar(v) if type(v) is float else v)
+
+
+both = pytest.mark.parametrize("make", [sophia_h, sophia_g])
 
 
 @both

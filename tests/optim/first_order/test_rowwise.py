@@ -186,7 +186,6 @@ def test_a_row_table_is_right_in_its_three_parts():
     assert torch.equal(RowTable(base, rows, values, scale).to_dense(), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_row_table_in_forward_mode():
     rows, ids = torch.tensor([1, 4]), torch.tensor([0, 1])
     base, values = table().detach(), table()[:2].detach()

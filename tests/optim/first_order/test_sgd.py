@@ -6,6 +6,7 @@ from torch import nn
 
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.optim.cases import scalar
 
 sgd = mg.optim.rules.sgd
 
@@ -31,10 +32,6 @@ def unrolled(p, steps=3, **hyper):
 
     (last, _), _ = mg.unroll(step, (p, rule.init(p)), steps=steps)
     return loss(last)
-
-
-def scalar(value):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
 
 FORMS = {

@@ -14,6 +14,7 @@ B = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
 C = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
 START = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
 ONE = torch.ones((), dtype=torch.float64)
+I3 = torch.eye(3, dtype=torch.float64)
 
 
 def quartic(w: Tensor) -> Tensor:
@@ -27,6 +28,25 @@ def quartic_gradient(w: Tensor) -> Tensor:
 
 def quartic_hessian(w: Tensor) -> Tensor:
     return A + torch.diag(C * w**2)
+
+
+def quartic_of(params) -> Tensor:
+    return quartic(params["w"])
+
+
+def bfgs(pairs) -> Tensor:
+    """Nocedal, Wright, equation 6.17, from the matrix s^T y / y^T y of the last pair."""
+    s, y = pairs[-1]
+    H = (s @ y) / (y @ y) * I3
+    for s, y in pairs:
+        rho = 1 / (s @ y)
+        V = I3 - rho * torch.outer(y, s)
+        H = V.T @ H @ V + rho * torch.outer(s, s)
+    return H
+
+
+def close(a: Tensor, b: Tensor, rtol: float = 1e-8) -> None:
+    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=1e-10)
 
 
 def rosenbrock(w: Tensor) -> Tensor:

@@ -8,11 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils import _pytree as pytree
 
-import metagrad as mg
 from metagrad.curvature.likelihoods.output_losses import Gaussian
 from metagrad.optim.curvature import KnownDiagonal
 from metagrad.optim.newton.gauss_newton import gauss_newton
@@ -22,33 +19,25 @@ from metagrad.optim.newton.second_order import endings
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.optim.tape_curvature import WeightedLoss
-from tests.marks import combined
 from tests.optim.newton.problems import (
+    I3,
     ONE,
     START,
-    fit_residuals,
+    bfgs,
+    close,
     least_squares,
     logistic,
     parameters,
-    quartic,
     quartic_gradient,
     quartic_hessian,
+    quartic_of,
     stepped,
 )
 
 F64 = torch.float64
-I3 = torch.eye(3, dtype=F64)
 FIT = torch.tensor([1.0, -0.5, 0.2], dtype=F64)
 RULES = [newton_cg, gauss_newton, natural_gradient]
 every = pytest.mark.parametrize("make", RULES)
-
-
-def quartic_of(params):
-    return quartic(params["w"])
-
-
-def close(a, b, rtol=1e-8):
-    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=1e-10)
 
 
 class Counted:
@@ -118,17 +107,6 @@ def test_with_products_at_every_step_nothing_is_stored(make):
 # The directions between
 
 
-def bfgs(pairs, n):
-    """Nocedal, Wright, equation 6.17, from the matrix s^T y / y^T y of the last pair."""
-    s, y = pairs[-1]
-    H = (s @ y) / (y @ y) * torch.eye(n, dtype=F64)
-    for s, y in pairs:
-        rho = 1 / (s @ y)
-        V = torch.eye(n, dtype=F64) - rho * torch.outer(y, s)
-        H = V.T @ H @ V + rho * torch.outer(s, s)
-    return H
-
-
 @pytest.mark.parametrize("kept", [1, 2, 5])
 def test_directions_between_are_those_of_bfgs_on_the_last_model(kept):
     rule = newton_cg(lr=0.7, damping=0.4, adapt=False, curvature_every=3, pairs=kept)
@@ -146,7 +124,7 @@ def test_directions_between_are_those_of_bfgs_on_the_last_model(kept):
                 close(y, model @ s)
             close(pairs[0][0], -quartic_gradient(w))
         else:
-            close(params["w"], w - 0.7 * bfgs(pairs, 3) @ quartic_gradient(w))
+            close(params["w"], w - 0.7 * bfgs(pairs) @ quartic_gradient(w))
 
 
 def test_with_all_pairs_the_direction_is_newtons_on_the_last_model():
@@ -202,7 +180,7 @@ def test_the_bound_of_natural_gradient_between(bound):
     state = rule.init(params)
     params, state = stepped(rule, logistic, params, state)
     g = TapeObjective(logistic, params).grads["w"].detach()
-    d = -bfgs(list(zip(state.moves["w"][-3:], state.changes["w"][-3:], strict=True)), 3) @ g
+    d = -bfgs(list(zip(state.moves["w"][-3:], state.changes["w"][-3:], strict=True))) @ g
     length = 0.5 if bound is None else math.sqrt(2 * bound / float(-(g @ d)))
     assert bound is None or length < 0.5
     new, state = stepped(rule, logistic, params, state)
@@ -421,49 +399,6 @@ OPTIONS = {
 in_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
-def regression():
-    generator = torch.Generator().manual_seed(0)
-
-    def part():
-        x = torch.randn(3, 4, 2, generator=generator, dtype=F64)
-        return SimpleNamespace(x=x, y=x.prod(2, keepdim=True))
-
-    return SimpleNamespace(support=part(), query=part())
-
-
-def meta_gradient(make, options, steps=4, **more):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-        damping = torch.tensor(2.0, dtype=F64, requires_grad=True)
-        inner = make(lr=0.5, damping=damping, **options)
-        meta = mg.MAML(net, F.mse_loss, inner=inner, steps=steps, **more)
-        out = meta(regression())
-        out.loss.backward()
-    grads = [p.grad.flatten() for p in net.parameters()]
-    assert all(bool(g.any()) for g in grads)
-    return torch.cat([out.loss.detach().reshape(1), *grads, damping.grad.reshape(1)])
-
-
-@every
-@pytest.mark.parametrize(
-    ("options", "memory"),
-    combined(OPTIONS, ["step", "sqrt"], fast=lambda *values: values == ("both", "step")),
-)
-def test_memory_modes_of_maml_agree(make, options, memory):
-    full = meta_gradient(make, OPTIONS[options])
-    found = meta_gradient(make, OPTIONS[options], memory=memory)
-    torch.testing.assert_close(found, full, rtol=1e-9, atol=1e-12)
-
-
-@every
-def test_one_task_at_a_time_is_all_at_once(make):
-    apart = meta_gradient(make, OPTIONS["every"], task_chunk=1)
-    together = meta_gradient(make, OPTIONS["every"])
-    # Conjugate gradients carry the rounding of one order of summation further than that of the other.
-    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-6 * float(together.abs().max()))
-
-
 @every
 @in_options
 @pytest.mark.parametrize("tasks", [(), (2,)])
@@ -556,18 +491,3 @@ def test_no_parameters_no_step_between():
     rule = gauss_newton(curvature_every=2)
     params, state = rule.update({}, rule.init({}), {})
     assert rule.update({}, state, params)[1].step == 2
-
-
-def test_fits_of_a_curve_with_a_third_of_the_products():
-    """The same minimum, with products at every third step."""
-    found = {}
-    for curvature_every in (1, 3):
-        rule, params = gauss_newton(curvature_every=curvature_every), parameters(FIT)
-        state, products = rule.init(params), 0
-        for _ in range(30):
-            params, state = stepped(rule, least_squares, params, state)
-            products += int(state.report.products)
-        (g,) = torch.autograd.grad(fit_residuals(params["w"]).pow(2).sum() / 2, params["w"])
-        assert float(g.norm()) < 1e-7
-        found[curvature_every] = products
-    assert found[3] < 0.5 * found[1]

@@ -78,20 +78,6 @@ def test_rosenbrock_from_the_classic_start(rule, most, n):
     torch.testing.assert_close(params["w"].detach(), torch.ones(n, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-def test_gradient_descent_does_not_get_there_in_ten_thousand_steps():
-    """At the largest of the step sizes 1e-3 2^-k at which it does not diverge, and at three below."""
-    distances = []
-    for lr in [1e-3 * 2.0**-k for k in range(5)]:
-        x, y = -1.2, 1.0
-        for _ in range(10_000):
-            dx, dy = -400 * x * (y - x * x) - 2 * (1 - x), 200 * (y - x * x)
-            x, y = x - lr * dx, y - lr * dy
-            if abs(x) > 1e3:
-                break
-        distances.append(abs(x - 1) + abs(y - 1))
-    assert min(distances) > 1e-3
-
-
 def test_gauss_newton_finds_what_scipy_finds():
     x, y = (values.numpy() for values in fit_data())
     start = torch.tensor([1.0, -0.5, 0.2], dtype=torch.float64)

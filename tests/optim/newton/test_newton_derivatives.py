@@ -15,15 +15,8 @@ from metagrad.optim.newton.trust_region_newton import trust_region_newton
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import with_batch_ndim
 from tests.joint import joint_gradcheck
-from tests.optim.newton.problems import least_squares, quartic, stepped
-
-
-def scalar(value):
-    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
-
-
-def quartic_of(params):
-    return quartic(params["w"])
+from tests.optim.cases import scalar
+from tests.optim.newton.problems import least_squares, quartic, quartic_of, stepped
 
 
 def indefinite(params):
@@ -200,89 +193,3 @@ def test_hyperparameters_by_parameter_are_differentiated_and_stack(make, names, 
     for index, start in enumerate(starts):
         alone, _ = stepped(rule, loss, {"w": start.clone().requires_grad_()}, rule.init({"w": start}))
         torch.testing.assert_close(found["w"][index], alone["w"], rtol=1e-9, atol=1e-12)
-
-
-def sinusoids(num_tasks, shots=10, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    amplitude, phase = 0.1 + 4.9 * draw(num_tasks, 1, 1), 3.14159 * draw(num_tasks, 1, 1)
-    x = 10 * draw(num_tasks, 2 * shots, 1) - 5
-    return x, amplitude * torch.sin(x - phase)
-
-
-def network(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"w1": (1, 6), "b1": (6,), "w2": (6, 6), "b2": (6,), "w3": (6, 1), "b3": (1,)}
-    return {
-        name: (0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_()
-        for name, shape in shapes.items()
-    }
-
-
-def predict(p, x):
-    """An MLP for each task."""
-    h = torch.tanh(x @ p["w1"] + p["b1"][:, None])
-    return torch.tanh(h @ p["w2"] + p["b2"][:, None]) @ p["w3"] + p["b3"][:, None]
-
-
-def meta_loss(params, rule, data, memory="full"):
-    """MAML's objective, with tasks stacked: adapt on the first half of the shots, test on the second."""
-    (x, y), shots = data, data[0].shape[1] // 2
-
-    def support(p):
-        return (predict(p, x[:, :shots]) - y[:, :shots]).pow(2).mean((1, 2))
-
-    def step(state, t, rule):
-        current, rule_state = state
-        objective = TapeObjective(support, current, create_graph=True)
-        return rule.update(objective.grads, rule_state, current, objective), objective.value
-
-    stacked = {name: p.expand(len(x), *p.shape) for name, p in params.items()}
-    state = (stacked, rule.init(stacked))
-    (adapted, _), _ = mg.unroll(step, state, rule, steps=2, memory=memory)
-    return (predict(adapted, x[:, shots:]) - y[:, shots:]).pow(2).mean()
-
-
-@pytest.mark.parametrize("memory", ["full", "step"])
-@pytest.mark.parametrize("adapt", [False, True])
-def test_meta_gradients_through_newton_cg_on_sinusoids_are_finite_differences(adapt, memory):
-    data, params = sinusoids(3), network()
-    # Enough for the Hessians of all tasks to be positive definite: a search direction of no curvature, and a
-    # length that a line search halves, are where the step jumps, which no finite difference may straddle.
-    hyper = {"lr": scalar(0.5), "damping": scalar(100.0)}
-
-    def objective(params, hyper, memory="full"):
-        rule = with_batch_ndim(newton_cg(**hyper, adapt=adapt, max_steps=6), 1)
-        return meta_loss(params, rule, data, memory)
-
-    leaves = {**params, **hyper}
-    found = mg.grad(objective(params, hyper, memory), leaves)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        v = {k: torch.randn(p.shape, generator=generator, dtype=torch.float64) for k, p in leaves.items()}
-
-        def moved(size, v=v):
-            at = {k: (p + size * v[k]).detach().requires_grad_() for k, p in leaves.items()}
-            return objective({k: at[k] for k in params}, {k: at[k] for k in hyper}).detach()
-
-        eps = 1e-6
-        difference = (8 * (moved(eps) - moved(-eps)) - (moved(2 * eps) - moved(-2 * eps))) / (12 * eps)
-        exact = sum((found[k] * v[k]).sum() for k in leaves)
-        torch.testing.assert_close(exact, difference, rtol=1e-6, atol=1e-9)
-
-
-def test_meta_training_through_newton_cg_learns():
-    params, lr, damping = network(), scalar(0.5), scalar(1.0)
-    outer = torch.optim.Adam([*params.values(), lr, damping], lr=1e-2)
-    losses = []
-    for _ in range(40):
-        rule = with_batch_ndim(newton_cg(lr, damping=damping, adapt=False, max_steps=5), 1)
-        loss = meta_loss(params, rule, sinusoids(5))
-        outer.zero_grad()
-        loss.backward()
-        outer.step()
-        losses.append(float(loss.detach()))
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])

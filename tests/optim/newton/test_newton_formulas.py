@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -18,7 +19,10 @@ from metagrad.optim.newton.second_order import endings
 from metagrad.optim.newton.trust_region_newton import trust_region_newton
 from metagrad.optim.tape_curvature import WeightedLoss
 from tests.optim.newton.problems import (
+    I3,
     START,
+    bfgs,
+    close,
     fit_data,
     fit_residuals,
     least_squares,
@@ -28,19 +32,11 @@ from tests.optim.newton.problems import (
     quartic,
     quartic_gradient,
     quartic_hessian,
+    quartic_of,
     stepped,
 )
 
-I3 = torch.eye(3, dtype=torch.float64)
 STARTS = [START, 4 * START, torch.tensor([0.1, 0.2, -0.1], dtype=torch.float64)]
-
-
-def close(a, b, rtol=1e-8):
-    torch.testing.assert_close(a.detach(), b.detach(), rtol=rtol, atol=1e-10)
-
-
-def quartic_of(params):
-    return quartic(params["w"])
 
 
 def shifted(params):
@@ -182,10 +178,14 @@ def least_on_the_boundary(g, H, radius):
     return step(m)
 
 
-@pytest.mark.parametrize("radius", [0.05, 0.6, 2.0, 100.0])
-@pytest.mark.parametrize("start", STARTS, ids=str)
-@pytest.mark.parametrize("loss", [quartic_of, shifted])
-@pytest.mark.parametrize("boundary_steps", [0, 50], ids=["steihaug", "least"])
+@pytest.mark.parametrize(
+    ("radius", "loss", "boundary_steps", "start"),
+    [
+        (radius, loss, boundary_steps, STARTS[(i + j) % 3])
+        for i, radius in enumerate([0.05, 0.6, 2.0, 100.0])
+        for j, (loss, boundary_steps) in enumerate(itertools.product([quartic_of, shifted], [0, 50]))
+    ],
+)
 def test_trust_region_newton(loss, start, radius, boundary_steps):
     rule = trust_region_newton(radius=radius, rtol=1e-12, boundary_steps=boundary_steps)
     params, w = parameters(start), start
@@ -208,9 +208,14 @@ def test_trust_region_newton(loss, start, radius, boundary_steps):
         close(state.factor * given, torch.tensor(radius, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("cubic", [0.1, 1.0, 50.0])
-@pytest.mark.parametrize("start", STARTS, ids=str)
-@pytest.mark.parametrize("loss", [quartic_of, shifted])
+@pytest.mark.parametrize(
+    ("cubic", "loss", "start"),
+    [
+        (cubic, loss, STARTS[(i + j) % 3])
+        for i, cubic in enumerate([0.1, 1.0, 50.0])
+        for j, loss in enumerate([quartic_of, shifted])
+    ],
+)
 def test_cubic_newton(loss, start, cubic):
     """Nesterov, Polyak 2006, equation 2.5: d = -(H + M r / 2)^-1 g with r = |d|."""
     rule = cubic_newton(lr=0.8, cubic=cubic, rtol=1e-13)
@@ -258,21 +263,12 @@ def test_lbfgs_is_that_of_torch(history_size):
 
 
 def test_lbfgs_with_all_pairs_is_bfgs():
-    """Nocedal, Wright, equation 6.17, from the matrix s^T y / y^T y of the last pair."""
     pairs, w = [], START
     rule, params = lbfgs(lr=0.5, history_size=5), parameters()
     state = rule.init(params)
     for _ in range(4):
         g = quartic_gradient(w)
-        if pairs:
-            s, y = pairs[-1]
-            H = (s @ y) / (y @ y) * I3
-            for s, y in pairs:
-                rho = 1 / (s @ y)
-                V = I3 - rho * torch.outer(y, s)
-                H = V.T @ H @ V + rho * torch.outer(s, s)
-        else:
-            H = I3 / g.abs().sum().clamp(min=1)
+        H = bfgs(pairs) if pairs else I3 / g.abs().sum().clamp(min=1)
         new = w - 0.5 * H @ g
         pairs.append((new - w, quartic_gradient(new) - g))
         w = new

@@ -11,9 +11,6 @@ from metagrad.sparse.kernels import products as kernels
 from tests.joint import joint_gradcheck
 from tests.marks import combined
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 PATTERN = Pattern(torch.tensor([0, 0, 2, 2, 3]), torch.tensor([0, 2, 0, 1, 2]), (4, 3))
 SEGMENTS = Segments(torch.tensor([1, 3, 1, 0]), 5)
 

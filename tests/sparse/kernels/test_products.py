@@ -71,12 +71,6 @@ def test_nothing_to_multiply(policy, size):
     assert kernels.segment_sum(torch.empty(0, 2), Segments(none, 4)).tolist() == [[0.0, 0.0]] * 4
 
 
-def test_width_zero_samples_are_zero(policy):
-    pattern, *_ = operands()
-    result = kernels.sample(pattern, torch.ones(40, 0), torch.ones(30, 0))
-    torch.testing.assert_close(result, torch.zeros(pattern.nnz))
-
-
 def test_operands_that_are_not_contiguous(policy):
     pattern, values, a, b = operands()
     result = kernels.matmul(pattern, values, b.mT.contiguous().mT)
@@ -102,13 +96,6 @@ def test_a_gather_does_not_write_into_its_operands():
     kernels.matmul(pattern, values, b)
     kernels.sample(pattern, a, b)
     assert all(map(torch.equal, (values, a, b), before))
-
-
-def test_csr_products_warn_nobody(policy):
-    """torch announces once in a process that its CSR tensors are in beta; warnings are errors here."""
-    pattern, values, a, b = operands(torch.float32)
-    kernels.matmul(pattern, values, b)
-    kernels.sample(pattern, a, b)
 
 
 def test_dense_products_stay_below_the_limit():

@@ -165,22 +165,10 @@ def test_from_edges():
             (ROW, COL, torch.ones(4, 2, 2)),
             r"blocks must be of positive sizes that divide it, got \(2, 2\)",
         ),
-        ("from_coo", (ROW + 1, COL, torch.ones(4)), "row must be from 0 to 2, got 3"),
-        ("from_coo", (ROW, COL - 1, torch.ones(4)), "col must be from 0 to 3, got -1"),
-        (
-            "from_coo",
-            (ROW, COL[:3], torch.ones(4)),
-            "row and col must have one number for each entry, got 4 and 3",
-        ),
         (
             "from_csr",
             (CROW[:3], COL, torch.ones(4)),
             "crow must have one pointer more than .* segments, 4, got 3",
-        ),
-        (
-            "from_csr",
-            (CROW[[0, 1, 3, 2]], COL, torch.ones(4)),
-            r"crow must ascend from 0 to .* 4, got \[0, 2, 4, 2\]",
         ),
         (
             "from_csr",
@@ -361,17 +349,7 @@ def test_torch_memory_is_shared():
             ValueError,
             r"requires grad.* Use tensor.detach\(\), or .*from_coo",
         ),
-        (
-            DENSE.to_sparse_csr().requires_grad_(),
-            ValueError,
-            "no values of a sparse tensor that keep their graph",
-        ),
         (DENSE[0].to_sparse(), ValueError, r"two dimensions and numbers as entries, got shape \(4,\)"),
-        (
-            DENSE[None].to_sparse(),
-            ValueError,
-            r"two dimensions and numbers as entries, got shape \(1, 3, 4\)",
-        ),
         (DENSE.to_sparse(1), ValueError, "the entries of tensor are whole rows"),
     ],
 )
@@ -443,11 +421,6 @@ def test_scipy_memory_is_shared_where_it_can_be():
     [
         (DENSE.numpy(), TypeError, "must be a SciPy sparse array or matrix, got ndarray"),
         (scipy.sparse.eye_array(2, dtype=int), TypeError, r"got int64. Use matrix.astype\('float64'\)"),
-        (
-            scipy.sparse.eye_array(2, dtype=bool, format="bsr"),
-            TypeError,
-            "must be float32 or float64, got bool",
-        ),
         (
             scipy.sparse.eye_array(2, dtype=complex),
             TypeError,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 
 import pytest
@@ -177,17 +176,8 @@ def test_functional_call():
     )
 
 
-OPTIMIZERS = [
-    optimizer
-    for name, optimizer in vars(torch.optim).items()
-    if inspect.isclass(optimizer)
-    and issubclass(optimizer, torch.optim.Optimizer)
-    and name not in ("Optimizer", "SparseAdam", "Muon")  # the last two refuse every strided vector
-]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
-def test_every_optimizer_of_torch_trains_it(optimizer):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS])
+def test_optimizers_of_torch_train_it(optimizer):
     """As a dense vector would be trained: a sparse pattern is nothing that an optimizer sees."""
     weight, vector = Parameter(matrix()), nn.Parameter(matrix().values.clone())
     for params, rebuilt in [

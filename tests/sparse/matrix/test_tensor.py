@@ -79,16 +79,6 @@ def test_the_transpose_is_its_own_transpose():
     assert torch.equal(a.t().t().values, a.values)
 
 
-@pytest.mark.parametrize("values", [torch.tensor([0.5, -1.0, 2.0]), BLOCKS / 5], ids=["numbers", "blocks"])
-@pytest.mark.parametrize(
-    "function", [SparseTensor.t, SparseTensor.to_dense, SparseTensor.scalar, SparseTensor.clone]
-)
-def test_derivatives_of_other_forms(function, values):
-    leaf = values.double().requires_grad_()
-    # the sine makes a function that is linear in the values worth three derivatives
-    mg.gradcheck(lambda v: function(SparseTensor(PATTERN, v.sin())), leaf, order=3)
-
-
 def test_gradients_are_on_the_same_pattern():
     a = matrix(torch.float64, requires_grad=True)
     assert a.grad is None
@@ -296,24 +286,19 @@ def test_in_place_operators_make_a_new_matrix():
     ("call", "error", "message"),
     [
         (lambda: 1 / A, TypeError, r"x / a: .*its zeros would divide.*with_values\(1 / a.values\)"),
-        (lambda: X / A, TypeError, r"its zeros would divide"),
         (
             lambda: A + 1,
             ValueError,
             r"add\(a, b\): a number is added to every cell.*with_values\(a.values \+ 1\)",
         ),
-        (lambda: 1 - A, ValueError, r"a number is added to every cell"),
         (
             lambda: torch.ones(2, 3) @ A,
             ValueError,
             r"x @ a: a is \(2, 3\), so x must be \[\.\.\., 2\], got \[2, 3\]",
         ),
-        (lambda: torch.tensor(1.0) @ A, ValueError, r"x must be \[\.\.\., 2\], got \[\]"),
         (lambda: np.ones((2, 2)) @ A, TypeError, r"x @ a: x must be a tensor, got ndarray"),
         (lambda: A @ np.ones(3), TypeError, r"a @ b: b must be a SparseTensor, got ndarray.*from_scipy"),
         (lambda: A @ torch.ones(4), ValueError, r"b must have 3 rows, got 4"),
-        (lambda: np.ones((2, 3)) * A, TypeError, r"mul\(a, b\): b must be a SparseTensor, got ndarray"),
-        (lambda: A + "one", TypeError, r"add\(a, b\): b must be a SparseTensor, got str"),
         (lambda: A * (1 + 2j), TypeError, r"mul\(a, b\): b must be a SparseTensor, got complex"),
         (lambda: torch.relu(A), TypeError, r"torch's relu does not take a SparseTensor"),
     ],

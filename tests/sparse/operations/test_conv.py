@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import metagrad as mg
 from metagrad.sparse.operations.conv import Rulebook, conv
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.towers import assert_same_tower, tower
@@ -65,20 +64,6 @@ class TestValues:
         inputs = [draw(len(coords), 2), draw(3, 2, *kernel, seed=1), draw(3, seed=2)]
         assert_same_tower(sparse(rulebook), dense(coords, grid, dilation), inputs)
 
-    def test_without_bias(self):
-        coords = draw_sites((1, 4, 4))
-        inputs = [draw(len(coords), 2), draw(2, 2, 3, 3, seed=1)]
-        assert_same_tower(sparse(Rulebook(coords, 3)), dense(coords, (1, 4, 4), (1, 1)), inputs, order=1)
-
-    @given(seed=st.integers(0, 10**6), density=st.floats(0, 1), size=st.sampled_from([1, 3]))
-    @settings(max_examples=8, deadline=None)
-    def test_derivatives_on_random_sites(self, seed, density, size):
-        coords = draw_sites((1, 3, 4), density=density, seed=seed)
-        rulebook = Rulebook(coords, size)
-        x, weight = draw(len(coords), 2, seed=seed), draw(2, 2, size, size, seed=seed + 1)
-        inputs = [x.requires_grad_(), weight.requires_grad_()]
-        assert mg.gradcheck(sparse(rulebook), inputs, order=3, directions=1)
-
     def test_two_layers_share_a_rulebook(self):
         grid = (1, 4, 4)
         coords = draw_sites(grid)
@@ -128,8 +113,6 @@ class TestValues:
         assert sum(kept.values()) == x.numel() + weight.numel()
 
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 class TestTransforms:
     grid = (1, 3, 4)
     coords = draw_sites(grid)
@@ -154,11 +137,6 @@ class TestTransforms:
         assert got.shape[:2] == (3, 2)
         torch.testing.assert_close(got, expected)
 
-    def test_forward_mode(self):
-        tangents = tuple(draw(*x.shape, seed=7) for x in self.inputs)
-        got, expected = (torch.func.jvp(f, self.inputs, tangents) for f in (self.fn, self.oracle))
-        torch.testing.assert_close(got, expected)
-
     def test_forward_mode_over_forward_mode(self):
         tangents = tuple(draw(*x.shape, seed=7) for x in self.inputs)
 
@@ -176,17 +154,6 @@ class TestTransforms:
             torch.func.hessian(lambda *inputs, f=f: (f(*inputs) ** 3).sum(), argnum)(*self.inputs)
             for f in (self.fn, self.oracle)
         )
-        torch.testing.assert_close(got, expected)
-
-    def test_reverse_over_reverse_under_vmap(self):
-        x, weight, _ = self.inputs
-
-        def product(f, direction):
-            gradient = torch.func.grad(lambda w: (f(x, w) ** 3).sum())
-            return torch.func.vjp(gradient, weight)[1](direction)[0]
-
-        directions = torch.stack([draw(*weight.shape, seed=seed) for seed in range(3)])
-        got, expected = (torch.vmap(lambda d, f=f: product(f, d))(directions) for f in (self.fn, self.oracle))
         torch.testing.assert_close(got, expected)
 
 

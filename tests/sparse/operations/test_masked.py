@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from metagrad import gradcheck
 from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
 from tests.marks import slow
 
@@ -42,9 +41,6 @@ def softmax_rows(x, mask):
         ]
     )
 
-
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 CASES = {
     "sum": (masked_sum, lambda x, m: x[m.expand(x.shape)].sum()),
@@ -101,12 +97,6 @@ def test_derivatives_are_those_of_the_valid_entries_alone(masked, oracle, mask):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     for g in got[1:]:
         assert (g[~mask.expand(x.shape)] == 0).all()
-
-
-@case
-@with_masks
-def test_finite_differences_to_order_three(masked, oracle, mask):
-    assert gradcheck(lambda x: masked(x, mask), values(3, 4).requires_grad_(), order=3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -292,14 +282,7 @@ M = torch.ones(3, 4, dtype=torch.bool)
         (lambda: masked_softmax(X, M[None], 0), ValueError, r"masked_softmax.*got \(1, 3, 4\)"),
         (lambda: mask_gradient(X, M[:2]), ValueError, r"mask_gradient.*got \(2, 4\)"),
         (lambda: masked_sum(X, M, 2), ValueError, r"dim must be from -2 to 1.*\(3, 4\), got 2"),
-        (lambda: masked_mean(X, M, (0, -3)), ValueError, r"masked_mean.*got -3"),
-        (lambda: masked_softmax(X, M, 5), ValueError, r"masked_softmax.*got 5"),
         (lambda: masked_mean(X.int(), M), TypeError, "masked_mean.*floating or complex, got torch.int32"),
-        (
-            lambda: masked_softmax(X.int(), M, 0),
-            TypeError,
-            "masked_softmax.*must be floating, got torch.int32",
-        ),
         (lambda: masked_softmax(X.cfloat(), M, 0), TypeError, "must be floating, got torch.complex64"),
         (lambda: mask_gradient(X.int(), M), TypeError, "mask_gradient.*got torch.int32"),
     ],

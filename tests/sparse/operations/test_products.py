@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor, sddmm, spgemm, spmm
 from metagrad.sparse.operations.products import linear
 from tests.sparse.guards import no_large_outputs
@@ -75,30 +72,16 @@ META = "meta"
             ValueError,
             r"spmm\(a, b\): a is \(2, 3\), so b must have 3 rows, got 5",
         ),
-        (lambda: spmm(matrix(), ones(5, 3, 2, 2)), ValueError, r"b must have 3 rows, got 2"),
         (lambda: spmm(matrix(), ones()), ValueError, r"b must have 3 rows, got a scalar"),
         (lambda: spmm(matrix(), ones(3).double()), TypeError, r"a and b must have one dtype.*\.to\(dtype\)"),
-        (
-            lambda: spmm(matrix(), ones(3).long()),
-            TypeError,
-            r"b must be real floating point, got torch.int64",
-        ),
         (lambda: spmm(matrix(), ones(3, device=META)), ValueError, r"a and b must be on one device"),
-        (lambda: spmm(matrix(), 2.0), TypeError, r"b must be a tensor, got float"),
-        (
-            lambda: spmm(matrix(), ones(3, 3).to_sparse()),
-            TypeError,
-            r"b must be a strided tensor.*from_torch",
-        ),
         (lambda: spmm(ones(2, 3), ones(3)), TypeError, r"spmm\(a, b\): a must be a SparseTensor, got Tensor"),
         (
             lambda: sddmm(ones(2, 4), ones(4, 4), PATTERN),
             ValueError,
             r"a must be \[2, K\] and b \[K, 3\], got \[2, 4\]",
         ),
-        (lambda: sddmm(ones(2, 4), ones(3, 3), PATTERN), ValueError, r"got \[2, 4\] and \[3, 3\]"),
         (lambda: sddmm(ones(4), ones(4, 3), PATTERN), ValueError, r"got \[4\] and \[4, 3\]"),
-        (lambda: sddmm(ones(2, 4), ones(4, 3).double(), PATTERN), TypeError, r"sddmm.*one dtype"),
         (lambda: sddmm(ones(2, 4), ones(4, 3), PATTERN.to(META)), ValueError, r"the pattern on meta"),
         (
             lambda: sddmm(ones(2, 4), ones(4, 3), ones(2, 3)),
@@ -116,7 +99,6 @@ META = "meta"
             TypeError,
             r"spgemm\(a, b\): b must be a SparseTensor, got Tensor",
         ),
-        (lambda: spgemm(ones(2, 3), matrix()), TypeError, r"a must be a SparseTensor"),
     ],
 )
 def test_mistakes_are_named(call, error, message):
@@ -147,10 +129,6 @@ def test_equals_a_dense_layer_at_every_order(shape):
     assert_same_tower(sparse, dense, [draw(*shape), draw(4, seed=1), draw(4, seed=2)])
 
 
-def test_without_bias():
-    assert_same_tower(sparse, dense, [draw(5, 3), draw(4, seed=1)])
-
-
 def test_the_result_is_contiguous_as_that_of_torch():
     assert sparse(draw(2, 5, 3), draw(4)).is_contiguous()
 
@@ -167,18 +145,6 @@ def test_a_blocked_weight():
     torch.testing.assert_close(linear(x, weight), F.linear(x, weight.to_dense()))
 
 
-@given(seed=st.integers(0, 10**6), outputs=st.integers(1, 4), inputs=st.integers(1, 4))
-@settings(max_examples=8, deadline=None)
-def test_derivatives_of_random_patterns(seed, outputs, inputs):
-    mask = torch.rand(outputs, inputs, generator=torch.Generator().manual_seed(seed)) < 0.5
-    pattern = Pattern.from_mask(mask)
-    x, values, bias = (
-        draw(*s, seed=seed).requires_grad_() for s in ((2, inputs), (pattern.nnz,), (outputs,))
-    )
-    fn = lambda x, values, bias: linear(x, SparseTensor._of(pattern, values), bias)  # noqa: E731
-    assert mg.gradcheck(fn, [x, values, bias], order=3, directions=1)
-
-
 def test_nothing_is_as_large_as_the_weight():
     n = 1000
     pattern = Pattern.banded(n, 1, 1)
@@ -186,8 +152,6 @@ def test_nothing_is_as_large_as_the_weight():
         tower(lambda x, v: linear(x, SparseTensor._of(pattern, v)), [draw(4, n), draw(pattern.nnz)])
 
 
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 class TestTransforms:
     def test_tasks_with_weights_of_their_own(self):
         x, values, bias = draw(6, 5, 3), draw(6, 4, seed=1), draw(6, 4, seed=2)

@@ -56,12 +56,6 @@ def test_a_row_normalised_by_its_sum_keeps_empty_rows_empty():
 
 
 @pytest.mark.parametrize("p", [1, 1.5, 2, 3, 4, math.inf])
-def test_norms_are_those_of_the_dense_matrix(p):
-    a = matrix(1.0, 3.0, -2.0)
-    torch.testing.assert_close(a.norm(p), torch.linalg.vector_norm(a.to_dense(), p))
-
-
-@pytest.mark.parametrize("p", [1, 1.5, 2, 3, 4, math.inf])
 def test_the_norm_of_zero_has_derivatives_of_zero_at_every_order(p):
     a = matrix(0.0, 0.0, 0.0)
     (first,) = torch.autograd.grad(a.norm(p), a.values, create_graph=True)
@@ -108,46 +102,25 @@ def test_nothing_stored():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda a: a.sum(2), ValueError, r"sum\(a, dim\): dim must be 0 .* or None .*got 2"),
+        (lambda a: a.max((0, 1)), ValueError, r"max\(a, dim\): dim must be .*got \(0, 1\)"),
+        (lambda a: a.norm(0.5), ValueError, r"norm\(a, p\): p must be 1 or more, got 0.5"),
+        (lambda a: a.norm(math.nan), ValueError, r"p must be 1 or more, got nan"),
         (
-            lambda: matrix(1.0, 2.0, 3.0).sum(2),
-            ValueError,
-            r"sum\(a, dim\): dim must be 0 .* or None .*got 2",
-        ),
-        (lambda: matrix(1.0, 2.0, 3.0).mean(-3), ValueError, r"dim must be .*got -3"),
-        (lambda: matrix(1.0, 2.0, 3.0).max((0, 1)), ValueError, r"max\(a, dim\): dim must be .*got \(0, 1\)"),
-        (lambda: matrix(1.0, 2.0, 3.0).norm(0.5), ValueError, r"norm\(a, p\): p must be 1 or more, got 0.5"),
-        (lambda: matrix(1.0, 2.0, 3.0).norm(math.nan), ValueError, r"p must be 1 or more, got nan"),
-        (
-            lambda: reduce.sum(torch.ones(2, 2)),
+            lambda a: reduce.sum(torch.ones(2, 2)),
             TypeError,
             r"sum\(a, dim\): a must be a SparseTensor, got Tensor",
         ),
-        (lambda: reduce.mean(1.0), TypeError, r"a must be a SparseTensor, got float"),
-        (lambda: reduce.max(None), TypeError, r"max\(a, dim\): a must be a SparseTensor"),
-        (lambda: reduce.norm(torch.ones(2, 2)), TypeError, r"norm\(a, p\): a must be a SparseTensor"),
+        (lambda a: reduce.max(None), TypeError, r"max\(a, dim\): a must be a SparseTensor"),
     ],
 )
 def test_mistakes_are_named(call, error, message):
     with pytest.raises(error, match=message):
-        call()
+        call(matrix(1.0, 2.0, 3.0))
 
 
 SCORES_PATTERN = Pattern(torch.tensor([0, 0, 2, 2]), torch.tensor([1, 3, 0, 1]), (3, 4))
 INF = math.inf
-
-
-def test_rows_and_columns_sum_to_one_where_anything_is_stored():
-    a = SparseTensor(SCORES_PATTERN, torch.tensor([1.0, -2.0, 0.5, 3.0]))
-    torch.testing.assert_close(a.softmax().sum(1), torch.tensor([1.0, 0.0, 1.0]))
-    torch.testing.assert_close(a.softmax(0).sum(0), torch.tensor([1.0, 1.0, 0.0, 1.0]))
-    assert a.softmax().pattern is a.log_softmax().pattern is SCORES_PATTERN
-
-
-def test_it_is_torch_s_own():
-    a = SparseTensor(SCORES_PATTERN, torch.tensor([1.0, -2.0, 0.5, 3.0]))
-    coo = torch.sparse_coo_tensor(torch.stack([SCORES_PATTERN.row, SCORES_PATTERN.col]), a.values, (3, 4))
-    torch.testing.assert_close(a.softmax().to_dense(), torch.sparse.softmax(coo, 1).to_dense())
-    torch.testing.assert_close(a.log_softmax(0).to_dense(), torch.sparse.log_softmax(coo, 0).to_dense())
 
 
 def test_large_scores_do_not_overflow():

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, vmap
 
-import metagrad as mg
 from metagrad.sparse import Segments
 from metagrad.sparse.operations.segments import (
     gather,
@@ -15,9 +14,6 @@ from metagrad.sparse.operations.segments import (
     segment_softmax,
     segment_sum,
 )
-
-# torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 IDS = torch.tensor([2, 0, 2, 2, 0])
 VALUES = torch.tensor([3.0, 1.0, 5.0, 4.0, 3.0], dtype=torch.float64)
@@ -59,19 +55,6 @@ def test_trailing_dimensions_are_columns(index):
     for function in (segment_sum, segment_mean, segment_max, segment_softmax):
         expected = torch.stack([function(c, *index) for c in columns[:, :, 0].T], 1)
         torch.testing.assert_close(function(columns, *index)[:, :, 0], expected)
-
-
-@both_forms
-@pytest.mark.parametrize("function", [segment_sum, segment_mean, segment_max, segment_softmax])
-def test_every_order_is_right(function, index):
-    x = torch.stack([VALUES, VALUES.cos()], 1).requires_grad_()
-    assert mg.gradcheck(lambda x: function(x, *index), x, order=3)
-
-
-@both_forms
-def test_gather_is_right_at_every_order(index):
-    x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2).requires_grad_()
-    assert mg.gradcheck(lambda x: gather(x, index[0]), x, order=3)
 
 
 def test_ids_may_be_batched():
@@ -142,13 +125,9 @@ def values(*shape, device="cpu"):
             ValueError,
             r"index has 5 entries, so values must be \[5, \.\.\.\], got \[4\]",
         ),
-        ((values(6, 2), IDS, 4), ValueError, r"index has 5 entries, so values must be .* got \[6, 2\]"),
         ((values(), IDS, 4), ValueError, r"values must be \[5, \.\.\.\], got \[\]"),
         ((values(5), IDS, 2), ValueError, r"index must be from 0 to 1, got 2"),
         ((values(5), IDS - 1, 4), ValueError, r"index must be from 0 to 3, got -1"),
-        ((values(5), IDS.double(), 4), TypeError, r"index must be integers"),
-        ((values(5), IDS[None], 4), ValueError, r"index must be a strided vector, got shape \(1, 5\)"),
-        ((values(5), [0] * 5, 4), TypeError, r"index must be a tensor of integers, got list"),
         ((values(5).long(), SEGMENTS), TypeError, r"values must be real floating point, got torch.int64"),
         ((values(5, device="meta"), SEGMENTS), ValueError, r"values are on meta and the index is on cpu"),
     ],

@@ -99,22 +99,6 @@ def test_non_linear_uses_of_the_gradient_are_right_to_order_four_in_closed_form(
     assert values == [6.0, 12 * 9.0, 720 * 81.0, 4665600 * 3.0**8]
 
 
-def test_the_third_order_that_nn_embedding_gets_wrong():
-    weight = torch.tensor([[3.0]], dtype=torch.float64, requires_grad=True)
-    found = {}
-    for name, lookup in {
-        "ours": embedding,
-        "sparse=True": lambda i, w: F.embedding(i, w, sparse=True),
-    }.items():
-        g = torch.autograd.grad((lookup(torch.tensor([0]), weight) ** 3).sum(), weight, create_graph=True)[0]
-        g = torch.autograd.grad(
-            (dense(g) ** 2).sum() if name == "ours" else (g.to_dense() ** 2).sum(), weight, create_graph=True
-        )[0]
-        found[name] = dense(torch.autograd.grad(g.to_dense().sum(), weight)[0]).item()
-    assert found["ours"] == 9 * 4 * 3 * 9.0  # (3 w^2)^2 = 9 w^4, twice differentiated
-    assert found["sparse=True"] != found["ours"]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, V - 1), max_size=6), st.lists(st.integers(0, V - 1), max_size=6))
 def test_coalesce_and_sums_equal_dense_ones(first, second):

@@ -15,7 +15,6 @@ from metagrad.core.substitution import replaced
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
 from metagrad.sparse.tables.table_proxy import LocalRows
 from metagrad.sparse.tables.touched import find_tables, touched_rows
-from tests.sparse.guards import no_large_outputs
 
 V, D = 40, 3
 
@@ -186,56 +185,6 @@ def test_adaptation_equals_dense_with_its_gradient_and_that_of_the_gradient(case
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("case", ["two tables", "bag mean", "bag max", "metagrad's lookups"])
-def test_derivatives_up_to_the_third(case):
-    make, sparse, args = CASES[case]
-    model = make()
-    names = list(dict(model.named_parameters()))
-
-    def loss(*values):
-        # The scale makes gradients that are read by finite differences dense.
-        params = {n: v * (1 + 0 * v.sum()) for n, v in zip(names, values, strict=True)}
-        swapped = swap_tables(model, params, sparse=sparse, batch=args)
-        return adapted_loss(swapped, swapped.params, args, steps=1)
-
-    values = [p.detach().mul(0.5).requires_grad_() for p in model.parameters()]
-    assert mg.gradcheck(loss, values, order=3, directions=1)
-
-
-@pytest.mark.parametrize("case", ["two tables", "padding", "bag sum", "bag max", "metagrad's lookups"])
-def test_stacked_tasks_equal_one_after_the_other(case):
-    make, sparse, (ids,) = CASES[case]
-    model = make()
-    params = dict(model.named_parameters())
-    tasks = torch.stack([ids, ids.flip(0), ids % 4, torch.full_like(ids, 6)])
-    together = swap_tables(model, params, sparse=sparse, batch=tasks, stacked=True)
-    each = [swap_tables(model, params, sparse=sparse, batch=task) for task in tasks]
-    for name in sparse:
-        longest = max(len(one.rows[name]) for one in each)
-        assert together.rows[name].shape == (4, longest)
-        assert together.params[name].shape == (4, longest, params[name].shape[1])
-
-    def apart(stacked, tasks):
-        return torch.stack(
-            [
-                one(
-                    {
-                        n: p[: len(one.rows[n])] if n in one.rows else p
-                        for n, p in zip(stacked, values, strict=True)
-                    },
-                    t,
-                )
-                for one, t, values in zip(each, tasks, zip(*stacked.values(), strict=True), strict=True)
-            ]
-        )
-
-    losses = [adapted_loss(call, together.params, (tasks,)) for call in (together, apart)]
-    grads = [torch.autograd.grad(loss, list(params.values()), retain_graph=True) for loss in losses]
-    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-12)
-    for got, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(dense(got), dense(expected), rtol=1e-9, atol=1e-12)
-
-
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=4),
     st.sampled_from([torch.float32, torch.float64]),
@@ -251,51 +200,6 @@ def test_any_ids(tasks, dtype):
     (gradient,) = torch.autograd.grad((swapped(swapped.params, ids) ** 3).sum(), model.weight)
     (expected,) = torch.autograd.grad((model(ids) ** 3).sum(), model.weight)
     torch.testing.assert_close(gradient.to_dense(), expected)
-
-
-def test_the_gradient_is_rows_and_nothing_is_as_large_as_the_table():
-    num_rows = 100_000
-    model = Pair(num_rows)
-    params = dict(model.named_parameters())
-    ids = torch.randint(num_rows, (8, 16, 2))
-    with no_large_outputs(num_rows * 2 - 1):
-        swapped = swap_tables(
-            model, params, sparse=["user.weight", "nested.item.weight"], batch=ids, stacked=True
-        )
-        adapted_loss(swapped, swapped.params, (ids,)).backward()
-    assert model.user.weight.grad.rows.tolist() == ids.unique().tolist()
-    assert model.nested["item"].weight.grad.rows.tolist() == (ids[..., 0] // 2).unique().tolist()
-
-
-@pytest.mark.parametrize("memory", ["full", "step"])
-def test_in_an_unroll(memory):
-    model = Pair()
-    params = dict(model.named_parameters())
-    swapped = swap_tables(model, params, sparse=["user.weight"], batch=IDS)
-
-    def step(params, t, ids):
-        grads = mg.grad((swapped(params, ids) ** 2).sum(), params, create_graph=True)
-        return {name: p - 0.1 * grads[name] for name, p in params.items()}, None
-
-    adapted, _ = mg.unroll(step, swapped.params, IDS, steps=3, memory=memory)
-    loss = (swapped(adapted, IDS) ** 3).sum()
-    expected = adapted_loss(
-        lambda params, ids: functional_call(model, params, (ids,)), params, (IDS,), steps=3
-    )
-    grads = [torch.autograd.grad(value, list(params.values())) for value in (loss, expected)]
-    for got, dense_one in zip(*grads, strict=True):
-        torch.testing.assert_close(dense(got), dense_one, rtol=1e-10, atol=1e-12)
-
-
-def test_tied_lookups_share_their_rows():
-    model = nn.Sequential(nn.Embedding(V, D), nn.Flatten(), nn.Linear(D, 2, bias=False)).double()
-    model.append(nn.Embedding(V, D))
-    model[3].weight = model[0].weight
-    model.forward = lambda ids: model[2](model[0](ids) * model[3](ids + 1))
-    params = dict(model.named_parameters())
-    swapped = swap_tables(model, params, sparse=["0.weight"], batch=torch.tensor([1, 4]))
-    assert swapped.rows["0.weight"].tolist() == [1, 2, 4, 5]
-    torch.testing.assert_close(swapped(swapped.params, torch.tensor([4])), model(torch.tensor([4])))
 
 
 class Uses(nn.Module):
@@ -393,26 +297,6 @@ def test_ids_that_were_not_found_raise(stacked):
             swapped(swapped.params, other)
 
 
-class Chosen(nn.Module):
-    """Its second lookup depends on a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.emb = nn.Embedding(V, 1, _weight=torch.ones(V, 1))
-
-    def forward(self, ids):
-        return self.emb(ids + (self.emb(ids).squeeze(-1) < 0.5).long()).sum()
-
-
-def test_ids_that_depend_on_parameters_raise():
-    model = Chosen()
-    ids = torch.tensor([1, 2])
-    swapped = swap_tables(model, {"emb.weight": model.emb.weight}, sparse=["emb.weight"], batch=ids)
-    assert swapped(swapped.params, ids) == 2
-    with pytest.raises(ValueError, match="The ids must depend on the inputs alone"):
-        swapped({"emb.weight": 0 * swapped.params["emb.weight"]}, ids)
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -430,23 +314,6 @@ def test_options_that_cannot_be_differentiated_are_refused(module, message):
     with pytest.raises(ValueError, match=message):
         swap_tables(module, {"weight": module.weight}, sparse=["weight"], batch=IDS)
     torch.testing.assert_close(module.weight.detach(), before, rtol=0, atol=0)
-
-
-def test_arguments_are_checked():
-    model = Pair()
-    params = dict(model.named_parameters())
-    with pytest.raises(
-        TypeError, match=r"sparse\): expected a list of parameter names, got the string 'user.weight'"
-    ):
-        swap_tables(model, params, sparse="user.weight", batch=IDS)
-    with pytest.raises(
-        ValueError, match=r"'item' is not a parameter of the model. Its parameters are \['body.0.b"
-    ):
-        swap_tables(model, params, sparse=["item"], batch=IDS)
-    with pytest.raises(
-        ValueError, match=r"'body.0.bias' must be an embedding table \[V, D\], got shape \(4,\)"
-    ):
-        swap_tables(model, params, sparse=["body.0.bias"], batch=IDS)
 
 
 def test_the_model_is_left_as_it_was():
