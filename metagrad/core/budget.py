@@ -17,6 +17,9 @@ Mode = Literal["full", "step", "sqrt", "auto"]  # and "block", where the model a
 Memory: TypeAlias = "Mode | str | int | float"
 """A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
 
+Bytes: TypeAlias = "str | int | float"
+"""A number of bytes, or a string such as ``"64MiB"``."""
+
 _UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d*)?(?:e\d+)?)\s*([kmg]?i?b|)\s*", re.IGNORECASE)
 
@@ -27,19 +30,10 @@ class BudgetError(ValueError):
 
 def checked_memory(call: str, memory: Memory) -> Mode | int:
     """Return the mode that ``memory`` names, or its budget in bytes."""
-    if isinstance(memory, str):
-        if memory in get_args(Mode):
-            return memory  # type: ignore[return-value]
-        match = _BUDGET.fullmatch(memory)
-        if match and match[2].lower() in _UNITS:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-    elif (
-        isinstance(memory, (int, float))
-        and not isinstance(memory, bool)
-        and math.isfinite(memory)
-        and memory > 0
-    ):
-        return int(memory)
+    if memory in get_args(Mode):
+        return memory  # type: ignore[return-value]
+    if (budget := _parsed(memory)) is not None:
+        return budget
     if memory == "block":
         raise ValueError(
             f'{call}: memory="block" needs to know the model and its loss. Call metagrad.autograd.block_gradient in '
@@ -49,6 +43,22 @@ def checked_memory(call: str, memory: Memory) -> Mode | int:
         f'{call}: memory must be "full", "step", "sqrt", "auto", or a budget in bytes such as 2e9 or "512MiB", '
         f"got {memory!r}."
     )
+
+
+def checked_bytes(call: str, name: str, value: Bytes) -> int:
+    """Return the bytes that an argument says."""
+    if (number := _parsed(value)) is not None:
+        return number
+    raise ValueError(f'{call}: {name} must be bytes, such as 2e9 or "64MiB", got {value!r}.')
+
+
+def _parsed(value: Bytes) -> int | None:
+    if isinstance(value, str):
+        match = _BUDGET.fullmatch(value)
+        known = match and match[2].lower() in _UNITS
+        return int(float(match[1]) * _UNITS[match[2].lower()]) if match and known else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return int(value) if is_number and math.isfinite(value) and value > 0 else None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -9,11 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.budget import checked_memory
 from metagrad.memory.storages import Ledger, StorageMode
-
-Chunk: TypeAlias = "str | int | float"
-"""Bytes that the working memory of products may take: a number, or a string such as ``"64MiB"``."""
 
 Product: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
 """``product(vectors, together)`` multiplies stacks ``[m, ...]``: by one batched backward pass, or a plain one."""
@@ -23,16 +19,6 @@ Product: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
 # 0.8 at 0.25 to 0.5 MiB, 0.9 to 1.1 at 1 MiB, 1.1 to 1.4 at 2 MiB (transformers, MLPs and CNNs of several widths).
 _CPU_CACHE = 4 * 2**20
 _FEWEST_ON_CPU = 8
-
-
-def checked_chunk(call: str, chunk: Chunk) -> int:
-    """Return a chunk in bytes."""
-    if not isinstance(chunk, str) or chunk[:1].isdigit():
-        try:
-            return int(checked_memory(call, chunk))
-        except ValueError:
-            pass
-    raise ValueError(f'{call}: chunk must be a number of bytes or a string such as "64MiB", got {chunk!r}.')
 
 
 class Together:

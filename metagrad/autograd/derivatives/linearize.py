@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
-from metagrad.autograd.derivatives.batched_vjp import Chunk, Together, checked_chunk
+from metagrad.autograd.derivatives.batched_vjp import Together
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.variables import (
     Variable,
@@ -21,6 +21,7 @@ from metagrad.autograd.derivatives.variables import (
     pull_back,
 )
 from metagrad.core import _torch
+from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.transforms import is_differentiated
 from metagrad.core.tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 
@@ -122,7 +123,7 @@ class Linearization:
             gradient = self._tree(coordinates(variables, parts))
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
 
-    def hvp(self, v: Tree, *, chunk: Chunk = "64MiB", create_graph: bool | None = None) -> Tree:
+    def hvp(self, v: Tree, *, chunk: Bytes = "64MiB", create_graph: bool | None = None) -> Tree:
         """Multiply the Hessian with a vector, or with several.
 
         Args:
@@ -151,7 +152,7 @@ class Linearization:
         """
         self._refuse_closed()
         vectors, is_stack = self._read(v)
-        size = checked_chunk("hvp(v)", chunk)
+        size = checked_bytes("hvp(v)", "chunk", chunk)
         on_tape = self.create_graph if create_graph is None else create_graph or is_differentiated()
         pieces = self.pieces(vectors, chunk=size, create_graph=on_tape)
         with torch.set_grad_enabled(on_tape):

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core.budget import checked_memory
+from metagrad.core.budget import Bytes, checked_bytes
 
 Distribution = Literal["rademacher", "normal", "sphere"]
 
@@ -85,15 +85,9 @@ def piece_sizes(count: int, rows: int) -> Iterator[int]:
         yield min(rows, count - start)
 
 
-def rows_in_chunk(call: str, chunk: str | int | float, n: int, dtype: torch.dtype) -> int:
+def rows_in_chunk(call: str, chunk: Bytes, n: int, dtype: torch.dtype) -> int:
     """Return how many rows of n elements fit into a chunk; at least one."""
-    try:
-        budget = checked_memory(call, chunk)
-    except ValueError:
-        budget = None
-    if not isinstance(budget, int):
-        raise ValueError(f'{call}: chunk must be bytes, such as 2e9 or "64MiB", got {chunk!r}.')
-    return max(1, budget // max(1, n * dtype.itemsize))
+    return max(1, checked_bytes(call, "chunk", chunk) // max(1, n * dtype.itemsize))
 
 
 def _fill(row: Tensor, distribution: Distribution, generator: torch.Generator | None) -> None:

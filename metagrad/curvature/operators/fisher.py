@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from metagrad.autograd.derivatives.batched_vjp import Chunk
+from metagrad.core.budget import Bytes
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction
 from metagrad.curvature.operators.ggn import count_of, operator_of
 from metagrad.curvature.operators.jacobian import Mode
@@ -34,7 +34,7 @@ def fisher(
     generator: torch.Generator | None = None,
     sparse: Sequence[str] = (),
     mode: Mode = "auto",
-    chunk: Chunk = "64MiB",
+    chunk: Bytes = "64MiB",
     create_graph: bool = False,
     allow_unused: bool = False,
     reduction: Reduction | None = None,

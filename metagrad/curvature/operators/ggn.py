@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.derivatives.batched_vjp import Chunk, Together, checked_chunk
+from metagrad.autograd.derivatives.batched_vjp import Together
+from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.curvature.operators.batches import (
     Batch,
     Progress,
@@ -31,7 +32,7 @@ def ggn(
     *,
     sparse: Sequence[str] = (),
     mode: Mode = "auto",
-    chunk: Chunk = "64MiB",
+    chunk: Bytes = "64MiB",
     create_graph: bool = False,
     allow_unused: bool = False,
     reduction: Reduction | None = None,
@@ -178,7 +179,7 @@ def operator_of(
     data: Batch | Iterable[Batch],
     *,
     mode: Mode,
-    chunk: Chunk,
+    chunk: Bytes,
     reduction: Reduction | None,
     progress: Progress | None,
     check_deterministic: bool,
@@ -186,7 +187,7 @@ def operator_of(
 ) -> Operator:
     r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = output_matrix_of(evaluation)``."""
     how = JacobianMode(problem.call, mode)
-    size = checked_chunk(problem.call, chunk)
+    size = checked_bytes(problem.call, "chunk", chunk)
 
     def operator_for(batch: Batch) -> GaussNewton:
         evaluation = problem.evaluate(batch)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
-from metagrad.autograd.derivatives.batched_vjp import Chunk, checked_chunk
 from metagrad.autograd.derivatives.hvp import hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearized
 from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
+from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
 from metagrad.curvature.operators.objective import LossFn, Objective, Parameters, takes_nothing
@@ -33,7 +33,7 @@ def hessian(
     *,
     sparse: Sequence[str] = (),
     mode: Mode = "reverse",
-    chunk: Chunk = "64MiB",
+    chunk: Bytes = "64MiB",
     create_graph: bool = False,
     allow_unused: bool = False,
     reduction: Reduction = "mean",
@@ -115,7 +115,7 @@ def hessian(
     """
     ParameterSpace(params)  # checks them
     _check(loss, params, mode)
-    how = _How(mode, tuple(sparse), checked_chunk(_CALL, chunk), create_graph, allow_unused)
+    how = _How(mode, tuple(sparse), checked_bytes(_CALL, "chunk", chunk), create_graph, allow_unused)
     if isinstance(loss, Tensor):
         if data is not None:
             raise ValueError(
