@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.tasks._data_root import find_path
 from metagrad.tasks._splits import SHARES, split_name
 from metagrad.tasks.fewshot.published import PUBLISHED
@@ -56,6 +57,8 @@ class ImageFolders(Dataset):
             folder with `train.txt`, `val.txt` and `test.txt`.
         transform: Maps a Pillow image to a tensor, as those of torchvision do; it replaces the scaling.
         mode: Pillow's name of the channels: `"RGB"` or `"L"`.
+        cache: Bytes, such as `"512MiB"`, of decoded images that each process keeps, scaled ones unless there is a
+            transform: the first that are asked for, as many as fit. None keeps none.
 
     Attributes:
         files: The path of each image.
@@ -85,6 +88,7 @@ class ImageFolders(Dataset):
         splits: str | os.PathLike[str] | Mapping[str, Sequence[str]] | None = None,
         transform: Callable[[Any], Tensor] | None = None,
         mode: str = "RGB",
+        cache: Bytes | None = None,
     ) -> None:
         _pillow()
         if size is not None and size < 1:
@@ -93,6 +97,8 @@ class ImageFolders(Dataset):
             raise ValueError(f"ImageFolders: mode must be 'RGB' or 'L', got {mode!r}.")
         self.root = find_path("ImageFolders", root)
         self.size, self.transform, self.mode = size, transform, mode
+        self.cache = 0 if cache is None else checked_bytes("ImageFolders", "cache", cache)
+        self._kept, self._room = dict[int, np.ndarray](), self.cache
         found = _find(self.root, splits)
         self.splits = found.splits
         self.classes = sorted({name for _, name in found.files})
@@ -106,14 +112,32 @@ class ImageFolders(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         """Return an image, [channels, height, width] uint8 unless there is a transform, and its class."""
-        with _pillow().open(self.files[index]) as file:
-            image = file.convert(self.mode)
+        image = self._image(range(len(self))[index])
         if self.transform is not None:
             return self.transform(image), self.targets[index]
-        if self.size is not None:
-            image = image.resize((self.size, self.size), _pillow().Resampling.BILINEAR)
         levels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
         return levels.permute(2, 0, 1).contiguous(), self.targets[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is kept, which another process can read itself."""
+        return {**self.__dict__, "_kept": {}, "_room": self.cache}
+
+    def _image(self, number: int) -> Any:
+        """Return an image as Pillow's, scaled unless there is a transform."""
+        if number in self._kept:
+            return _pillow().fromarray(self._kept[number])
+        with _pillow().open(self.files[number]) as file:
+            image = file.convert(self.mode)
+        if self.transform is None and self.size is not None:
+            image = image.resize((self.size, self.size), _pillow().Resampling.BILINEAR)
+        if self._room:
+            self._keep(number, np.asarray(image))
+        return image
+
+    def _keep(self, number: int, levels: np.ndarray) -> None:
+        if levels.nbytes <= self._room:
+            self._kept[number] = levels
+            self._room -= levels.nbytes
 
 
 def _pillow() -> Any:

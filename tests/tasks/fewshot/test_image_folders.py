@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 
 import numpy as np
@@ -90,6 +91,57 @@ def test_a_transform_gets_the_image_of_pillow(tmp_path):
     assert FewShot(data, 2, 1, 2).sample(1).support.x.tolist() == [[[8, 6], [8, 6]]]
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_images_that_are_kept_are_not_read_again_and_are_the_same(tmp_path, monkeypatch, mode):
+    write_classes(tmp_path)
+    plain, one = ImageFolders(tmp_path, size=4, mode=mode), plain_bytes(mode)
+    data = ImageFolders(tmp_path, size=4, mode=mode, cache=2 * one)
+    opened, read = [], Image.open
+    monkeypatch.setattr(Image, "open", lambda path: opened.append(path) or read(path))
+    expected = [plain[i][0] for i in range(3)]
+    opened.clear()
+    for _ in range(2):
+        for i in (0, 1, 2):
+            x = data[i][0]
+            assert torch.equal(x, expected[i])
+            x.zero_()  # what is kept is not what is handed out
+    assert opened == [*data.files[:3], data.files[2]]  # the third has no room
+    assert torch.equal(data[-len(data)][0], expected[0])
+    again = pickle.loads(pickle.dumps(data))
+    assert torch.equal(again[0][0], expected[0])
+    assert len(opened) == 5
+
+
+def plain_bytes(mode):
+    return 4 * 4 * (3 if mode == "RGB" else 1)
+
+
+def test_a_transform_gets_a_copy_of_the_image_that_is_kept(tmp_path):
+    write_classes(tmp_path)
+
+    def spoil(image):
+        levels = torch.from_numpy(np.array(image))
+        image.putpixel((0, 0), (9, 9, 9))
+        return levels
+
+    data = ImageFolders(tmp_path, transform=spoil, cache="1MiB")
+    first = data[5][0]
+    assert first.shape == (6, 8, 3)
+    assert all(torch.equal(data[5][0], first) for _ in range(2))
+
+
+def test_tasks_are_the_same_with_and_without_a_cache(tmp_path):
+    write_classes(tmp_path)
+    for cache in (200, "1MiB"):
+        kept, plain = (FewShot(ImageFolders(tmp_path, size=4, cache=c), 2, 1, 2) for c in (cache, None))
+        for seed in range(2):
+            generators = [torch.Generator().manual_seed(seed) for _ in range(2)]
+            batches = [
+                tasks.sample(3, generator=g) for tasks, g in zip((kept, plain), generators, strict=True)
+            ]
+            assert torch.equal(batches[0].query.x, batches[1].query.x)
+
+
 def test_splits_are_given_by_name_by_path_or_as_they_are(tmp_path):
     for name, splits in PUBLISHED.items():
         for classes in splits.values():
@@ -130,6 +182,7 @@ def test_folders_without_images(tmp_path):
     ("arguments", "message"),
     [
         ({"size": 0}, "size must be at least 1, got 0"),
+        ({"cache": "much"}, "ImageFolders: cache must be bytes, such as 2e9 or \"64MiB\", got 'much'"),
         ({"mode": "CMYK"}, "mode must be 'RGB' or 'L', got 'CMYK'"),
         ({"splits": "imagenet"}, "splits must be one of 'mini-ImageNet', 'CIFAR-FS', .* got 'imagenet'"),
         ({"splits": {"base": ["ant"]}}, r"splits must be by 'train', 'validation', 'test', got \['base'\]"),
