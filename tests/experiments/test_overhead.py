@@ -41,7 +41,7 @@ def is_exact(model, quantity, remedy):
         "accumulated": model == "graph",  # nodes are not independent
         "block by block": model == "table",
         "block": model == "table",
-        "mg.checkpoint": model == "graph" or (model == "table" and quantity in (PRODUCT, META)),
+        "mg.checkpoint": model == "table" and quantity in (PRODUCT, META),
         "torch checkpoint": quantity == META,
     }
     return not refused.get(remedy, remedy in INEXACT or "compiled" in remedy)

@@ -10,6 +10,7 @@ from torch.func import grad, jvp, vmap
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
+from tests.marks import fast
 from tests.sparse.cases import CASES, Case, arguments
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.strategies import patterns, seeds
@@ -127,6 +128,19 @@ def test_vmap_is_a_loop(case):
     torch.testing.assert_close(vmap(values)(*stacked), torch.stack([values(*x) for x in examples]))
     expected = tuple(torch.stack(g) for g in zip(*(gradient(*x) for x in examples), strict=True))
     torch.testing.assert_close(vmap(gradient)(*stacked), expected)
+
+
+@pytest.mark.parametrize("case", fast(CASES[:2], CASES), ids=str)
+def test_a_checkpoint_sees_what_is_no_argument(case):
+    args = arguments(case, SMALL)
+    leaves = tensors(args)
+
+    def of_closure(leaves):
+        operands = rebuilt(args, leaves)
+        return stored(mg.checkpoint(lambda: case.sparse(*operands)))
+
+    plain = derivatives(lambda leaves: stored(case.sparse(*rebuilt(args, leaves))), leaves, 2)
+    torch.testing.assert_close(derivatives(of_closure, leaves, 2), plain)
 
 
 @every_case

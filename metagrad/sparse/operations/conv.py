@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
+from metagrad.sparse.kernels.derivatives import shown
 from metagrad.sparse.kernels.tangents import Bilinear, bilinear_tangent, nestable
 
 _CALL = "conv(x, weight, rulebook, bias)"
@@ -221,7 +222,7 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
     """
     _check_arguments(x, weight, rulebook, bias)
     kernels = weight.flatten(2).permute(2, 1, 0).contiguous()
-    y = _Convolve.apply(rulebook, x, kernels)
+    y = _Convolve.apply(rulebook, *shown(x, kernels))
     return y if bias is None else y + bias
 
 
