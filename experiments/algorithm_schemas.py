@@ -30,6 +30,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "reptile": "Reptile",
         "leap": "Leap",
         "bmaml": "BMAML",
+        "platipus": "PLATIPUS",
         "imaml": "iMAML",
         "anil": "ANIL",
         "boil": "BOIL",

@@ -4,6 +4,7 @@ from metagrad.meta.algorithm import Adapted, Algorithm, MetaOutput
 from metagrad.meta.algorithms.anil import ANIL, BOIL
 from metagrad.meta.algorithms.bayesian.bmaml import BMAML
 from metagrad.meta.algorithms.bayesian.particles import AdaptedParticles, ParticleOutput
+from metagrad.meta.algorithms.bayesian.platipus import PLATIPUS
 from metagrad.meta.algorithms.cavia import CAVIA
 from metagrad.meta.algorithms.fomaml import FOMAML
 from metagrad.meta.algorithms.heads.base import HeadAlgorithm
@@ -31,6 +32,7 @@ __all__ = [
     "FOMAML",
     "LRD2",
     "MAML",
+    "PLATIPUS",
     "R2D2",
     "Adapted",
     "AdaptedParticles",

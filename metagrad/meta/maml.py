@@ -255,7 +255,7 @@ class MAML(nn.Module):
             FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
                 message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
-        tasks = read_batch(batch)
+        tasks = self._with_noise(read_batch(batch))
         executor = self._executor(steps, tasks)
         results, skipped, _ = executor.run(tasks)
         assert isinstance(results, Evaluation)
@@ -283,7 +283,7 @@ class MAML(nn.Module):
             ValueError: As :meth:`forward`.
             FloatingPointError: As :meth:`forward`.
         """
-        tasks = read_support(support)
+        tasks = self._with_noise(read_support(support))
         executor = self._executor(steps, tasks)
         results, skipped, chunk = executor.run(tasks)
         assert isinstance(results, Adaptation)
@@ -303,6 +303,10 @@ class MAML(nn.Module):
         other.memory, other._compile = memory, None
         other._cache = _Cache(self.model, self.loss_fn, self.task_chunk, None)
         return other
+
+    def _with_noise(self, tasks: Tasks) -> Tasks:
+        """Return tasks with what an algorithm draws for each, so that a recomputation has the same."""
+        return tasks
 
     def _callable_model(self) -> nn.Module:
         """Return the model as it is called for one task."""

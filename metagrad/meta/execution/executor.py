@@ -159,7 +159,7 @@ class TaskExecutor:
     def comparison(self, tasks: Tasks) -> Comparison:
         """Return what shows whether tasks may be stacked."""
         inner = self.inner
-        return Comparison(inner.objective, self.params, tasks, self.sparse, inner.order, inner.start)
+        return Comparison(inner.compared, self.params, tasks, self.sparse, inner.order, inner.start)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -171,10 +171,9 @@ class TaskExecutor:
     @property
     def _modules(self) -> list[nn.Module]:
         """The model, and beside it modules whose parameters are learned alone: a loss, a start, norms of steps."""
-        objective, start = self.inner.objective, self.inner.start
-        norms = None if objective.norms is None else objective.norms.norms.per_step
-        beside = [objective.loss_fn, norms, *([] if start is None else start.modules)]
-        return [part for part in (objective.model, *beside) if isinstance(part, nn.Module)]
+        objective = self.inner.objective
+        parts = (objective.model, objective.loss_fn, *self.inner.modules)
+        return [part for part in parts if isinstance(part, nn.Module)]
 
 
 def _compiled(inner: InnerLoop, slots: Slots, params: Params, tasks: Tasks) -> Evaluation | Adaptation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
 from metagrad.autograd.blocks.block_gradient import block_gradient
@@ -210,6 +210,17 @@ class InnerLoop:
         losses, path = _columns(reports, used.numel(), judged)
         return params, losses, used.reshape(-1), path
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules beside model and loss of which something may be learned."""
+        norms = None if self.objective.norms is None else self.objective.norms.norms.per_step
+        return [*([] if norms is None else [norms]), *([] if self.start is None else self.start.modules)]
+
+    @property
+    def compared(self) -> Objective:
+        """The loss of what tasks start from, by which it is found out whether they may be stacked."""
+        return self.objective
+
     def to_query(self, tasks: Tasks) -> InnerLoop:
         """Return the loop with the objective as it is for query examples after the steps."""
         if self.objective.norms is None:
@@ -343,7 +354,7 @@ class InnerLoop:
             total = losses.sum()
             if (create_graph or is_due) and t == 0:
                 refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
-            grads = _gradients(total, params, create_graph or is_due)
+            grads = gradients_of(total, params, create_graph or is_due)
         curvature = None
         if is_due:
             curvature = inner_curvature(
@@ -494,7 +505,7 @@ def _is_constant(param: Tensor) -> bool:
     return not param.requires_grad and not torch.compiler.is_compiling()
 
 
-def _gradients(loss: Tensor, params: Params, create_graph: bool) -> Params:
+def gradients_of(loss: Tensor, params: Params, create_graph: bool) -> Params:
     """Differentiate; a parameter that the loss does not use gets zeros, its exact gradient."""
     grads = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
     if all(gradient is None for gradient in grads):

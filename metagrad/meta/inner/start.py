@@ -68,7 +68,7 @@ class OwnStart:
             compute = functools.partial(self._computed, model, params)
             compute = vmapped(compute) if stacked else compute
             found |= compute(tasks.rows, tables, tasks.support_x, tasks.support_y)
-        return {name: _to_differentiate(value, params[name], shape) for name, value in found.items()}
+        return {name: to_differentiate(value, params[name]) for name, value in found.items()}
 
     def _computed(
         self, model: nn.Module, params: Params, rows: Params, tables: Params, x: Any, y: Any
@@ -183,13 +183,13 @@ def _fitting(name: str, value: Tensor, param: Tensor) -> Tensor:
     return value
 
 
-def _to_differentiate(value: Tensor, param: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a value as a variable of its own, apart from what it was computed of."""
+def to_differentiate(value: Tensor, param: Tensor) -> Tensor:
+    """Return a value ``[..., *param.shape]`` as a variable of its own, apart from what it was computed of."""
     if torch.compiler.is_compiling():
         return value
     if value.requires_grad and torch.is_grad_enabled():
         return value.view_as(value)
     if _torch.functorch_is_active():
         # Transforms of torch.func take no leaves but their own; the parameter gets the gradient zero.
-        return torch.where(value.new_ones((), dtype=torch.bool), value, param.expand(*shape, *param.shape))
+        return torch.where(value.new_ones((), dtype=torch.bool), value, param.expand_as(value))
     return value.detach().requires_grad_()

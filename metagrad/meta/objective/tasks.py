@@ -50,6 +50,8 @@ class Tasks(NamedTuple):
     query_y: Nested | None = None
     rows: Params = {}  # noqa: RUF012
     """Which rows of a table the tasks look up, ``[tasks, R]``, by the name of the table."""
+    noise: Params = {}  # noqa: RUF012
+    """Random numbers that were drawn for the tasks, ``[tasks, ...]``, by name."""
 
     @property
     def count(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -70,27 +69,27 @@ class ParticleObjective(Objective):
 
     Attributes:
         particles: Their number.
-        reduced: What makes a loss ``[...]`` of theirs ``[..., particles]``; by the sum each has its own gradient.
+        sums: Whether their losses are added, by which each has its own gradient.
     """
 
     particles: int = field(kw_only=True)
-    reduced: Callable[[Tensor], Tensor] = field(default=partial(torch.sum, dim=-1), kw_only=True)
+    sums: bool = field(default=True, kw_only=True)
 
     def single(
         self, params: Params, x: Nested, y: Nested, norms: NormPass | None = None
     ) -> tuple[Tensor, Nested]:
-        """Return the loss (a scalar) and the predictions ``[particles, n, ...]`` of one task."""
+        """Return the loss (a scalar, or ``[particles]``) and predictions ``[particles, n, ...]`` of one task."""
         each = (tree_map(operator.itemgetter(m), params) for m in range(self.particles))
         losses, predictions = zip(*(Objective.single(self, own, x, y, norms) for own in each), strict=True)
-        return self.reduced(torch.stack(losses)), stacked(predictions)
+        return self._reduced(torch.stack(losses)), stacked(predictions)
 
     def stacked(
         self, params: Params, x: Nested, y: Nested, norms: NormPass | None = None
     ) -> tuple[Tensor, Nested]:
-        """Return the losses ``[tasks]`` and predictions ``[tasks, particles, n, ...]`` of stacked parameters."""
+        """Return losses ``[tasks]`` or ``[tasks, particles]``, and predictions ``[tasks, particles, n, ...]``."""
         x, y = self._repeated((x, y))
         losses, predictions = Objective.stacked(self._flat(norms), _flat(params), x, y)
-        return self.reduced(self._by_task(losses)), self._by_task(predictions)
+        return self._reduced(self._by_task(losses)), self._by_task(predictions)
 
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
         """Return the predictions ``[tasks, particles, n, ...]``; with a ``chunk`` of 1 one after the other."""
@@ -98,9 +97,16 @@ class ParticleObjective(Objective):
             Objective.predict(self._flat(self.norms), _flat(params), self._repeated(x), chunk)
         )
 
+    def of_one(self) -> Objective:
+        """Return the loss of one particle, which tasks do not count."""
+        return Objective(**{item.name: getattr(self, item.name) for item in fields(Objective)})
+
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of predictions ``[particles, n, ...]``."""
         check_labels(self.labels, shape[1:])
+
+    def _reduced(self, losses: Tensor) -> Tensor:
+        return losses.sum(-1) if self.sums else losses
 
     def _flat(self, norms: NormPass | None) -> Objective:
         """Return the objective, in a pass, of which each particle is a task."""
@@ -143,6 +149,15 @@ class ParticleLoop(InnerLoop):
         inner = super().of_parts(num_parts, device, stacked=stacked)
         return replace(inner, rule=with_batch_ndim(self.rule, 1 + stacked))
 
+    def judge(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
+        """Return the losses of the mixtures ``[tasks]``, and predictions of query examples."""
+        losses, predictions = self.judge_each(adapted, tasks)
+        return of_mixture(losses, self.temperature), predictions
+
+    def judge_each(self, adapted: Params, tasks: Tasks) -> tuple[Tensor, Nested]:
+        """Return the losses of particles ``[tasks, particles]``, and predictions of query examples."""
+        return super().judge(adapted, tasks)
+
     def run(
         self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
     ) -> tuple[Params, Tensor, Tensor, Tensor]:
@@ -151,10 +166,9 @@ class ParticleLoop(InnerLoop):
         return adapted, losses / self.objective.particles, used, path
 
     def to_query(self, tasks: Tasks) -> InnerLoop:
-        """Return the loop with the objective of query examples, that of the mixture."""
+        """Return the loop with the objective of query examples, which is that of each particle."""
         inner = super().to_query(tasks)
-        mixture = partial(of_mixture, temperature=self.temperature)
-        return replace(inner, objective=replace(inner.objective, reduced=mixture))
+        return replace(inner, objective=replace(inner.objective, sums=False))
 
 
 def check_count(call: str, count: object) -> None:
