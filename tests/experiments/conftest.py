@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import multiprocessing
 import os
 import runpy
@@ -30,14 +32,15 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session")
 def composed():
-    """Return a function from overrides to a typed config."""
+    """Return a function from overrides to a typed config; the same ones are composed once."""
     register()
 
-    def build(*overrides):
+    @functools.cache
+    def compose_once(overrides, wandb_mode):
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
             return typed(compose("config", list(overrides)))
 
-    return build
+    return lambda *overrides: copy.deepcopy(compose_once(overrides, os.environ.get("WANDB_MODE")))
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,6 @@ from torch import nn
 
 from experiments import bench_curvature as bench
 
-# The first forward derivative of a process scripts decompositions (torch 2.13).
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
 
 def tiny() -> bench.Work:
     torch.manual_seed(0)

@@ -169,16 +169,6 @@ def test_exact_diagonals_are_those_of_the_dense_hessian():
     torch.testing.assert_close(checks.exact_diagonals(work)["Hessian"], expected)
 
 
-def test_exact_diagonals_of_a_linear_model_are_in_closed_form():
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(4, (8,))
-    model = nn.Linear(3, 4, bias=False).double()
-    p = model(x).softmax(1).detach()
-    expected = ((p * (1 - p)).T @ x**2 / 8).reshape(-1)
-    for diagonal in checks.exact_diagonals(methods.Work(model, x, y)).values():
-        torch.testing.assert_close(diagonal, expected)
-
-
 def test_an_estimate_that_is_wrong_ends_the_program_if_it_is_ours(program, no_rival, monkeypatch):
     matrix, make, read = checks.ESTIMATES["SophiaH-10"]
     wrong = (matrix, make, lambda state: 2 * read(state))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -7,26 +8,21 @@ import pytest
 
 from experiments.compare import Job, compare, differing, find_jobs, main, table
 from experiments.plots.comparison import mean_curve
+from tests.experiments.conftest import FAST
 
 
 @pytest.fixture(scope="module")
-def swept(program, tmp_path_factory):
-    """Return the folder of a sweep of two algorithms and two seeds."""
-    cwd = tmp_path_factory.mktemp("sweep")
-    sweep = [
-        "-m",
-        "algorithm=maml,fomaml",
-        "seed=0,1",
-        "debug=fast",
-        "logger=none",
-        "iterations=4",
-        "device=cpu",
-        "threads=1",
-        "memory.enabled=false",
-    ]
-    code, _, err = program("train", *sweep, "hydra.sweep.dir=multirun/day/time", cwd=cwd)
-    assert code == 0, err
-    return cwd / "multirun" / "day" / "time"
+def swept(run, tmp_path_factory):
+    """Return the folder of a sweep of two algorithms and two seeds, as Hydra leaves it."""
+    folder = tmp_path_factory.mktemp("sweep")
+    planned = {"hydra": {"overrides": {"task": ["algorithm=maml,fomaml", "seed=0,1"]}}}
+    (folder / "multirun.yaml").write_text(json.dumps(planned))
+    for number, (algorithm, seed) in enumerate(itertools.product(("maml", "fomaml"), "01")):
+        overrides = [f"algorithm={algorithm}", f"seed={seed}"]
+        job = run(folder / str(number), *overrides, "memory.enabled=false")
+        (job / ".hydra").mkdir()
+        (job / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
+    return folder
 
 
 @pytest.fixture
@@ -40,26 +36,18 @@ def lines(folder):
     return table(jobs, differing(jobs)).splitlines()
 
 
-def test_there_is_one_folder_for_each_job(swept):
-    jobs = find_jobs(swept)
-    assert [job.status for job in jobs] == ["finished"] * 4
-    assert [(job.overrides["algorithm"], job.overrides["seed"]) for job in jobs] == [
-        ("maml", "0"),
-        ("maml", "1"),
-        ("fomaml", "0"),
-        ("fomaml", "1"),
-    ]
-    assert all(
-        json.loads((job.folder / "provenance.json").read_text())["seed"] == i % 2
-        for i, job in enumerate(jobs)
-    )
-
-
-def test_jobs_do_not_depend_on_those_before_them(swept, run, tmp_path):
-    alone = run(tmp_path, "algorithm=fomaml", "seed=1")
-    rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (alone, swept / "3")]
-    first = [json.loads(side[1])["train/query_loss"] for side in rows]
-    assert first[0] == pytest.approx(first[1], rel=1e-6)
+@pytest.mark.slow
+def test_the_program_sweeps_into_one_folder_for_each_job(program, swept, tmp_path):
+    """No job depends on those before it."""
+    sweep = ["-m", "algorithm=maml,fomaml", "seed=0,1", *FAST, "memory.enabled=false"]
+    code, _, err = program("train", *sweep, "hydra.sweep.dir=multirun", cwd=tmp_path)
+    assert code == 0, err
+    for job, alone in zip(find_jobs(tmp_path / "multirun"), find_jobs(swept), strict=True):
+        assert (job.status, job.overrides["seed"]) == ("finished", alone.overrides["seed"])
+        assert job.overrides["algorithm"] == alone.overrides["algorithm"]
+        rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (alone.folder, job.folder)]
+        first = [json.loads(side[1])["train/query_loss"] for side in rows]
+        assert first[0] == pytest.approx(first[1], rel=1e-6)
 
 
 def test_the_table_groups_by_what_differs_and_averages_over_seeds(swept):
@@ -83,7 +71,7 @@ def test_what_is_not_finished_is_listed(copied):
     _, maml, fomaml, _, *listed = lines(copied)
     assert "1 / 2" in maml
     assert "0 / 2" in fomaml
-    assert listed[0].startswith("  1 (algorithm=maml seed=1 ")
+    assert listed[0].startswith("  1 (algorithm=maml seed=1): ")
     assert [line.partition("): ")[2] for line in listed] == [
         "missing: it never started",
         "unfinished at step 4",

@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import SCHEMAS, plain
 from experiments.schema import Device
+from tests.marks import fast
 
 CONF = Path(__file__).parents[2] / "conf"
 OF_OTHERS = {
@@ -90,7 +91,9 @@ def test_the_options_are_found():
     assert groups == {"task", "model", "algorithm", "optimizer", "schedule", "logger", "experiment", "debug"}
 
 
-@pytest.mark.parametrize("name", [*(row[0] for row in OMNIGLOT), "sinusoid", "demo"])
+@pytest.mark.parametrize(
+    "name", fast(("omniglot_20way1shot", "sinusoid"), [*(row[0] for row in OMNIGLOT), "sinusoid", "demo"])
+)
 def test_the_inner_step_size_of_an_experiment_is_not_that_of_another_rule(composed, name):
     alone = composed("algorithm/inner=adam").algorithm.inner
     chosen = composed(f"experiment={name}", "algorithm/inner=adam").algorithm.inner

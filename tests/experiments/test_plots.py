@@ -70,8 +70,7 @@ def test_drawing_leaves_the_users_style_alone(tmp_path):
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("length", [1, 3, 12])
-@pytest.mark.parametrize("count", [1, 4, 9])
+@pytest.mark.parametrize(("count", "length"), [(1, 12), (4, 1), (9, 3)])
 def test_a_legend_is_within_its_figure(tmp_path, count, length):
     with figure(tmp_path / "x.png", size=(6.6, 3.9)) as axes:
         for i in range(count):

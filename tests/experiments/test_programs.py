@@ -9,7 +9,7 @@ from tests.marks import slow
 ERRORS = [
     (["seed=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
     slow(["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
-    (["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
+    slow(["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
     slow(["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
     slow(
         ["model.sizes=[2,4,1]", "logger=none"],
@@ -45,6 +45,7 @@ def test_a_loss_that_is_not_finite_fails_and_is_logged(program, tmp_path):
     assert (tmp_path / "run" / "failure.txt").read_text().startswith("Iteration 0: MAML: the loss of task")
 
 
+@pytest.mark.slow
 def test_compare_refuses_other_folders(program, tmp_path):
     code, _, err = program("compare", ".", cwd=tmp_path)
     assert code != 0

@@ -64,6 +64,7 @@ def test_a_checkpoint_file_starts_a_new_run_that_ends_the_same(program, whole, k
     assert (killed / "metrics.jsonl").read_bytes() == left
 
 
+@pytest.mark.slow
 def test_a_run_folder_goes_on_in_place_and_ends_the_same(program, whole, killed, tmp_path):
     overrides = (killed / ".hydra" / "overrides.yaml").read_bytes()
     step = checkpoint.load(killed / checkpoint.FILE)["step"]

@@ -137,28 +137,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(run, fast_run, 
     ).read_bytes()
 
 
-def test_the_first_order_is_another_trajectory_from_the_same_start(run, fast_run, tmp_path):
-    first_order = series(read_rows(run(tmp_path, "algorithm=fomaml") / "metrics.jsonl"), "train/query_loss")[
-        1
-    ]
-    second_order = series(read_rows(fast_run / "metrics.jsonl"), "train/query_loss")[1]
-    assert first_order[0] == second_order[0]
-    assert first_order[1:] != second_order[1:]
-
-
 def test_a_cosine_ends_at_zero(run, tmp_path):
     rates = series(
         read_rows(run(tmp_path, "schedule=cosine", "optimizer=sgd") / "metrics.jsonl"), "optimizer/lr"
     )[1]
     assert rates[0] == pytest.approx(0.01 * (1 + 2**-0.5) / 2)
     assert rates[-1] == pytest.approx(0, abs=1e-12)
-
-
-def test_evaluation_in_chunks_gives_the_same_result(run, fast_run, tmp_path):
-    chunked = json.loads((run(tmp_path, "evaluate.chunk=2") / "result.json").read_text())["metrics"]
-    whole = json.loads((fast_run / "result.json").read_text())["metrics"]
-    # The tasks of a chunk are drawn together, so chunks of another size are other tasks.
-    assert {name: value["tasks"] for name, value in chunked.items()} == dict.fromkeys(whole, 4)
 
 
 def test_anomaly_mode_is_on_for_its_run_only(run, tmp_path, recwarn):
@@ -201,6 +185,7 @@ def test_no_wandb_is_needed_without_its_logger(run, tmp_path, monkeypatch):
     assert (run(tmp_path) / "result.json").exists()
 
 
+@pytest.mark.slow
 def test_wandb_offline_mirrors_every_job_into_its_own_folder(run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for folder in (
@@ -212,6 +197,7 @@ def test_wandb_offline_mirrors_every_job_into_its_own_folder(run, tmp_path, monk
         assert {path.name.partition("_")[0] for path in images} == {"adaptation", "learning", "memory"}
 
 
+@pytest.mark.slow
 def test_wandb_disabled_writes_nothing(run, fast_run, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     folder = run(tmp_path, "logger=wandb")

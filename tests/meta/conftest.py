@@ -7,18 +7,35 @@ from torch.func import functional_call
 from metagrad.tasks import Batch, Examples
 
 
-def _textbook(model, loss_fn, batch, *, lr, steps, order=2, names=None):
-    """The plain task loop, as every tutorial has it; the parameters of some names adapt, or all."""
+def _textbook(
+    model, loss_fn, batch, *, lr, steps, order=2, names=None, start=None, truncate=None, weights=None
+):
+    """The plain task loop, as every tutorial has it: the loss of each task.
+
+    The parameters of some names adapt, or all, from what ``start(model, x, y)`` returns. ``lr`` is one number, or one
+    for each step; the steps before the last ``truncate`` are constants; ``weights`` are of query losses on the way.
+    """
     losses = []
     for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
         fast = {
             k: p for k, p in model.named_parameters() if p.requires_grad and (names is None or k in names)
         }
-        for _ in range(steps):
+        if start is not None:
+            # Values of their own, so that inner gradients do not go through what was computed of others.
+            fast = {k: p.clone().requires_grad_() for k, p in {**fast, **start(model, x, y)}.items()}
+        total = 0.0
+        for t in range(steps):
+            is_kept = truncate is None or t >= steps - truncate
             loss = loss_fn(functional_call(model, fast, (x,)), y)
-            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2)
-            fast = {k: p - lr * g for (k, p), g in zip(fast.items(), grads, strict=True)}
-        losses.append(loss_fn(functional_call(model, fast, (query_x,)), query_y))
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=order == 2 and is_kept)
+            rate = lr[t] if isinstance(lr, torch.Tensor) and lr.ndim else lr
+            moves = [rate * g if is_kept else (rate * g).detach() for g in grads]
+            fast = {k: p - move for (k, p), move in zip(fast.items(), moves, strict=True)}
+            if weights is not None:
+                total = total + weights[t] * loss_fn(functional_call(model, fast, (query_x,)), query_y)
+        losses.append(
+            loss_fn(functional_call(model, fast, (query_x,)), query_y) if weights is None else total
+        )
     return torch.stack(losses)
 
 

@@ -10,9 +10,6 @@ from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 import metagrad as mg
 
-# What torch says about its own forward mode, on its first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-
 sgd = mg.optim.rules.sgd
 
 

@@ -110,8 +110,7 @@ def test_conv4_equals_the_textbook_loop(textbook, images, norm, steps, memory, t
     assert_same(meta_gradient(maml(images).loss, model), meta_gradient(expected.mean(), model))
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "160KiB"])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize(("memory", "task_chunk"), [("full", None), ("step", 1), ("sqrt", None)])
 def test_first_order(textbook, regression, memory, task_chunk):
     model = mlp()
     maml = mg.MAML(
@@ -124,7 +123,7 @@ def test_first_order(textbook, regression, memory, task_chunk):
     assert not torch.allclose(got[0], second[0])
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "160KiB"])
+@pytest.mark.parametrize("memory", ["full", "step"])
 def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
     """A third derivative of the model, against that of the textbook loop."""
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -165,8 +164,9 @@ def test_adapt_gives_the_model_that_forward_judges(regression, task_chunk):
     assert fast(regression.query.x).requires_grad
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "160KiB"])
+@pytest.mark.parametrize(
+    ("memory", "task_chunk"), [("full", 1), ("step", None), ("sqrt", 1), ("160KiB", None)]
+)
 def test_without_grad_mode_it_adapts_and_keeps_no_graph(regression, task_chunk, memory):
     maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, task_chunk=task_chunk, memory=memory)
     expected = maml(regression)
@@ -227,25 +227,6 @@ def test_learned_hyperparameters_are_parameters_of_the_module(regression):
     assert {"inner_lr_0_weight", "inner_momentum", "model.0.weight"} <= names
     maml(regression).loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in maml.parameters())
-
-
-def test_a_copy_is_independent(regression):
-    maml = mg.MAML(Custom(), F.mse_loss, inner=sgd(lr=nn.Parameter(torch.tensor(0.1))), steps=2)
-    maml(regression)
-    twin = copy.deepcopy(maml)
-    with torch.no_grad():
-        for p in maml.parameters():
-            p.add_(1.0)
-    fresh = mg.MAML(Custom(), F.mse_loss, inner=sgd(lr=0.1), steps=2)
-    torch.testing.assert_close(twin(regression).query_losses, fresh(regression).query_losses)
-
-
-def test_state_dict_round_trip(regression):
-    rate = nn.Parameter(torch.tensor(0.3))
-    maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=rate), steps=2)
-    other = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=nn.Parameter(torch.tensor(0.1))), steps=2)
-    other.load_state_dict(maml.state_dict())
-    torch.testing.assert_close(other(regression).loss, maml(regression).loss)
 
 
 def test_dropout_masks_differ_from_task_to_task_and_repeat_with_the_seed():

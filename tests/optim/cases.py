@@ -188,7 +188,7 @@ CASES = {
     "lion": Case(rules.lion, {"lr": 0.05}),
     "lion, options": Case(rules.lion, {"lr": 0.05, "betas": (0.5, 0.6), "weight_decay": 0.1}, {"maximize": True}),
     **climbing(
-        # So short that the quartic does not run away in 50 steps.
+        # So short that the quartic does not run away.
         ("sgd", SGD, sgd, {"lr": 2e-5, "momentum": 0.5, "weight_decay": 0.1}),
         ("adam", Adam, adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-2}),
         ("rmsprop", RMSprop, rmsprop, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-2}),

@@ -29,6 +29,7 @@ RULES = {
     "sophia_g": lambda: sophia_g(**GENTLE),
     "newton_cg": lambda: newton_cg(lr=0.5, damping=20.0, adapt=False, progress=None),
     "newton_cg, adapted": lambda: newton_cg(lr=0.5, damping=20.0),
+    "newton_cg, every second": lambda: newton_cg(lr=0.5, damping=20.0, curvature_every=2, pairs=2),
     "gauss_newton": lambda: gauss_newton(lr=0.5, damping=2.0),
     "natural_gradient": lambda: natural_gradient(lr=0.1, damping=2.0),
     "kfac": lambda: kfac(lr=0.3, damping=0.3, weight_decay=0.1, decay=0.3, **EACH_STEP),
@@ -300,12 +301,13 @@ def test_kfac_refuses_a_vmap_of_the_models_own():
         maml("kfac", Mapped())(Batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "inner",
     [
-        slow(adahessian(lr=0.05, eps=1.0)),
+        adahessian(lr=0.05, eps=1.0),
         sophia_h(lr=0.02, curvature_every=2),
-        slow(kfac(lr=0.1, damping=1.0, kl_clip=None)),
+        kfac(lr=0.1, damping=1.0, kl_clip=None),
     ],
     ids=["adahessian", "sophia_h", "kfac"],
 )

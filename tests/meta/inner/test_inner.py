@@ -17,52 +17,27 @@ def mlp():
     return mg.models.MLP([2, 8, 3]).double()
 
 
-def meta_gradient(maml, batch):
-    return mg.grad(maml(batch).loss, dict(maml.named_parameters()))
-
-
-def by_hand(model, batch, *, lr, steps, truncate):
-    """The task loop; what comes before the last steps passes cotangents through unchanged."""
-    losses = []
-    for x, y, query_x, query_y in zip(*batch.support, *batch.query, strict=True):
-        start = dict(model.named_parameters())
-        fast = start
-        for t in range(steps):
-            kept = t >= steps - truncate
-            loss = F.mse_loss(functional_call(model, fast, (x,)), y)
-            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=kept)
-            fast = {
-                k: p - lr * (g if kept else g.detach()) for (k, p), g in zip(fast.items(), grads, strict=True)
-            }
-        losses.append(F.mse_loss(functional_call(model, fast, (query_x,)), query_y))
-    return torch.stack(losses)
-
-
-@pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "1MiB"])
-@pytest.mark.parametrize("truncate", [1, 3, 5, 9])
-def test_truncated_steps_are_first_order_steps_before_the_last(regression, truncate, memory, task_chunk):
+@pytest.mark.parametrize(
+    ("truncate", "memory", "task_chunk"),
+    [(1, "full", None), (1, "step", 1), (3, "step", None), (3, "sqrt", 1), (3, "1MiB", None), (5, "full", 1),
+     (9, "sqrt", None)],
+)  # fmt: skip
+def test_truncated_steps_are_first_order_steps_before_the_last(
+    textbook, regression, truncate, memory, task_chunk
+):
     model = mlp()
     rule = sgd(lr=0.1)
     maml = mg.MAML(
         model, F.mse_loss, inner=rule, steps=5, truncate=truncate, memory=memory, task_chunk=task_chunk
     )
     out = maml(regression)
-    expected = by_hand(model, regression, lr=0.1, steps=5, truncate=truncate)
+    expected = textbook(model, F.mse_loss, regression, lr=0.1, steps=5, truncate=truncate)
     torch.testing.assert_close(out.query_losses, expected, rtol=1e-12, atol=0)
     params = dict(model.named_parameters())
     torch.testing.assert_close(
         mg.grad(out.loss, params), mg.grad(expected.mean(), params), rtol=1e-10, atol=1e-14
     )
     assert out.support_losses.shape == (4, 5)
-
-
-def test_truncation_changes_the_gradient_and_not_the_losses(regression):
-    model = mlp()
-    all_steps, last = (mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5, truncate=k) for k in (None, 1))
-    assert torch.equal(all_steps(regression).query_losses, last(regression).query_losses)
-    first, second = meta_gradient(all_steps, regression), meta_gradient(last, regression)
-    assert not torch.allclose(first["model.0.weight"], second["model.0.weight"], rtol=1e-3)
 
 
 def between(norms):

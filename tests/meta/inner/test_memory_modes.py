@@ -92,29 +92,28 @@ def test_every_memory_mode_gives_the_same_derivatives(case, memory, task_chunk):
 
 
 @pytest.mark.parametrize("memory", ["full", *MEMORIES])
-@pytest.mark.parametrize("rule", [sgd(lr=0.05, momentum=0.5), adam(lr=0.05)], ids=["sgd", "adam"])
 class TestAutocast:
-    def run(self, rule, memory, enabled):
+    def run(self, memory, enabled):
         torch.manual_seed(0)
         model = mlp()
-        maml = mg.MAML(model, F.mse_loss, inner=rule, steps=4, memory=memory)
+        maml = mg.MAML(model, F.mse_loss, inner=adam(lr=0.05), steps=4, memory=memory)
         batch = Batch(*(Examples(part.x.float(), part.y.float()) for part in regression()))
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             out = maml(batch)
             fast = maml.adapt(batch.support)
         return out, mg.grad(out.loss, dict(model.named_parameters())), fast
 
-    def test_the_state_of_the_inner_loop_stays_in_float32(self, rule, memory):
-        out, grads, fast = self.run(rule, memory, enabled=True)
+    def test_the_state_of_the_inner_loop_stays_in_float32(self, memory):
+        out, grads, fast = self.run(memory, enabled=True)
         assert out.query_outputs.dtype == torch.bfloat16
         assert out.loss.dtype == torch.float32
         assert {p.dtype for p in fast.params.values()} == {torch.float32}
         assert {g.dtype for g in grads.values()} == {torch.float32}
 
-    def test_a_recomputed_step_casts_as_the_first_one_did(self, rule, memory):
-        low, full = (self.run(rule, m, enabled=True)[1] for m in (memory, "full"))
+    def test_a_recomputed_step_casts_as_the_first_one_did(self, memory):
+        low, full = (self.run(m, enabled=True)[1] for m in (memory, "full"))
         torch.testing.assert_close(low, full, rtol=1e-6, atol=1e-7)
-        exact = self.run(rule, memory, enabled=False)[1]
+        exact = self.run(memory, enabled=False)[1]
         difference = max(float((low[k] - exact[k]).norm() / exact[k].norm()) for k in exact)
         assert 1e-4 < difference < 0.2
 

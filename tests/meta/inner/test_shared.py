@@ -8,23 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import metagrad as mg
 from tests.marks import slow
 
 rules = mg.optim.rules
-
-
-class Counting:
-    """A backend that counts how often torch.compile comes to it."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, inputs):
-        self.count += 1
-        return aot_eager(graph, inputs)
 
 
 class Net(nn.Module):
@@ -85,7 +74,11 @@ def test_compiled_gradients_of_shared_parameters(
 ):
     make, adapt, names = MODELS[model]
     torch.manual_seed(0)
-    module, loss_fn, backend = make().double(), {"mse": F.mse_loss, "learned": Loss()}[loss], Counting()
+    module, loss_fn, backend = (
+        make().double(),
+        {"mse": F.mse_loss, "learned": Loss()}[loss],
+        CompileCounterWithBackend("eager"),
+    )
     maml = mg.MAML(
         module,
         loss_fn,
@@ -107,7 +100,7 @@ def test_compiled_gradients_of_shared_parameters(
             torch.testing.assert_close(out.query_losses, expected, rtol=1e-9, atol=1e-12)
             found = torch.autograd.grad(out.loss, variables)
             torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-            assert backend.count
+            assert backend.frame_count
             if repetition == 1:
-                compiled = backend.count
-        assert backend.count == compiled
+                compiled = backend.frame_count
+        assert backend.frame_count == compiled

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.meta.objective.features import split_layers
@@ -190,23 +189,6 @@ def test_layers_that_write_into_their_input_get_a_copy(textbook, regression):
     expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=["1.weight", "1.bias"])
     for task_chunk in (None, 1):
         agree(maml_of(model, "1", task_chunk=task_chunk), regression, expected)
-
-
-@pytest.mark.parametrize("memory", ["full", "step"])
-def test_functional_call(textbook, regression, memory):
-    maml, other = maml_of(chain(), "3", memory=memory), chain()
-    with torch.no_grad():
-        for p in other.parameters():
-            p.mul_(1.1)
-    values = {f"model.{name}": p.detach().clone().requires_grad_() for name, p in other.named_parameters()}
-    loss = functional_call(maml, values, (regression,)).loss
-    expected = textbook(other, F.mse_loss, regression, lr=0.3, steps=2, names=["3.weight", "3.bias"]).mean()
-    found = torch.autograd.grad(loss, list(values.values()))
-    wanted = torch.autograd.grad(expected, list(other.parameters()))
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-    if memory == "full":
-        again = torch.func.grad(lambda v: functional_call(maml, v, (regression,)).loss)(values)
-        torch.testing.assert_close(list(again.values()), list(wanted), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])

@@ -129,7 +129,7 @@ def run(model, loss_fn, batch, **options):
 
 
 @pytest.mark.parametrize("returns", RETURNS)
-@pytest.mark.parametrize("task_chunk", [None, 1, 2])
+@pytest.mark.parametrize("task_chunk", [None, 2])
 def test_what_the_model_returns_reaches_the_loss_as_it_is(returns, task_chunk):
     batch = draw()
     out, grads = run(TextModel(RETURNS[returns]), loss_fn, batch, task_chunk=task_chunk)
@@ -139,9 +139,17 @@ def test_what_the_model_returns_reaches_the_loss_as_it_is(returns, task_chunk):
     torch.testing.assert_close(logits_of(out.query_outputs), expected.query_outputs, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("memory", ["full", "step", "sqrt", "64MiB"])
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize(
+    ("memory", "order", "task_chunk"),
+    [
+        ("full", 1, None),
+        ("full", 2, 1),
+        ("step", 2, None),
+        ("step", 1, 1),
+        ("sqrt", 2, 1),
+        ("64MiB", 2, None),
+    ],
+)
 def test_structured_models_in_every_memory_mode(memory, order, task_chunk):
     options = {"memory": memory, "order": order, "task_chunk": task_chunk, "steps": 3, "nonfinite": "skip"}
     _, grads = run(TextModel(), loss_fn, draw(), **options)
