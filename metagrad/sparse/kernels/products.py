@@ -22,6 +22,7 @@ from metagrad.sparse.statistics import count_densified, current_stats, timed
 
 CSR_DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")  # with CSR kernels, and where a policy is asked
+VECTOR = 8  # numbers of float32 in a vector of a CPU
 SLICE_NUMBERS = 1 << 18  # numbers gathered at a time where no CSR kernel exists
 
 
@@ -78,6 +79,7 @@ def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
         return product.view(-1).index_select(0, pattern.cells)
     if _uses_csr(a):
         target = _csr(pattern.crow, pattern.col, a.new_zeros(pattern.nnz), pattern.shape)
+        a, b = _whole_vector(a), _whole_vector(b)
         return torch.sparse.sampled_addmm(target, a.contiguous(), b.contiguous().t(), beta=0.0).values()
     return torch.cat(
         [
@@ -130,6 +132,13 @@ def _made_dense(pattern: Pattern, values: Tensor) -> Tensor:
     count_densified(matrix.nbytes)
     matrix.view(-1).scatter_(0, pattern.cells, values)
     return matrix
+
+
+def _whole_vector(x: Tensor) -> Tensor:
+    """Append columns of zeros to fewer than eight of float32, which a CPU's sampled product reads one by one: it
+    took 2.5 ms for 52k entries of 7 columns, 0.16 ms for those of 8."""
+    is_slow = 1 < x.shape[1] < VECTOR and x.dtype == torch.float32 and x.device.type == "cpu"
+    return torch.nn.functional.pad(x, (0, VECTOR - x.shape[1])) if is_slow else x
 
 
 def _times(matrix: Tensor, dense: Tensor) -> Tensor:
