@@ -1,12 +1,23 @@
-"""Files that are there whole or not at all: a crash or a full disk leaves what was there before."""
+"""Files that are written whole or not at all, so that a crash leaves what was there before; and where data is."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+
+def data_file(name: str) -> Path:
+    """Return the path of a file below `$METAGRAD_DATA`, or `~/.cache/metagrad` where that is not set.
+
+    Raises:
+        FileNotFoundError: The file is not there.
+    """
+    path = Path(os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser() / name
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing. Put it there, or set METAGRAD_DATA to the folder that has {name}."
+        )
+    return path
 
 
 def write_text(path: Path, text: str) -> None:

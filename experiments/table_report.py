@@ -47,7 +47,7 @@ def write(config: Table, experiment: str) -> None:
         "",
         *_protocol([cell for own in finished.values() for cell in own], config),
         "",
-        *_markdown([HEADER, *rows]),
+        *markdown([HEADER, *rows]),
     ]
     lost = [
         f"- {cell}: {_reason(cell)}" for name in cells for cell in cells[name] if cell not in finished[name]
@@ -115,6 +115,7 @@ def _reason(folder: Path) -> str:
     return failure.read_text().strip().partition("\n")[0] if failure.exists() else "it has not ended"
 
 
-def _markdown(rows: list[list[str]]) -> list[str]:
+def markdown(rows: list[list[str]]) -> list[str]:
+    """Return rows of cells, the first of which is the header, as lines of a table."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]]

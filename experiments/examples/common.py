@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from torch import Tensor
+
+from experiments.files import data_file
 
 
 def find_file(name: str) -> Path:
@@ -14,12 +15,10 @@ def find_file(name: str) -> Path:
     Raises:
         SystemExit: The file is not there.
     """
-    path = Path(os.environ.get("METAGRAD_DATA") or "~/.cache/metagrad").expanduser() / name
-    if not path.is_file():
-        raise SystemExit(
-            f"{path} is missing. Put it there, or set METAGRAD_DATA to the folder that has {name}."
-        )
-    return path
+    try:
+        return data_file(name)
+    except FileNotFoundError as error:
+        raise SystemExit(str(error)) from None
 
 
 def compare(name: str, got: Tensor, expected: Tensor, *, tolerance: float) -> None:

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
+from experiments import citations
 from experiments.examples.common import compare, find_file
 from metagrad.sparse import Pattern, SparseTensor
 
@@ -44,19 +44,11 @@ class Graph(NamedTuple):
 
 def load() -> Graph:
     """Read Cora."""
-    with np.load(find_file("planetoid/cora.npz"), allow_pickle=False) as file:
-        arrays = {name: torch.from_numpy(file[name]).long() for name in file.files if name != "x_data"}
-    shape = tuple(arrays["x_shape"].tolist())
-    words = torch.repeat_interleave(torch.arange(shape[0]), arrays["x_indptr"].diff())
-    pattern, _ = Pattern.coalesce(words, arrays["x_indices"], shape)
-    per_node = SparseTensor(pattern, torch.ones(pattern.nnz)) @ torch.ones(shape[1])
-    features = SparseTensor(pattern, 1 / per_node[pattern.row])
-    loops = torch.arange(shape[0])
-    left, right = arrays["edges"].unbind(1)
-    edges, _ = Pattern.coalesce(
-        torch.cat([left, right, loops]), torch.cat([right, left, loops]), (shape[0], shape[0])
-    )
-    return Graph(edges, features, *(arrays[name] for name in ("y", "train", "val", "test")))
+    find_file(citations.FILE)
+    found = citations.load()
+    edges = citations.normalized(found.pairs, torch.ones(len(found.pairs)), found.nodes).pattern
+    features = found.words.with_values(1 / found.words.sum(1)[found.words.pattern.row])
+    return Graph(edges, features, found.labels, found.train, found.val, found.test)
 
 
 def adjacency(edges: Pattern, log_weights: Tensor) -> SparseTensor:

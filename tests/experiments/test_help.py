@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from experiments import help
 from experiments.config import SCHEMAS
+from experiments.attack.schema import register_attack
 from experiments.curvature.schema import register_curvature
 from experiments.job import launch
 from experiments.optimizers.schema import register_optimizers
@@ -25,6 +26,7 @@ PROGRAMS = {
         "trace.probes",
     ),
     "optimizers": ({"workload", "optimizer", "logger"}, "workload.judged"),
+    "attack": ({"logger"}, "surrogate.steps"),
 }
 
 
@@ -32,6 +34,7 @@ PROGRAMS = {
 def schemas():
     register_curvature()
     register_optimizers()
+    register_attack()
 
 
 def composed(name, *overrides):

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from metagrad.core import _torch
 from metagrad.sparse.kernels import products as kernels
-from metagrad.sparse.kernels.tangents import Bilinear, bilinear_tangent, nestable
+from metagrad.sparse.kernels.tangents import Bilinear, Kernel, bilinear_tangent, nestable
 from metagrad.sparse.pattern import Pattern, Segments
 
 
@@ -123,7 +122,7 @@ class _SDDMM(Bilinear):
         return sample(pattern, _batch_first(a, in_dims[1]), _batch_first(b, in_dims[2])), 0
 
 
-class _OnSegments(Function):
+class _OnSegments(Kernel):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.segments = inputs[0]

@@ -1,0 +1,1 @@
+"""Attacks by higher-order gradients, and defences."""
