@@ -65,6 +65,7 @@ def test_the_meta_gradient_is_that_of_a_textbook_loop_on_a_dense_matrix(graph, m
     torch.testing.assert_close(found, torch.autograd.grad(outer, values)[0], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_flip_raises_the_loss_by_what_the_gradient_says(graph):
     """An edge is flipped that is among the best ones if every candidate is tried."""
     attack = attack_on(graph)
@@ -159,6 +160,7 @@ SMALL = (
 SHORT = ("gcn.epochs=10", "defence.steps=2", "defence.inner_steps=3", "seeds=[0]")
 
 
+@pytest.mark.slow
 def test_the_program_writes_tables_and_goes_on(graph, config, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "load", lambda: graph)
     monkeypatch.setattr(run, "largest_component", lambda graph, generator: graph)
