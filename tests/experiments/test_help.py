@@ -10,8 +10,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from experiments import help
-from experiments.config import SCHEMAS
 from experiments.attack.schema import register_attack
+from experiments.config import SCHEMAS
 from experiments.curvature.schema import register_curvature
 from experiments.job import launch
 from experiments.optimizers.schema import register_optimizers
