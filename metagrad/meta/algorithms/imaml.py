@@ -30,7 +30,9 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         steps: The number of inner steps: enough to come close to the minimum.
         proximal: The number :math:`\lambda`, above 0; the paper takes 2 for Omniglot with 5 ways and 0.5 for
             mini-ImageNet. Above the most negative curvature of the support loss, or the solve raises.
-        hypergradient: The inverse; five steps of conjugate gradients in the paper.
+        hypergradient: The inverse; None is `CG(steps=5)`, conjugate gradients from zero as in the paper. How much a
+            step adds depends on the curvature over :math:`\lambda`: on a small regression with the 2 of the paper, 5
+            steps leave 1.1 % of the inverse, 6 leave 0.4 % and 10 leave 0.01 %.
         **arguments: As of :class:`MAML`.
 
     Raises:
