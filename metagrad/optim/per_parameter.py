@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,13 +13,15 @@ from metagrad.optim.hyperparameters import check_hyperparameter, count, values_a
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
 
+Values: TypeAlias = Any
+"""The hyper-parameters of one parameter at one step, by name, numbers or tensors; betas are ``beta1``, ``beta2``."""
+
 
 class PerParameter(RuleNode):
     """A rule that is given by how it moves one parameter.
 
     A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
-    ``move``; hyper-parameters reach ``move`` as keywords, chosen for the step and the parameter, ``betas`` as
-    ``beta1``, ``beta2`` and so on.
+    ``move``, which is given the hyper-parameters that were chosen for the step and the parameter.
     """
 
     call: ClassVar[str]
@@ -34,14 +36,14 @@ class PerParameter(RuleNode):
         betas, default = (getattr(each, "betas", ()) for each in (self, type(self)))
         if len(betas) != len(default):
             raise ValueError(f"{self.call}: betas must be as many as in {default}, got {betas}.")
-        for _, name, value in self._hyperparameters():
+        for name, value in self._hyperparameters():
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
     def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
         """Return what is carried for a parameter, before the first step."""
         raise NotImplementedError
 
-    def move(self, step: float | Tensor, w: Tensor, g: Tensor, *slots: Any, **values: Any) -> tuple[Any, ...]:
+    def move(self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, *slots: Any) -> tuple[Any, ...]:
         """Return a parameter and its slots after one step; ``step`` counts those before."""
         raise NotImplementedError
 
@@ -71,8 +73,7 @@ class PerParameter(RuleNode):
 
     def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
         """Move every parameter; ``inputs``, the gradients and what else there is, come before the slots."""
-        keywords, names, values = zip(*self._hyperparameters(), strict=True)
-        at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
+        at = [values_at(name, value, state.step, params) for name, value in self._hyperparameters()]
         slots = state[1:]
         rows = []
         with without_torch_function():  # metadata: no value depends on it, so modes need not see it
@@ -82,25 +83,28 @@ class PerParameter(RuleNode):
             if not size:
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
-            results = self.move(
-                count(state.step, dtype),
-                w,
-                *[given[key] for given in inputs],
-                *own,
-                **dict(zip(keywords, chosen, strict=True)),
-            )
-            rows.append(_in_dtype(results, dtype))
+            given = [tensors[key] for tensors in inputs]
+            results = self.move(self.values(*chosen), count(state.step, dtype), w, *given, *own)
+            rows.append(self._in_dtypes(results, dtype, own))
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
 
-    def _hyperparameters(self) -> Iterator[tuple[str, str, Hyperparameter]]:
-        """Yield the keyword that ``move`` knows, the name that users know, and the value."""
+    def _hyperparameters(self) -> Iterator[tuple[str, Hyperparameter]]:
+        """Yield the hyper-parameters as users know them, in the order of ``values``."""
         for name in self.hyper:
             value = getattr(self, name)
             if name == "betas":
-                yield from ((f"beta{i + 1}", f"betas[{i}]", beta) for i, beta in enumerate(value))
+                yield from ((f"betas[{i}]", beta) for i, beta in enumerate(value))
             else:
-                yield name, name, value
+                yield name, value
+
+    def _in_dtypes(self, results: Sequence[Any], dtype: torch.dtype, slots: Sequence[Any]) -> Sequence[Any]:
+        """Return results in the dtype of the parameter: a 0-d tensor as hyper-parameter widens those of a 0-d one."""
+        with without_torch_function():
+            widened = [result is not None and result.dtype != dtype for result in results]
+        if not any(widened):
+            return results
+        return [r if r is None or not wide else r.to(dtype) for r, wide in zip(results, widened, strict=True)]
 
 
 def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:
@@ -118,15 +122,6 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
                 f"rowwise({call}) for its table, or make the gradient dense by .to_dense()."
             )
     return {key: grads[key] for key in params}
-
-
-def _in_dtype(results: tuple[Tensor | None, ...], dtype: torch.dtype) -> Sequence[Tensor | None]:
-    # A 0-d tensor as hyper-parameter widens a 0-d parameter, which in place would keep its dtype.
-    with without_torch_function():
-        widened = [result is not None and result.dtype != dtype for result in results]
-    if not any(widened):
-        return results
-    return [r if r is None or not wide else r.to(dtype) for r, wide in zip(results, widened, strict=True)]
 
 
 def _by_name(params: Params, rows: Sequence[Iterable[Any]], pattern: Iterable[object | None]) -> list[Any]:

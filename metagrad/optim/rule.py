@@ -7,7 +7,8 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -50,10 +51,17 @@ def functional_optimizer(cls: type[R]) -> type[R]:
     declared = {field.name: field.metadata for field in documented_fields(cls)}
     hyper = tuple(name for name, data in declared.items() if "hyper" in data)
     cls.hyper, cls.below = hyper, {name: declared[name]["below"] for name in hyper}  # type: ignore[attr-defined]
+    cls.values = namedtuple("values", _each_named(cls, hyper))  # type: ignore[attr-defined]
     forms = f"Of the forms of :data:`Hyperparameter`, each of which may require grad: {', '.join(hyper)}."
     described = [(name, data["doc"]) for name, data in declared.items()]
     cls.__doc__ = with_arguments(cls.__doc__ or "", described, textwrap.fill(forms, WIDTH))
     return cls
+
+
+def _each_named(cls: type, names: Iterable[str]) -> Iterator[str]:
+    """Yield names; of ``betas``, those of each."""
+    for name in names:
+        yield from (f"beta{i + 1}" for i in range(len(cls.betas))) if name == "betas" else (name,)  # type: ignore[attr-defined]
 
 
 def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
@@ -119,6 +127,8 @@ class RuleNode:
     """The fields that are hyper-parameters."""
     below: ClassVar[Mapping[str, float]] = {}
     """What their numbers must be below."""
+    values: ClassVar[type]
+    """A named tuple of one number or tensor for each; of ``betas``, for ``beta1``, ``beta2`` and so on."""
     nested: ClassVar[tuple[str, ...]] = ()
     """The fields that are trees of anything else: rules, and constants."""
 

@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from metagrad.optim.arithmetic import average
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter, checked_gradients
+from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
@@ -136,31 +136,25 @@ class AdaHessianRule(PerParameter):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
         diagonal: Tensor,
         mean: Tensor,
         square: Tensor,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
-        hessian_power: float | Tensor,
     ) -> tuple[Tensor, ...]:
         """Return a parameter and its averages after one step."""
         if self.spatial_average:
             diagonal = spatially_averaged(diagonal, self.batch_ndim)
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
         steps = step + 1
-        mean, square = averaged(mean, beta1, g), averaged_square(square, beta2, diagonal)
+        mean, square = averaged(mean, h.beta1, g), averaged_square(square, h.beta2, diagonal)
         # Both corrections of bias as one factor of the step: a pass over the parameter less.
-        correction = (1 - beta2**steps) ** (hessian_power / 2)
-        scale = power(square, hessian_power / 2) + eps * correction
-        return minus_quotient(w, lr * correction / (1 - beta1**steps), mean, scale), mean, square
+        correction = (1 - h.beta2**steps) ** (h.hessian_power / 2)
+        scale = power(square, h.hessian_power / 2) + h.eps * correction
+        return minus_quotient(w, h.lr * correction / (1 - h.beta1**steps), mean, scale), mean, square
 
 
 adahessian = AdaHessianRule

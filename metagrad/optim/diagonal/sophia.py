@@ -12,7 +12,7 @@ from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.diagonal.adahessian import averaged, check_count
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter, checked_gradients
+from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
@@ -130,28 +130,22 @@ class SophiaHRule(PerParameter):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
         diagonal: Tensor | None,
         mean: Tensor,
         hessian: Tensor,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        gamma: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
     ) -> tuple[Tensor, ...]:
         """Return a parameter and its averages after one step."""
-        mean = averaged(mean, beta1, g)
+        mean = averaged(mean, h.beta1, g)
         if diagonal is not None:
-            hessian = averaged(hessian, beta2, diagonal)
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
-        direction = (mean / torch.clamp(gamma * hessian, min=eps)).clamp(-1, 1)  # type: ignore[arg-type]
-        return plus_scaled(w, lr, direction, sign=-1), mean, hessian
+            hessian = averaged(hessian, h.beta2, diagonal)
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
+        direction = (mean / torch.clamp(h.gamma * hessian, min=h.eps)).clamp(-1, 1)  # type: ignore[arg-type]
+        return plus_scaled(w, h.lr, direction, sign=-1), mean, hessian
 
 
 sophia_h = SophiaHRule

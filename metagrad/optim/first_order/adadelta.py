@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
@@ -76,24 +76,14 @@ class AdadeltaRule(PerParameter):
         return zeros, zeros
 
     def move(
-        self,
-        step: float | Tensor,
-        w: Tensor,
-        g: Tensor,
-        square: Tensor,
-        moved: Tensor,
-        *,
-        lr: float | Tensor,
-        rho: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, square: Tensor, moved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a parameter and its averages after one step."""
-        if is_used(weight_decay):
-            g = plus_scaled(g, weight_decay, w)
-        square = average(square, rho, g * g)
-        direction = root(moved + eps) / root(square + eps) * g
-        return plus_scaled(w, lr, direction, sign=-1), square, average(moved, rho, direction * direction)
+        if is_used(h.weight_decay):
+            g = plus_scaled(g, h.weight_decay, w)
+        square = average(square, h.rho, g * g)
+        direction = root(moved + h.eps) / root(square + h.eps) * g
+        return plus_scaled(w, h.lr, direction, sign=-1), square, average(moved, h.rho, direction * direction)
 
 
 adadelta = AdadeltaRule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -81,22 +81,13 @@ class AdagradRule(PerParameter):
         return ((torch.zeros_like(param) + self.initial_accumulator_value).to(param.dtype),)
 
     def move(
-        self,
-        step: float | Tensor,
-        w: Tensor,
-        g: Tensor,
-        total: Tensor,
-        *,
-        lr: float | Tensor,
-        lr_decay: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, total: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its sum after one step."""
-        if is_used(weight_decay):
-            g = plus_scaled(g, weight_decay, w)
+        if is_used(h.weight_decay):
+            g = plus_scaled(g, h.weight_decay, w)
         total = total + g * g
-        return w - (lr / (1 + step * lr_decay)) * g / (root(total) + eps), total
+        return w - (h.lr / (1 + step * h.lr_decay)) * g / (root(total) + h.eps), total
 
 
 adagrad = AdagradRule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -90,30 +90,25 @@ class AdamRule(PerParameter):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
         mean: Tensor,
         square: Tensor,
         peak: Tensor | None,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Return a parameter, its averages and their peak after one step."""
-        if is_used(weight_decay):
+        if is_used(h.weight_decay):
             if self.decoupled:
-                w = w * (1 - lr * weight_decay)
+                w = w * (1 - h.lr * h.weight_decay)
             else:
-                g = plus_scaled(g, weight_decay, w)
+                g = plus_scaled(g, h.weight_decay, w)
         steps = step + 1
-        mean, square = average(mean, beta1, g), average(square, beta2, g * g)
+        mean, square = average(mean, h.beta1, g), average(square, h.beta2, g * g)
         peak = None if peak is None else torch.maximum(peak, square)
-        scale = root(square if peak is None else peak) / (1 - beta2**steps) ** 0.5
-        return w - (lr / (1 - beta1**steps)) * mean / (scale + eps), mean, square, peak
+        scale = root(square if peak is None else peak) / (1 - h.beta2**steps) ** 0.5
+        return w - (h.lr / (1 - h.beta1**steps)) * mean / (scale + h.eps), mean, square, peak
 
 
 adam = AdamRule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, root
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -86,6 +86,7 @@ class AdanRule(PerParameter):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
@@ -93,22 +94,15 @@ class AdanRule(PerParameter):
         mean: Tensor,
         difference: Tensor,
         square: Tensor,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        beta3: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
     ) -> tuple[Tensor, ...]:
         """Return a parameter, its gradient and the averages after one step."""
         begun = step.clamp(max=1) if isinstance(step, Tensor) else min(step, 1)  # 0 at the first step, else 1
         change = begun * (g - last)
-        mean = average(mean, begun * beta1, g)
-        difference = average(difference, beta2, change)
-        square = average(square, begun * beta3, (g + beta2 * change).square())
-        w = w - lr * (mean + beta2 * difference) / (root(square) + eps)
-        return w / (1 + lr * weight_decay) if is_used(weight_decay) else w, g, mean, difference, square
+        mean = average(mean, begun * h.beta1, g)
+        difference = average(difference, h.beta2, change)
+        square = average(square, begun * h.beta3, (g + h.beta2 * change).square())
+        w = w - h.lr * (mean + h.beta2 * difference) / (root(square) + h.eps)
+        return w / (1 + h.lr * h.weight_decay) if is_used(h.weight_decay) else w, g, mean, difference, square
 
 
 adan = AdanRule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -78,22 +78,13 @@ class LionRule(PerParameter):
         return (torch.zeros_like(param),)
 
     def move(
-        self,
-        step: float | Tensor,
-        w: Tensor,
-        g: Tensor,
-        mean: Tensor,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        weight_decay: float | Tensor,
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, mean: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its average after one step."""
-        direction = average(mean, beta1, g).sign()
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
-        return plus_scaled(w, lr, direction, sign=-1), average(mean, beta2, g)
+        direction = average(mean, h.beta1, g).sign()
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
+        return plus_scaled(w, h.lr, direction, sign=-1), average(mean, h.beta2, g)
 
 
 lion = LionRule

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
@@ -91,31 +91,26 @@ class RMSpropRule(PerParameter):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
         square: Tensor,
         mean: Tensor | None,
         velocity: Tensor | None,
-        *,
-        lr: float | Tensor,
-        alpha: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
-        momentum: float | Tensor,
     ) -> tuple[Tensor | None, ...]:
         """Return a parameter, its averages and its velocity after one step."""
-        if is_used(weight_decay):
-            g = plus_scaled(g, weight_decay, w)
-        square = average(square, alpha, g * g)
+        if is_used(h.weight_decay):
+            g = plus_scaled(g, h.weight_decay, w)
+        square = average(square, h.alpha, g * g)
         variance = square
         if mean is not None:
-            mean = average(mean, alpha, g)
+            mean = average(mean, h.alpha, g)
             variance = square - mean * mean
-        direction = g / (root(variance) + eps)
+        direction = g / (root(variance) + h.eps)
         if velocity is not None:
-            direction = velocity = plus_scaled(direction, momentum, velocity)
-        return plus_scaled(w, lr, direction, sign=-1), square, mean, velocity
+            direction = velocity = plus_scaled(direction, h.momentum, velocity)
+        return plus_scaled(w, h.lr, direction, sign=-1), square, mean, velocity
 
 
 rmsprop = RMSpropRule

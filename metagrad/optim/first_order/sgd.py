@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 
@@ -85,28 +85,19 @@ class SGDRule(PerParameter):
         return (torch.zeros_like(param) if is_used(self.momentum) else None,)
 
     def move(
-        self,
-        step: float | Tensor,
-        w: Tensor,
-        g: Tensor,
-        velocity: Tensor | None,
-        *,
-        lr: float | Tensor,
-        momentum: float | Tensor,
-        dampening: float | Tensor,
-        weight_decay: float | Tensor,
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return a parameter and its velocity after one step."""
-        if is_used(weight_decay):
-            g = plus_scaled(g, weight_decay, w)
+        if is_used(h.weight_decay):
+            g = plus_scaled(g, h.weight_decay, w)
         if velocity is not None:
             fresh = g
-            if is_used(dampening):
+            if is_used(h.dampening):
                 begun = step.clamp(max=1) if isinstance(step, Tensor) else min(step, 1)
-                fresh = g * (1 - begun * dampening)
-            velocity = plus_scaled(fresh, momentum, velocity)
-            g = plus_scaled(g, momentum, velocity) if self.nesterov else velocity
-        return plus_scaled(w, lr, g, sign=-1), velocity
+                fresh = g * (1 - begun * h.dampening)
+            velocity = plus_scaled(fresh, h.momentum, velocity)
+            g = plus_scaled(g, h.momentum, velocity) if self.nesterov else velocity
+        return plus_scaled(w, h.lr, g, sign=-1), velocity
 
 
 sgd = SGDRule

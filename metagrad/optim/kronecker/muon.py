@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter
+from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -125,32 +125,23 @@ class MuonRule(PerParameter):
         return (torch.zeros_like(param),)
 
     def move(
-        self,
-        step: float | Tensor,
-        w: Tensor,
-        g: Tensor,
-        velocity: Tensor,
-        *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
-        momentum: float | Tensor,
-        eps: float | Tensor,
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its momentum after one step."""
-        if isinstance(eps, Tensor) and eps.ndim:
+        if isinstance(h.eps, Tensor) and h.eps.ndim:
             raise ValueError(
                 "muon(...).update: eps bounds the norm of a matrix, so it has no elements, got shape "
-                f"{tuple(eps.shape)}."
+                f"{tuple(h.eps.shape)}."
             )
         self._check_dtype(w, g)
-        velocity = average(velocity, momentum, g)
-        direction = average(velocity, momentum, g) if self.nesterov else velocity
+        velocity = average(velocity, h.momentum, g)
+        direction = average(velocity, h.momentum, g) if self.nesterov else velocity
         matrices = direction.reshape(-1, *w.shape[-2:]) if self.batch_ndim else direction
-        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self._coefficients, eps)
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
+        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self._coefficients, h.eps)
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
         direction = matrices.to(w.dtype).reshape(w.shape)
-        return plus_scaled(w, lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
+        return plus_scaled(w, h.lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
 
     @property
     def _coefficients(self) -> tuple[Coefficients, ...]:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.optim.hyperparameters import count, values_at
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.optim.rule import Params
 
 
 class AxisMatrices(PerParameter):
@@ -24,28 +22,12 @@ class AxisMatrices(PerParameter):
 
     batch_ndim: int
 
-    def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
-        """Move every parameter; ``inputs``, the gradients, come before the slots."""
-        keywords, names, values = zip(*self._hyperparameters(), strict=True)
-        at = [values_at(name, value, state.step, params) for name, value in zip(names, values, strict=True)]
-        news: Params = {}
-        fields: list[Any] = [None if slot is None else {} for slot in state[1:]]
-        for (key, w), *chosen in zip(params.items(), *at, strict=True):
-            slots = [None if slot is None else slot[key] for slot in state[1:]]
-            given = [tensors[key] for tensors in inputs]
-            if not w.numel():  # without elements there are no matrices to decompose
-                news[key] = w
-                for field, slot in zip(fields, slots, strict=True):
-                    if field is not None:
-                        field[key] = slot
-                continue
-            chosen_by_keyword = dict(zip(keywords, chosen, strict=True))
-            new, *moved = self.move(count(state.step, w.dtype), w, *given, *slots, **chosen_by_keyword)
-            news[key] = new.to(w.dtype)
-            for field, slot, result in zip(fields, slots, moved, strict=True):
-                if field is not None:
-                    field[key] = pytree.tree_map(lambda old, value: value.to(old.dtype), slot, result)
-        return news, self.State(state.step + 1, *fields)
+    def _in_dtypes(self, results: Sequence[Any], dtype: torch.dtype, slots: Sequence[Any]) -> Sequence[Any]:
+        """Return a new parameter in its dtype, and what is in its slots in those of before."""
+        new, *moved = results
+        pairs = zip(slots, moved, strict=True)
+        kept = [None if old is None else pytree.tree_map(_as_before, old, result) for old, result in pairs]
+        return [new.to(dtype), *kept]
 
     def refuse_elements(self, **values: float | Tensor) -> None:
         """Refuse values that differ within a parameter, where they belong to its matrices."""
@@ -70,6 +52,10 @@ class AxisMatrices(PerParameter):
         batch = param.shape[: self.batch_ndim]
         dtype, device = matrix_dtype(param), param.device
         return tuple(scale * torch.eye(n, dtype=dtype, device=device).repeat(*batch, 1, 1) for n in sizes)
+
+
+def _as_before(old: Tensor, new: Tensor) -> Tensor:
+    return new.to(old.dtype)
 
 
 def matrix_dtype(param: Tensor) -> torch.dtype:

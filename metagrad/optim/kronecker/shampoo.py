@@ -20,6 +20,7 @@ from metagrad.optim.kronecker.per_axis import (
     blocks_of,
     joined_blocks,
 )
+from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -153,6 +154,7 @@ class ShampooRule(AxisMatrices):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
@@ -160,31 +162,23 @@ class ShampooRule(AxisMatrices):
         square: Tensor | None,
         statistics: Matrices,
         roots: Matrices,
-        *,
-        lr: float | Tensor,
-        momentum: float | Tensor,
-        decay: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
-        graft_decay: float | Tensor,
-        graft_eps: float | Tensor,
     ) -> tuple[Tensor | Matrices | None, ...]:
         """Return a parameter and what is carried of it after one step."""
-        self.refuse_elements(decay=decay, eps=eps)
+        self.refuse_elements(decay=h.decay, eps=h.eps)
         blocks = self._blocks(g)
-        statistics = tuple(self._gathered(*pair, decay) for pair in zip(statistics, blocks, strict=True))
-        roots = self._roots(step, statistics, roots, decay, eps)
+        statistics = tuple(self._gathered(*pair, h.decay) for pair in zip(statistics, blocks, strict=True))
+        roots = self._roots(h, step, statistics, roots)
         direction = self._preconditioned(g, roots)
         if self.graft is not None:
-            square = self._squared(g, square, graft_decay)
+            square = self._squared(g, square, h.graft_decay)
             other = self._unlike_zero(g)
-            grafted = self._grafted(step, other, square, graft_decay, graft_eps)
+            grafted = self._grafted(h, step, other, square)
             own = direction if other is g else self._preconditioned(other, roots)
             direction = direction * self._ratio(grafted, own)
-        velocity = plus_scaled(direction, momentum, velocity)
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
-        return plus_scaled(w, lr, velocity, sign=-1), velocity, square, statistics, roots
+        velocity = plus_scaled(direction, h.momentum, velocity)
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
+        return plus_scaled(w, h.lr, velocity, sign=-1), velocity, square, statistics, roots
 
     def _gathered(
         self, statistics: tuple[Tensor, ...], block: Tensor, decay: float | Tensor
@@ -195,23 +189,16 @@ class ShampooRule(AxisMatrices):
             return tuple(old + gram for old, gram in pairs)
         return tuple(average(old, decay, gram) for old, gram in pairs)
 
-    def _roots(
-        self,
-        step: float | Tensor,
-        statistics: Matrices,
-        roots: Matrices,
-        decay: float | Tensor,
-        eps: float | Tensor,
-    ) -> Matrices:
+    def _roots(self, h: Values, step: float | Tensor, statistics: Matrices, roots: Matrices) -> Matrices:
         # Statistics of few gradients have no full rank, and old roots would blow up what is outside of it: so long
         # as there are fewer than the steps between two times, roots are new at every step.
         is_due = (step % self.root_every == 0) | (step < self.root_every)
         if is_due is False:
             return roots
-        correction = 1.0 if _sums(decay) else 1 - decay ** (step + 1)
+        correction = 1.0 if _sums(h.decay) else 1 - h.decay ** (step + 1)
         new = tuple(
             tuple(
-                inverse_root(matrix / correction + eps * _eye(matrix), self.exponent or 2 * len(block))
+                inverse_root(matrix / correction + h.eps * _eye(matrix), self.exponent or 2 * len(block))
                 for matrix in block
             )
             for block in statistics
@@ -243,19 +230,12 @@ class ShampooRule(AxisMatrices):
             return None
         return square + g * g if self.graft == "adagrad" else average(square, decay, g * g)
 
-    def _grafted(
-        self,
-        step: float | Tensor,
-        g: Tensor,
-        square: Tensor | None,
-        decay: float | Tensor,
-        eps: float | Tensor,
-    ) -> Tensor:
+    def _grafted(self, h: Values, step: float | Tensor, g: Tensor, square: Tensor | None) -> Tensor:
         """Return the step of the rule whose length is to be taken."""
         if square is None:
             return g
-        correction = (1 - decay ** (step + 1)) ** 0.5 if self.graft == "adam" else 1
-        return g / (root(square) / correction + eps)
+        correction = (1 - h.graft_decay ** (step + 1)) ** 0.5 if self.graft == "adam" else 1
+        return g / (root(square) / correction + h.graft_eps)
 
     def _unlike_zero(self, g: Tensor) -> Tensor:
         """Replace a gradient of zero by ones, where it matters.

@@ -14,6 +14,7 @@ from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
+from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
@@ -119,6 +120,7 @@ class SOAPRule(AxisMatrices):
 
     def move(
         self,
+        h: Values,
         step: float | Tensor,
         w: Tensor,
         g: Tensor,
@@ -126,36 +128,31 @@ class SOAPRule(AxisMatrices):
         square: Tensor,
         statistics: Matrices,
         bases: Matrices,
-        *,
-        lr: float | Tensor,
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        eps: float | Tensor,
-        weight_decay: float | Tensor,
-        shift: float | Tensor,
     ) -> tuple[Tensor | Matrices, ...]:
         """Return a parameter and what is carried of it after one step."""
         value, second = self.in_axes(g), self.in_axes(square)
         turned = self._turned(self.axes_of(g))
         if turned:
-            self.refuse_elements(**{"betas[1]": beta2, "eps": eps, "shift": shift})
+            self.refuse_elements(**{"betas[1]": h.beta2, "eps": h.eps, "shift": h.shift})
         grams = [axis_gram(value, axis, self.batch_ndim) for axis in turned]
-        statistics = tuple(average(old, beta2, gram) for old, gram in zip(statistics, grams, strict=True))
-        bases = _chosen(step == 0, lambda: tuple(first_basis(matrix, shift) for matrix in statistics), bases)
-        mean = average(mean, beta1, g).to(g.dtype)
-        second = average(second, beta2, self._multiplied(value, turned, bases) ** 2)
+        statistics = tuple(average(old, h.beta2, gram) for old, gram in zip(statistics, grams, strict=True))
+        bases = _chosen(
+            step == 0, lambda: tuple(first_basis(matrix, h.shift) for matrix in statistics), bases
+        )
+        mean = average(mean, h.beta1, g).to(g.dtype)
+        second = average(second, h.beta2, self._multiplied(value, turned, bases) ** 2)
         steps = step + 1
         known = second + self._rounding(second) if turned else second
-        scale = root(known) / (1 - beta2**steps) ** 0.5 + eps
+        scale = root(known) / (1 - h.beta2**steps) ** 0.5 + h.eps
         first = self._multiplied(self.in_axes(mean), turned, bases) / scale
         direction = self._multiplied(first, turned, tuple(basis.mT for basis in bases))
-        if is_used(weight_decay):
-            w = w * (1 - lr * weight_decay)
+        if is_used(h.weight_decay):
+            w = w * (1 - h.lr * h.weight_decay)
         direction = direction.reshape(w.shape).to(w.dtype)
-        new = plus_scaled(w, lr / (1 - beta1**steps), direction, sign=-1)
+        new = plus_scaled(w, h.lr / (1 - h.beta1**steps), direction, sign=-1)
         is_due = (step % self.basis_every == 0) & (step > 0)
         second, *rest = _chosen(
-            is_due, lambda: self._turned_on(second, turned, statistics, bases, shift), (second, *bases)
+            is_due, lambda: self._turned_on(second, turned, statistics, bases, h.shift), (second, *bases)
         )
         return new, mean, second.reshape(square.shape), statistics, tuple(rest)
 
