@@ -35,16 +35,14 @@ from experiments.files import write_text
 from experiments.job import claimed, failures_reported, launch
 from experiments.mirror import open_mirror
 from experiments.overhead import listings
-from experiments.overhead.cells import cells, measure, read
+from experiments.overhead.cells import Cell, cells, measure, read
 from experiments.overhead.report import report
-from experiments.overhead.rows import as_csv, rows_of
+from experiments.overhead.rows import Row, as_csv, rows_of
 from experiments.overhead.schema import OverheadConfig, register_overhead, typed
 from experiments.plots.overhead import draw
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-    from experiments.mirror import Mirror
 
 log = logging.getLogger("experiments.overhead")
 register_overhead()
@@ -68,31 +66,29 @@ def run_job(config: OverheadConfig, folder: Path) -> None:
     ):
         provenance.write(folder, seed=config.seed)
         write_text(folder / "listings.md", listings.text(config.seed))
-        grid, lost = list(cells(config, str(device(config)))), []  # type: ignore[reportArgumentType]
-        with logging_redirect_tqdm(), tqdm(grid, unit="cell", disable=None, dynamic_ncols=True) as bar:
-            for cell in bar:
-                bar.set_postfix_str(cell.name)
-                reason = measure(cell, config)
-                lost += [f"- {cell.name}: {reason}"] if reason else []
-        found = [read(cell, config) for cell in grid]
-        write(folder, [row for cell in found if cell is not None for row in rows_of(cell)], lost, mirror)
+        grid = list(cells(config, str(device(config))))  # type: ignore[reportArgumentType]
+        rows, lost = measure_all(config, grid, folder)
+        if not rows:
+            raise ValueError(f"overhead: nothing was measured. {' '.join(lost)}")
+        mirror.table("overhead", rows)
+        mirror.images([draw(folder / "overhead.png", rows)])
     print((folder / "overhead.md").read_text())
 
 
-def write(folder: Path, rows: list[dict[str, Any]], lost: list[str], mirror: Mirror) -> None:
-    """Write tables and figure, and mirror them.
-
-    Raises:
-        ValueError: Nothing was measured.
-    """
-    if not rows:
-        raise ValueError(f"overhead: nothing was measured. {' '.join(lost)}")
-    write_text(folder / "overhead.json", json.dumps(rows, indent=1) + "\n")
-    write_text(folder / "overhead.csv", as_csv(rows))
-    write_text(folder / "overhead.md", report(rows, lost))
-    draw(folder / "overhead.png", rows)
-    mirror.table("overhead", rows)
-    mirror.images([folder / "overhead.png"])
+def measure_all(config: OverheadConfig, grid: list[Cell], folder: Path) -> tuple[list[Row], list[str]]:
+    """Return the rows of all cells, and why some have none; tables are written after each."""
+    rows, lost = [], []
+    with logging_redirect_tqdm(), tqdm(grid, unit="cell", disable=None, dynamic_ncols=True) as bar:
+        for cell in bar:
+            bar.set_postfix_str(cell.name)
+            reason = measure(cell, config)
+            lost += [f"- {cell.name}: {reason}"] if reason else []
+            rows += [] if reason else rows_of(read(cell, config))
+            if rows:
+                write_text(folder / "overhead.json", json.dumps(rows, indent=1) + "\n")
+                write_text(folder / "overhead.csv", as_csv(rows))
+                write_text(folder / "overhead.md", report(rows, lost))
+    return rows, lost
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ class Cell(NamedTuple):
 def cells(config: OverheadConfig, device: str) -> Iterator[Cell]:
     """Yield the bases first, so that a run that is interrupted has what matters most."""
 
-    def request(model: str, size: Size, steps: list[int], methods: Any) -> Request:
-        return Request(
-            model, size, tuple(steps), tuple(methods), config.rounds, config.seconds, config.seed, device
-        )
+    def request(
+        model: str, size: Size, steps: list[int], methods: Any, rounds: int = config.rounds
+    ) -> Request:
+        return Request(model, size, tuple(steps), tuple(methods), rounds, config.seconds, config.seed, device)
 
     bases = {name: Size(*(values[0] for values in _axes(config, name).values())) for name in config.models}
     for name, base in bases.items():
@@ -54,7 +54,7 @@ def cells(config: OverheadConfig, device: str) -> Iterator[Cell]:
         chosen = [method for method in every if COMPILED not in method[1]]
         yield Cell("base", request(name, base, [config.inner_steps], chosen))
     for name, base in bases.items():
-        yield Cell("steps", request(name, base, config.steps, OVER_STEPS))
+        yield Cell("steps", request(name, base, config.steps, OVER_STEPS, rounds=1))
     for name, base in bases.items():
         for axis, values in _axes(config, name).items():
             for value in values[1:]:
@@ -101,10 +101,9 @@ def measure(cell: Cell, config: OverheadConfig) -> str:
     return ""
 
 
-def read(cell: Cell, config: OverheadConfig) -> dict[str, Any] | None:
-    """Return what was measured; None if nothing was."""
-    path = _path(cell, config)
-    return json.loads(path.read_text()) if path.exists() else None
+def read(cell: Cell, config: OverheadConfig) -> dict[str, Any]:
+    """Return what was measured."""
+    return json.loads(_path(cell, config).read_text())
 
 
 def _path(cell: Cell, config: OverheadConfig) -> Path:

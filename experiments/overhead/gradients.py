@@ -9,6 +9,7 @@ from torch import Tensor
 
 from experiments.overhead.run import Run, at_once, half_square
 from experiments.overhead.work import Work
+from metagrad.sparse import RowSparse
 
 PIECES = 4  # mini-batches of an accumulation
 
@@ -38,18 +39,26 @@ def pieces(work: Work) -> list[tuple[Tensor, Tensor]]:
 
 
 def accumulated_gradient(work: Work) -> Run:
-    """One mini-batch after the other."""
+    """One mini-batch after the other; the sum is written in place, but that of rows of tables."""
     params = list(work.params.values())
 
     def compute() -> list[Tensor]:
         total: list[Tensor] = []
         for x, y in pieces(work):
             part = torch.autograd.grad(work.loss_fn(work.model(x), y), params)
-            scaled = [len(y) / len(work.y) * g for g in part]
-            total = [whole + g for whole, g in zip(total, scaled, strict=True)] if total else scaled
+            share = len(y) / len(work.y)
+            total = [
+                _added(whole, g, share) for whole, g in zip(total or [None] * len(part), part, strict=True)
+            ]
         return total
 
     return at_once(compute)
+
+
+def _added(whole: Tensor | None, part: Tensor, share: float) -> Tensor:
+    if isinstance(part, RowSparse):
+        return share * part if whole is None else whole + share * part
+    return part.mul_(share) if whole is None else whole.add_(part, alpha=share)
 
 
 def compiled_gradient(work: Work) -> Run:

@@ -30,6 +30,8 @@ GIVEN_UP = (
     "checkpoint",
 )  # how warnings begin that something else is done than was asked for
 
+LONG = 1.0  # seconds of a first call after which one more is enough in each round
+
 
 @dataclass(frozen=True)
 class Request:
@@ -99,7 +101,7 @@ def measured(work: Work, request: Request) -> list[Row]:
     rows = [Row(quantity, remedy, work.steps) for quantity, remedy in request.methods]
     exact: dict[str, Tensor] = {}
     runs = [(row, started(row, work, exact)) for row in rows]
-    timers = [(row, timer(run, request.seconds)) for row, run in runs if run is not None]
+    timers = [(row, timer(run, row.first or 0.0, request.seconds)) for row, run in runs if run is not None]
     shuffle = random.Random(request.seed)
     for _ in range(request.rounds):
         for row, time_it in shuffle.sample(timers, len(timers)):
@@ -137,14 +139,20 @@ def unchanged():
             raise ValueError(str(warning.message))
 
 
-def timer(run: Run, seconds: float) -> Callable[[], float]:
-    """Return what times a call of a run; of one whose graph serves many results, without what makes it."""
+def timer(run: Run, first: float, seconds: float) -> Callable[[], float]:
+    """Return what times a call of a run; of one whose graph serves many results, without what makes it.
+
+    Args:
+        run: What to time.
+        first: Seconds that the first call took.
+        seconds: How long to time; the median call is taken.
+    """
     kept = run.hold() if run.is_kept else None
 
     def call() -> None:
         run.finish(kept if run.is_kept else run.hold())
 
-    calls = max(1, math.ceil(seconds / max(timed(call), 1e-6)))
+    calls = 1 if first > LONG else max(1, math.ceil(seconds / max(timed(call), 1e-6)))
     return lambda: statistics.median(timed(call) for _ in range(calls))
 
 

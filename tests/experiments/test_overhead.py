@@ -239,7 +239,7 @@ def test_tables_are_made_of_cells(grid):
     small, _ = grid
     every = list(cells.cells(small, "cpu"))
     lost = [f"- {cell.name}: {reason}" for cell in every if (reason := cells.measure(cell, small))]
-    rows = [row for cell in every if (found := cells.read(cell, small)) for row in rows_of(found)]
+    rows = [row for cell in every if "mlp" in cell.name for row in rows_of(cells.read(cell, small))]
     text = report(rows, lost)
     assert "| gradient | 1 MiB, 2.5 ms |" in text
     assert "| mg.checkpoint | 2.00, 2.00, off by 0.1 |" in text

@@ -10,6 +10,7 @@ weights into a module for the duration of a call only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -589,20 +590,18 @@ class _Substitution(Observer):
 
 def _replace_tensors(value: Any, others: dict[int, Tensor]) -> Any:
     """Replace the tensors at some positions, counted as :func:`tensors_in` yields them."""
-    position = -1
+    return _replaced(value, others, itertools.count())
 
-    def visit(value: Any) -> Any:
-        nonlocal position
-        if isinstance(value, Tensor):
-            position += 1
-            return others.get(position, value)
-        if isinstance(value, list):
-            return [visit(item) for item in value]
-        if isinstance(value, tuple):
-            items = [visit(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, dict):
-            return {key: visit(item) for key, item in value.items()}
-        return value
 
-    return visit(value)
+def _replaced(value: Any, others: dict[int, Tensor], positions: Iterator[int]) -> Any:
+    # No closure that calls itself: that is a circle, which would hold the tensors until garbage is collected.
+    if isinstance(value, Tensor):
+        return others.get(next(positions), value)
+    if isinstance(value, list):
+        return [_replaced(item, others, positions) for item in value]
+    if isinstance(value, tuple):
+        items = [_replaced(item, others, positions) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):
+        return {key: _replaced(item, others, positions) for key, item in value.items()}
+    return value

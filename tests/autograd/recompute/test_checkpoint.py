@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metagrad as mg
+from metagrad.memory.storages import Ledger, StorageMode
+from metagrad.sparse import Pattern, SparseTensor
 
 
 def randn(*shape, seed=0):
@@ -305,3 +308,25 @@ def test_inside_vmap_it_stores_and_says_so():
     torch.testing.assert_close(
         torch.autograd.grad(y.sum(), [x, w]), torch.autograd.grad((x * w).sin().sum(), [x, w])
     )
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_what_is_dropped_is_free_before_garbage_is_collected(order):
+    """A circle of references that holds a tensor would keep it until the collector runs."""
+    pattern = Pattern(torch.arange(4), torch.arange(4), (4, 4))
+    x, w, values = randn(4, 3), randn(3, 3, seed=1), randn(4, seed=2)
+
+    def compute():
+        loss = mg.checkpoint(lambda x: SparseTensor(pattern, values) @ layer(x, w), x).square().sum()
+        for k in range(order):
+            loss = torch.autograd.grad(loss, w, create_graph=k < order - 1)[0].square().sum()
+
+    compute()  # the pattern keeps what it computes of itself
+    gc.collect()
+    gc.disable()
+    try:
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            compute()
+        assert ledger.total == 0
+    finally:
+        gc.enable()
