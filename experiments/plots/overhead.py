@@ -38,6 +38,9 @@ def draw(path: Path, rows: Sequence[Row]) -> Path:
         _steps(axes[0, 2], [row for row in chosen(rows, axis="steps", quantity=META) if not row["note"]])
         for axis, quantity in zip(axes[1], (SECOND, PRODUCT, META), strict=True):
             _remedies(axis, chosen(base, quantity=quantity), quantity)
+        for label, color in (("the same result", BLUE), ("another: off by more than 0.01 %", VERMILION)):
+            axes[1, 0].plot([], [], "o", color=color, markersize=6, label=label)
+        axes[1, 0].legend(loc="lower left", fontsize=8.5)
     return path
 
 
