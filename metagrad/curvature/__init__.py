@@ -14,6 +14,7 @@ from metagrad.curvature.operators.operator import Identity, NamedEstimate, Opera
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
+from metagrad.curvature.solvers.iteration import Solver
 from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.nystrom import Nystrom, NystromPCG, nystrom
@@ -45,6 +46,7 @@ __all__ = [
     "Result",
     "Solution",
     "SolveError",
+    "Solver",
     "Stats",
     "accumulated",
     "density",

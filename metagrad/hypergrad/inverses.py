@@ -252,7 +252,7 @@ class FirstOrder(ImplicitMethod):
 
 
 @dataclass(frozen=True)
-class _LowRank:
+class _LowRank(Solver):
     """The inverse of a Nystrom approximation, as a solver."""
 
     rank: int
@@ -272,7 +272,7 @@ class _LowRank:
 
 
 @dataclass(frozen=True)
-class _Identity:
+class _Identity(Solver):
     """A multiple of the identity, as a solver."""
 
     scale: float

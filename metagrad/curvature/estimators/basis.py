@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probing import Estimator, Probing
 
 
 class Basis:
@@ -75,7 +75,7 @@ def inverse_rows(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower + torch.diag(moved), eye, upper=False).t()
 
 
-class ProbedBasis:
+class ProbedBasis(Estimator):
     """Probes ``[k, n]``, an orthonormal basis of their products, and the products of the basis.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.curvature.estimators.basis import ProbedBasis, inflation, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
-from metagrad.curvature.estimators.probing import Probing, check_factorised, checked_budget, spend
+from metagrad.curvature.estimators.probing import Estimator, Probing, check_factorised, checked_budget, spend
 from metagrad.curvature.linear_map import LinearMap
 
 
@@ -142,7 +142,7 @@ def diagonal(
     return spend((XDiag if method == "xdiag" else _Ratio)(probing), budget, rtol, least)
 
 
-class _Ratio:
+class _Ratio(Estimator):
     """The ratio of sums, with the variance of a ratio, in one pass over the probes.
 
     Squares are summed of x - d0 z^2, where x = z * Az and d0 is the ratio over the first piece: what has no variance

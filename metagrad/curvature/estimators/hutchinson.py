@@ -7,10 +7,10 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
-from metagrad.curvature.estimators.probing import Probing
+from metagrad.curvature.estimators.probing import Estimator, Probing
 
 
-class Hutchinson:
+class Hutchinson(Estimator):
     r"""Estimate the trace by :math:`\frac1m \sum_k z_k^T A z_k`.
 
     The standard error falls as :math:`\lVert A \rVert_F \sqrt{2 / m}`, whatever the spectrum; nothing is kept but a
@@ -19,6 +19,8 @@ class Hutchinson:
     """
 
     name = "hutchinson"
+    summary = "the mean of :math:`z^T A z`; its error falls as 1 / sqrt(probes), and it keeps a chunk"
+    has_subspace = False
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
@@ -44,10 +46,12 @@ def _forms(probes: Tensor, products: Tensor) -> Tensor:
     return torch.stack([(probes * products).sum(1), products.square().sum(1)], 1)
 
 
-class Exact:
+class Exact(Estimator):
     """Sum the diagonal, from a product with each row of the identity."""
 
     name = "exact"
+    summary = "the diagonal, from n products; its error is rounding, and it keeps a chunk"
+    has_subspace = False
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
@@ -71,7 +75,7 @@ class Exact:
         return Estimate(self.diagonal.sum(), bound, 0, self.probing.matvecs, self.name, quantity="trace")
 
 
-class HutchPlusPlus:
+class HutchPlusPlus(Estimator):
     r"""Estimate the trace by :math:`\mathrm{tr}(Q A Q^T) + \frac1l \sum_k g_k^T A g_k`.
 
     The rows of :math:`Q` span the products of the first third of the budget; a third goes into :math:`Q A`; and the
@@ -86,6 +90,11 @@ class HutchPlusPlus:
     """
 
     name = "hutch++"
+    summary = (
+        "a subspace exactly, and the rest by Hutchinson; its error falls as 1 / probes, or as the spectrum does, and "
+        "it keeps 4/3 of probes in n-vectors"
+    )
+    least = 3
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -100,7 +100,15 @@ MOST_PROBES = 1024  # the default maximum where rtol decides
 
 
 class Estimator(Protocol):
-    """An estimate that gets better with every product."""
+    """An estimate that gets better with every product; of the trace, a method by its name."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str] = ""
+    """What it is, how its error falls, and what it keeps."""
+    least: ClassVar[int] = 1
+    """The fewest products that it can do with."""
+    has_subspace: ClassVar[bool] = True
+    """Whether probes are projected, which goes with the distribution on the sphere."""
 
     def extend(self, products: int) -> None:
         """Spend so many more products, or fewer where more would add nothing."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
 from metagrad.curvature.estimators.estimate import Estimate
@@ -13,6 +11,7 @@ from metagrad.curvature.estimators.probing import (
     FACTORISED,
     FIRST,
     PROBES,
+    Estimator,
     Probing,
     check_factorised,
     checked_budget,
@@ -20,18 +19,17 @@ from metagrad.curvature.estimators.probing import (
 )
 from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
 from metagrad.curvature.linear_map import LinearMap, checked_size
+from metagrad.curvature.methods import with_methods
 
-Method = Literal["auto", "exact", "hutchinson", "hutch++", "xtrace", "xnystrace"]
-
-_ESTIMATORS = {cls.name: cls for cls in (Exact, Hutchinson, HutchPlusPlus, XTrace, XNysTrace)}
-_LEAST = {"hutch++": 3, "xtrace": 2}  # products, where one does not do
+ESTIMATORS: tuple[type[Estimator], ...] = (Exact, Hutchinson, HutchPlusPlus, XTrace, XNysTrace)
+_BY_NAME = {cls.name: cls for cls in ESTIMATORS}
 _SKETCH_BYTES = 2**30  # what "auto" lets XTrace keep
 
 
 def trace(
     operator: LinearMap,
     *,
-    method: Method = "auto",
+    method: str = "auto",
     probes: int | None = None,
     rtol: float | None = None,
     distribution: Distribution | None = None,
@@ -42,20 +40,9 @@ def trace(
 
     .. math:: \mathrm{tr} A = E[z^T A z], \qquad E[z z^T] = I
 
-    ============ =========================================================== ==================== =================
-    method       what                                                        its error falls as   keeps, in n-vectors
-    ============ =========================================================== ==================== =================
-    "hutchinson" the mean of :math:`z^T A z`                                 1 / sqrt(probes)     a chunk
-    "hutch++"    a subspace exactly, and the rest by Hutchinson              1 / probes, or as    4/3 of probes
-                                                                             the spectrum does
-    "xtrace"     every probe makes the subspace of all others, and tests     likewise, and less   3/2 of probes
-                 what that leaves
-    "xnystrace"  likewise, by Nystrom's approximation, which takes half the  likewise, twice as   4 of probes
-                 products; positive semi-definite maps only                  fast
-    "exact"      the diagonal, from n products                               rounding only        a chunk
-    "auto"       "exact" where the products allow it, "xtrace" from 16 products on while it keeps at most 1 GiB,
-                 otherwise "hutchinson"; :attr:`Estimate.method` tells which
-    ============ =================================================================================================
+    Methods:
+    - "auto": "exact" where the products allow it, "xtrace" from 16 products on while it keeps at most 1 GiB,
+      otherwise "hutchinson"; :attr:`Estimate.method` tells which
 
     On spectra that decay, the methods with a subspace win by orders of magnitude; on flat ones Hutchinson's is best,
     by a factor of about 1.4. The interval covers about what its level says (measured on five spectra,
@@ -105,22 +92,26 @@ def trace(
         Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024.
     """
     call = "trace(operator, ...)"
-    if method not in get_args(Method):
-        known = ", ".join(f'"{name}"' for name in get_args(Method))
+    if method != "auto" and method not in _BY_NAME:
+        known = ", ".join(f'"{name}"' for name in ("auto", *_BY_NAME))
         raise ValueError(f"{call}: method must be one of {known}, got {method!r}.")
-    least = _LEAST.get(method, 1)
+    least = 1 if method == "auto" else _BY_NAME[method].least
     budget = checked_budget(f'{call[:-1]}, method="{method}")', probes, rtol, least)
     if method == "auto":
         method = _chosen(operator, checked_size(call, operator), budget, rtol)
+    estimator = _BY_NAME[method]
     if distribution is None:
-        distribution = "rademacher" if method in ("exact", "hutchinson") else "sphere"
+        distribution = "sphere" if estimator.has_subspace else "rademacher"
     probing = Probing(call, operator, distribution, generator, chunk)
-    if method not in ("exact", "hutchinson"):
+    if estimator.has_subspace:
         check_factorised(call, method, operator.dtype)
-    return spend(_ESTIMATORS[method](probing), budget, None if method == "exact" else rtol, least)
+    return spend(estimator(probing), budget, None if method == "exact" else rtol, least)
 
 
-def _chosen(operator: LinearMap, n: int, budget: int, rtol: float | None) -> Method:
+trace.__doc__ = with_methods(trace.__doc__, {cls.name: cls.summary for cls in ESTIMATORS})
+
+
+def _chosen(operator: LinearMap, n: int, budget: int, rtol: float | None) -> str:
     if n <= (budget if rtol is None else min(budget, PROBES)):
         return "exact"
     fits = 3 / 2 * budget * n * operator.dtype.itemsize <= _SKETCH_BYTES

@@ -15,6 +15,7 @@ from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
+    Solver,
     divide,
     dot,
     ended,
@@ -26,7 +27,6 @@ from metagrad.curvature.solvers.iteration import (
     running,
 )
 from metagrad.curvature.solvers.solution import Result
-from metagrad.curvature.solvers.system import LinearSystem
 
 
 class CGState(NamedTuple):
@@ -191,7 +191,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CG:
+class CG(Solver):
     r"""Conjugate gradients: one product a step, for positive definite operators.
 
     .. math:: \alpha_i = \frac{r_i^T M r_i}{p_i^T A p_i}, \quad x_{i+1} = x_i + \alpha_i p_i, \quad
@@ -232,6 +232,8 @@ class CG:
         "Deep learning via Hessian-free optimization", ICML 2010, section 4.4.
     """
 
+    name = "cg"
+    summary = "positive definite; meets negative curvature and says so"
     progress: float | None = None
     radius: float | None = None
 
@@ -239,10 +241,6 @@ class CG:
         for name, value in (("progress", self.progress), ("radius", self.radius)):
             if value is not None and not value > 0:
                 raise ValueError(f"CG(..., {name}): expected a number above 0, or None, got {value}.")
-
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[CG, Rows | None]:
-        """Return what :meth:`run` needs: nothing depends on the operator."""
-        return self, precondition
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits

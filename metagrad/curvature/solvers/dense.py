@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import OwnMatrices, Rows
-from metagrad.curvature.solvers.iteration import RUNNING, Limits, Run, fill, initial, is_finite, norm, running
+from metagrad.curvature.solvers.iteration import (
+    RUNNING,
+    Limits,
+    Run,
+    Solver,
+    fill,
+    initial,
+    is_finite,
+    norm,
+    running,
+)
 from metagrad.curvature.solvers.solution import Result
-from metagrad.curvature.solvers.system import LinearSystem
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Solver):
     """The Cholesky factor of the matrix: n products, for positive definite operators of few coordinates.
 
     A matrix that is not positive definite ends its row as ``Result.NEGATIVE_CURVATURE``, without a direction.
@@ -33,13 +42,9 @@ class Dense:
         tensor([1., 1.])
     """
 
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Dense, Rows | None]:
-        """Refuse a preconditioner; the matrix is written down in each run."""
-        if precondition is not None:
-            raise ValueError(
-                'solve(..., method="dense", preconditioner): a factorization needs none. Leave it out.'
-            )
-        return self, None
+    name = "dense"
+    summary = "positive definite; n products and a Cholesky factor, for few parameters"
+    no_preconditioner = "a factorization needs none. Leave it out."
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits

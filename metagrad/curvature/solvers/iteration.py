@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import OwnMatrices, Rows
+from metagrad.curvature.methods import with_methods
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
 
@@ -31,18 +32,39 @@ class Run(NamedTuple):
     direction: Tensor  # of negative curvature, zero in rows where it was not met, [k, n]
 
 
-class Solver(Protocol):
-    """A method of solution: a frozen dataclass of its hyper-parameters."""
+class Solver:
+    """A method of solution: a frozen dataclass of its hyper-parameters.
+
+    One with a ``name`` is known by it to :func:`solve`, from its definition on.
+
+    Methods:
+    - "auto": positive definite; that of "cg", which is called "pcg" where there is a preconditioner
+    """
+
+    known: ClassVar[dict[str, type[Solver]]] = {}
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """Which operators it is for, and what it is."""
+    no_preconditioner: ClassVar[str | None] = None
+    """Why it takes none, and the remedy."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            Solver.known[cls.name] = cls
+            Solver.__doc__ = with_methods(Solver.__doc__, {cls.name: cls.summary})
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
         """Choose what depends on the operator alone; return solver and preconditioner to run."""
-        ...
+        if precondition is not None and self.no_preconditioner is not None:
+            raise ValueError(f'solve(..., method="{self.name}", preconditioner): {self.no_preconditioner}')
+        return self, precondition
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
         """Solve for every row of ``b``; on the tape if products are."""
-        ...
+        raise NotImplementedError
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
+    Solver,
     divide,
     dot,
     ended,
@@ -24,7 +25,6 @@ from metagrad.curvature.solvers.iteration import (
     running,
 )
 from metagrad.curvature.solvers.solution import Result
-from metagrad.curvature.solvers.system import LinearSystem
 
 
 class Lanczos(NamedTuple):
@@ -65,7 +65,7 @@ class MinresState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MINRES:
+class MINRES(Solver):
     r"""MINRES: one product a step; the operator is symmetric, and may be indefinite or singular.
 
     .. math:: x_i = \arg\min_{x \in x_0 + \mathcal{K}_i(A, r_0)} | b - A x |
@@ -100,15 +100,13 @@ class MINRES:
         (singular systems).
     """
 
+    name = "minres"
+    summary = "symmetric, indefinite and singular ones too; the least residual"
     singular: float | None = None
 
     def __post_init__(self) -> None:
         if self.singular is not None and not self.singular >= 0:
             raise ValueError(f"MINRES(singular): expected 0 or more, or None, got {self.singular}.")
-
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[MINRES, Rows | None]:
-        """Return what :meth:`run` needs: nothing depends on the operator."""
-        return self, precondition
 
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits

@@ -13,6 +13,7 @@ from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
+    Solver,
     ended,
     fill,
     initial,
@@ -28,7 +29,7 @@ POWER_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Neumann:
+class Neumann(Solver):
     r"""The Neumann series: one product a step, the simplest method and the slowest.
 
     .. math:: x_k = \alpha \sum_{i=0}^{k-1} (I - \alpha A)^i \, b, \qquad
@@ -64,6 +65,9 @@ class Neumann:
         section 2.3 and algorithm 3.
     """
 
+    name = "neumann"
+    summary = "positive definite; gradient descent, slow, for its truncation in hypergradients"
+    no_preconditioner = 'the series has no preconditioner. Use method="pcg", or scale the operator.'
     scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -72,11 +76,7 @@ class Neumann:
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Neumann, Rows | None]:
         """Estimate the scale, unless it is given."""
-        if precondition is not None:
-            raise ValueError(
-                'solve(..., method="neumann", preconditioner): the series has no preconditioner. '
-                'Use method="pcg", or scale the operator.'
-            )
+        super().set_up(system, precondition)
         if self.scale is not None:
             return self, None
         size = _largest_eigenvalue(system)

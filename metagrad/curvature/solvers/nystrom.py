@@ -10,7 +10,7 @@ from torch import Tensor
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.iteration import Limits, Run
+from metagrad.curvature.solvers.iteration import Limits, Run, Solver
 from metagrad.curvature.solvers.system import LinearSystem
 
 FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
@@ -201,7 +201,7 @@ def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
 
 
 @dataclass(frozen=True)
-class NystromPCG:
+class NystromPCG(Solver):
     r"""Conjugate gradients with a Nystrom preconditioner: for spectra that decay, a number of steps free of n.
 
     Args:
@@ -226,15 +226,15 @@ class NystromPCG:
         Frangella, Tropp, Udell, SIAM J. Matrix Anal. Appl. 44(2), 2023, algorithm 5.1.
     """
 
+    name = "nystrom_pcg"
+    summary = "positive semi-definite and damped; conjugate gradients with a Nystrom preconditioner"
+    no_preconditioner = 'this method makes its own. Use method="pcg".'
     rank: int | None = None
     cg: CG = field(default_factory=CG)
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[CG, Rows | None]:
         """Make the preconditioner."""
-        if precondition is not None:
-            raise ValueError(
-                'solve(..., method="nystrom_pcg", preconditioner): this method makes its own. Use method="pcg".'
-            )
+        super().set_up(system, precondition)
         found = nystrom(system.undamped, self.rank, damping=system.weight, generator=system.generator)
         return self.cg, found.preconditioner(system.weight)
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, norm
-from metagrad.curvature.solvers.minres import MINRES
-from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.nystrom import NystromPCG
 from metagrad.curvature.solvers.preconditioner import (
     Preconditioner,
     check_symmetric,
@@ -34,7 +29,6 @@ from metagrad.curvature.solvers.system import (
     checked_damping,
 )
 
-Method = Literal["auto", "cg", "pcg", "minres", "neumann", "nystrom_pcg", "dense"]
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results of values that approximate a solution, so that the implicit function theorem holds as far as they do."""
 
@@ -43,7 +37,7 @@ def solve(
     operator: LinearMap,
     b: Tensor,
     *,
-    method: Method | Solver = "auto",
+    method: str | Solver = "auto",
     damping: float | Tensor = 0.0,
     rtol: float = 1e-6,
     atol: float = 0.0,
@@ -60,20 +54,10 @@ def solve(
 
     A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
 
-    ============= =================================== ============================================================
-    method        operator                            what it is
-    ============= =================================== ============================================================
-    "cg"          positive definite                   conjugate gradients; meets negative curvature and says so
-    "pcg"         positive definite                   the same with ``preconditioner``
-    "nystrom_pcg" positive semi-definite, damped      the same with a Nystrom preconditioner
-    "minres"      symmetric                           the least residual; indefinite and singular operators
-    "neumann"     positive definite                   gradient descent; slow, for its truncation in hypergradients
-    "dense"       positive definite                   n products and a Cholesky factor; for few parameters
-    "auto"        positive definite                   "pcg" where there is a preconditioner, else "cg"
-    ============= =================================== ============================================================
-
-    A :class:`CG`, :class:`MINRES`, :class:`Neumann`, :class:`NystromPCG` or :class:`Dense` in place of the name has
-    options of its own: a trust radius, Martens' stopping rule, the scale of the series, the rank.
+    :class:`Solver` lists the methods by their names, among them "minres" for operators that are indefinite or
+    singular. "auto" is for positive definite ones: "cg", conjugate gradients, which are called "pcg" where there is
+    a preconditioner. A solver in place of its name has options of its own: ``CG(radius=0.1)`` a trust region,
+    ``NystromPCG(rank=50)`` the size of the preconditioner.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
@@ -252,11 +236,12 @@ def _of_one(stats: Stats) -> Stats:
     return Stats(stats.results, stats.steps[0], stats.residual_norms[0], stats.matvecs, direction)
 
 
-def _solver(method: Method | Solver, has_preconditioner: bool) -> Solver:
+def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
     if not isinstance(method, str):
         return method
-    if method not in get_args(Method):
-        known = ", ".join(f'"{name}"' for name in get_args(Method))
+    solvers = {"auto": CG, "cg": CG, "pcg": CG, **Solver.known}
+    if method not in solvers:
+        known = ", ".join(f'"{name}"' for name in solvers)
         raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
     if method == "cg" and has_preconditioner:
         raise ValueError('solve(..., method="cg", preconditioner): that is method="pcg".')
@@ -265,10 +250,4 @@ def _solver(method: Method | Solver, has_preconditioner: bool) -> Solver:
             'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, or use '
             'method="nystrom_pcg", which makes its own.'
         )
-    if method == "minres":
-        return MINRES()
-    if method == "neumann":
-        return Neumann()
-    if method == "dense":
-        return Dense()
-    return NystromPCG() if method == "nystrom_pcg" else CG()
+    return solvers[method]()

@@ -1,0 +1,24 @@
+"""What docstrings say of methods that are chosen by name."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Mapping
+
+
+def with_methods(doc: str | None, summaries: Mapping[str, str]) -> str:
+    """Write the methods into a docstring, at the head of the list that "Methods:" begins; the indentation goes.
+
+    Example:
+        >>> from metagrad.curvature.methods import with_methods
+        >>> print(with_methods("Sum. Methods:", {"exact": "the diagonal"}))
+        Sum. Methods:
+        - "exact": the diagonal
+    """
+    doc = inspect.cleandoc(doc or "Methods:")  # as the compiler does it from Python 3.13 on
+    rows = [
+        textwrap.fill(f'- "{name}": {summary}', 114, subsequent_indent="  ")
+        for name, summary in summaries.items()
+    ]
+    return doc.replace("Methods:", "\n".join(["Methods:", *rows]), 1)
