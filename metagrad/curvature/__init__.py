@@ -13,6 +13,7 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.chebyshev import Chebyshev
 from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.iteration import Solver
 from metagrad.curvature.solvers.minres import MINRES
@@ -30,6 +31,7 @@ from metagrad.curvature.spectrum.quadrature import trace_of
 __all__ = [
     "CG",
     "MINRES",
+    "Chebyshev",
     "Dense",
     "Density",
     "Eigenpairs",

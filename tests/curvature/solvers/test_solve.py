@@ -28,6 +28,7 @@ METHODS = {
     "jacobi": {"preconditioner": torch.linspace(1, 2, 20, dtype=torch.float64)},
     "minres": {"method": "minres"},
     "neumann": {"method": Neumann(scale=0.4), "max_steps": 2000},
+    "chebyshev": {"method": "chebyshev"},
     "nystrom_pcg": {"method": NystromPCG(rank=4)},
     "dense": {"method": "dense"},
 }
