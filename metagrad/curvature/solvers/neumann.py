@@ -9,20 +9,8 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.iteration import (
-    RUNNING,
-    Limits,
-    Run,
-    Solver,
-    ended,
-    fill,
-    initial,
-    is_finite,
-    multiply,
-    norm,
-    running,
-)
-from metagrad.curvature.solvers.solution import Result
+from metagrad.curvature.solvers.chebyshev import Chebyshev
+from metagrad.curvature.solvers.iteration import Limits, Run, Solver, norm
 from metagrad.curvature.solvers.system import LinearSystem
 
 POWER_STEPS = 10
@@ -87,28 +75,7 @@ class Neumann(Solver):
     ) -> Run:
         """Solve for every row of ``b``; after :meth:`set_up`."""
         assert self.scale is not None
-        x, r = initial(products, b, x0)
-        status = fill(running(b), ~is_finite(r), Result.NON_FINITE)
-        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
-        steps = torch.zeros_like(status)
-        for _ in range(limits.max_steps):
-            active = status == RUNNING
-            if not bool(active.any()):
-                break
-            following = r - self.scale * multiply(products, r, active)
-            status = fill(status, ~is_finite(following), Result.NON_FINITE)
-            status = fill(status, _grows(r, following), Result.DIVERGED)
-            moves = (status == RUNNING)[:, None]
-            x = x + self.scale * torch.where(moves, r, 0.0)
-            r = torch.where(moves, following, r)
-            steps = steps + moves[:, 0]
-            status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
-        return Run(x, steps, ended(status), torch.zeros_like(b, requires_grad=False))
-
-
-def _grows(before: Tensor, after: Tensor) -> Tensor:
-    """Say where the residual grows by more than rounding."""
-    return norm(after) > norm(before) * (1 + 100 * torch.finfo(before.dtype).eps)
+        return Chebyshev((1 / self.scale, 1 / self.scale)).run(products, b, x0, None, limits)
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:

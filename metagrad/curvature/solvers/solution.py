@@ -40,7 +40,7 @@ class Result(Enum):
         "least residual that there is. Add damping, or lower MINRES(singular=...) for an ill-conditioned operator."
     )
     DIVERGED = (
-        "The series diverges: scale times the largest eigenvalue is 2 or more, or an eigenvalue is negative. "
+        "The series diverges: an eigenvalue is negative, or times the scale 2 or more, or far above the interval. "
         "The value is the last sum before the residual grew. Use a smaller scale, damping or another method."
     )
     BREAKDOWN = (
