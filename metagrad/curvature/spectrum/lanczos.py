@@ -113,11 +113,12 @@ def _step(
     images = torch.zeros_like(vectors.last)
     images[active] = products.detach()
     rest, large, above = orthogonalise(images, vectors.rows)
+    alpha = large[:, 0, -1] + above[:, 0, -1]
     above[:, 0, -1] = 0  # and the others are zero if A is symmetric
     if j > 0:
         above[:, 0, -2] += large[:, 0, 0] - state.off_diagonal[:, j - 1].to(large)
     lengths = [row_norms(images), row_norms(rest), row_norms(above[:, 0])]
-    report = torch.stack([*lengths, large[:, 0, -1]]).cpu().double()
+    report = torch.stack([*lengths, alpha]).cpu().double()
     scales = torch.maximum(state.scales, report[0])
     check_symmetric(report[2], scales, operator.dtype, call)
     state.diagonal[:, j] = report[3]
