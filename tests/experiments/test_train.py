@@ -22,7 +22,7 @@ from experiments.train import run_job
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples
 from tests.experiments.conftest import FAST
-from tests.marks import slow
+from tests.marks import fast, slow
 from tests.meta.checks.test_preflight import Applied, Wrong
 
 FILES = [
@@ -281,7 +281,7 @@ def test_a_model_that_does_not_fit_the_tasks_is_refused_before_anything_is_writt
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", INNER_RULES)
+@pytest.mark.parametrize("name", fast(("adahessian", "kfac", "lbfgs", "muon", "sgd", "shampoo"), INNER_RULES))
 @pytest.mark.filterwarnings("ignore:MAML")
 def test_every_rule_can_be_the_inner_rule(composed, name):
     parts = build_parts(

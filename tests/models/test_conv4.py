@@ -74,21 +74,6 @@ def test_vmap_over_stacked_parameters_equals_a_loop(pool, norm, head):
     torch.testing.assert_close(batched, torch.stack(loop), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("norm", NORMS)
-def test_second_derivatives(pool, norm):
-    torch.manual_seed(0)
-    model = Conv4(2, hidden=2, image_size=16, pool=pool, norm=norm).double()
-    x = torch.randn(3, 1, 16, 16, dtype=torch.float64)
-    weight, head = model.blocks[0][0].weight, model.head.weight
-
-    def loss(weight, head):
-        params = {"blocks.0.0.weight": weight, "head.weight": head}
-        return functional_call(model, params, (x,)).square().sum()
-
-    assert torch.autograd.gradgradcheck(loss, (weight, head))
-
-
 def test_batch_norm_uses_the_batch_in_evaluation_too_and_keeps_nothing():
     model, x = make("max", "batch", "flatten"), images(6)
     assert list(model.buffers()) == []

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.func import functional_call
 
 from metagrad.models import MLP
 
@@ -28,18 +27,6 @@ def test_the_formula():
 def test_the_activation_is_relu_unless_said_and_never_last():
     assert [type(layer) for layer in MLP([1, 2, 1])] == [nn.Linear, nn.ReLU, nn.Linear]
     assert not any(layer.inplace for layer in MLP([1, 2, 2, 1]) if isinstance(layer, nn.ReLU))
-
-
-def test_second_derivatives_with_respect_to_parameters_and_inputs():
-    torch.manual_seed(0)
-    model = MLP([2, 3, 1], activation=nn.Tanh).double()
-    names = [name for name, _ in model.named_parameters()]
-    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-
-    def squared(x, *params):
-        return functional_call(model, dict(zip(names, params, strict=True)), (x,)).square().sum()
-
-    assert torch.autograd.gradgradcheck(squared, (x, *model.parameters()))
 
 
 @pytest.mark.parametrize("sizes", [[], [3], [1, 0, 1], [2, -1]])
