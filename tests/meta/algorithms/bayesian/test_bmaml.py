@@ -347,7 +347,7 @@ def test_a_width_where_most_particles_are_one():
         ({"temperature": 0.0}, ValueError, r"temperature\): expected a positive number, got 0"),
         ({"bandwidth": -1.0}, ValueError, r"bandwidth\): expected None or a positive number, got -1"),
         ({"memory": "block"}, ValueError, r"the blocks of a model are of one particle"),
-        ({"compile": "whole"}, ValueError, r"there is no graph of a meta-batch. Use compile=True"),
+        slow({"compile": "whole"}, ValueError, r"there is no graph of a meta-batch. Use compile=True"),
         (
             {"inner": rules.adahessian(0.1)},
             ValueError,

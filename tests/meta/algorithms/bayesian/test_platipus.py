@@ -153,6 +153,7 @@ def test_samples_are_drawn_anew_by_the_generator(regression):
     assert other(regression).loss == learner(regression).loss
 
 
+@pytest.mark.slow
 def test_tasks_that_are_left_out_do_not_move_the_others(regression):
     y = regression.query.y.index_fill(0, torch.tensor(1), math.inf)
     bad = Batch(regression.support, Examples(regression.query.x, y))
