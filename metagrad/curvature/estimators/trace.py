@@ -6,6 +6,7 @@ import torch
 
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.hutchinson import Exact, Hutchinson, HutchPlusPlus
+from metagrad.curvature.estimators.non_adaptive import NonAdaptiveHutchPlusPlus
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import (
     FACTORISED,
@@ -21,7 +22,14 @@ from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.methods import with_methods
 
-ESTIMATORS: tuple[type[Estimator], ...] = (Exact, Hutchinson, HutchPlusPlus, XTrace, XNysTrace)
+ESTIMATORS: tuple[type[Estimator], ...] = (
+    Exact,
+    Hutchinson,
+    HutchPlusPlus,
+    NonAdaptiveHutchPlusPlus,
+    XTrace,
+    XNysTrace,
+)
 _BY_NAME = {cls.name: cls for cls in ESTIMATORS}
 _SKETCH_BYTES = 2**30  # what "auto" lets XTrace keep
 

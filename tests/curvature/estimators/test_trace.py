@@ -20,10 +20,12 @@ class Case(NamedTuple):
     everything: int  # products at which the subspace is all of 20 dimensions
     least: int  # products that it needs
     median: float  # of relative errors, on 0.7^i with 120 products
+    is_exact_on_multiples: bool = True  # of the identity
 
 
 CASES = {
     "hutch++": Case(everything=66, least=3, median=7e-8),
+    "na-hutch++": Case(everything=80, least=4, median=1.3e-5, is_exact_on_multiples=False),
     "xtrace": Case(everything=40, least=2, median=8e-11),
     "xnystrace": Case(everything=20, least=1, median=1e-13),
 }
@@ -69,7 +71,7 @@ def test_low_rank_is_exact_and_known_to_be(method, distribution, dtype):
         assert error <= 20 * found.stderr < 1e5 * eps * A.trace()  # both are rounding
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in CASES or CASES[m].is_exact_on_multiples])
 @pytest.mark.parametrize("scale", [3.0, 1e-9, 0.0])
 def test_multiples_of_the_identity(method, scale):
     """Zero too: no pivots, no norm, nothing to divide by."""
