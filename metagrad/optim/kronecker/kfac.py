@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -187,10 +187,10 @@ class KFACRule(RuleNode):
     ) -> tuple[Params, KFACState]:
         """Take one step; ``curvature`` is a :class:`~metagrad.optim.curvature.LayerCurvature`."""
         gradients = checked_gradients(self.call, grads, params, takes_rows=True)
-        estimates: dict[str, Estimate] = {}
+        estimates: Iterable[tuple[str, Estimate]] = ()
         if self.needs_curvature(state.step):
             factors = checked_factors(self.call, curvature, self.request)
-            estimates = {key: Estimate(Factors(*pair)) for key, pair in factors.items()}
+            estimates = ((key, Estimate(Factors(*pair))) for key, pair in factors.items())
         directions, state = self.directions(gradients, state, params, estimates)
         directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
         moved, (step, momentum) = self.descent.update(
@@ -199,7 +199,7 @@ class KFACRule(RuleNode):
         return moved, KFACState(step, momentum, state.blocks)
 
     def directions(
-        self, grads: Params, state: KFACState, params: Params, estimates: Mapping[str, Estimate]
+        self, grads: Params, state: KFACState, params: Params, estimates: Iterable[tuple[str, Estimate]]
     ) -> tuple[Params, KFACState]:
         """Return the direction of each parameter, and the state in which ``descent`` moves them.
 
@@ -207,7 +207,7 @@ class KFACRule(RuleNode):
             grads: The gradients.
             state: The velocities may be those of some parameters; the blocks, those of layers.
             params: The parameters.
-            estimates: What is known of layers at this step, by the names of their weights.
+            estimates: What is new of layers, each with the name of its weight; made one by one, they are freed so.
         """
         blocks = self._renewed(state, estimates)
         directions, velocities = self._preconditioned(state.step, grads, blocks, params), state.momentum
@@ -235,10 +235,10 @@ class KFACRule(RuleNode):
         outputs, inputs = (zero.expand(*matrix.shape[:-2], size, size) for size in matrix.shape[-2:])
         return Factors(inputs, outputs)
 
-    def _renewed(self, state: KFACState, estimates: Mapping[str, Estimate]) -> Blocks:
+    def _renewed(self, state: KFACState, estimates: Iterable[tuple[str, Estimate]]) -> Blocks:
         decay, damping = (at_step(name, getattr(self, name), state.step) for name in ("decay", "damping"))
         is_due, blocks = state.step % self.inverse_every == 0, dict(state.blocks)
-        for key, new in estimates.items():
+        for key, new in estimates:
             if key in blocks:
                 new = new._replace(factors=self._fitting(key, blocks[key], new.factors))
                 blocks[key] = blocks[key].renewed(new, decay, damping, is_due=is_due)  # type: ignore[arg-type]

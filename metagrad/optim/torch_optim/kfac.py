@@ -107,7 +107,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         rule, kept = self._rule(group), self._kept(params)
         whole, gradients = self._with_biases(work)
         before = self._state_before(group, rule, whole, kept)
-        estimates = {key: self._estimate(key, rule) for key in before.blocks if key in self._sums}
+        estimates = ((key, self._estimate(key, rule)) for key in before.blocks if key in self._sums)
         directions, after = rule.directions(gradients, before, whole, estimates)
         _check_estimated(after.blocks)
         new = _new_slots(before, after, params)
