@@ -96,7 +96,7 @@ class ConjugateGradients:
             scale=torch.zeros_like(rz.detach()),
             steps=torch.zeros_like(status),
             status=status,
-            direction=torch.zeros_like(b, requires_grad=False),
+            direction=b.new_zeros(()).expand_as(b),  # of no memory until there is one
             models=self._models((), x, b, r),
             products=0,
         )
