@@ -32,8 +32,7 @@ GROUPS = {
     "experiment": "a protocol, many values at once; values beside it win",
     "debug": "shorter or more careful runs",
     "problem": "what the curvature is of, many values at once",
-    "preset": "fewer steps and products",
-    "grid": "fewer and smaller models",
+    "preset": "small: the whole program in less than a minute",
     "workload": "what optimizers are compared on",
 }
 HEAD = """\

@@ -35,9 +35,7 @@ GUIDES = {
     "docs/tasks.md",
 }
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
-OPTIONS = re.compile(
-    r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|grid|algorithm)=([\w,]+)"
-)
+OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
 
 WORKLOADS = {
     "bench": workloads.WORKLOADS,

@@ -6,13 +6,14 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from experiments.plots.style import BLUE, MUTED, VERMILION, figure, legend_below
+from experiments.study import spread
 from experiments.table_report import markdown
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from experiments.attack.run import Result
     from experiments.attack.schema import AttackConfig
+    from experiments.study import Result
 
 TITLES = {
     "clean": "as it is",
@@ -25,7 +26,7 @@ TITLES = {
 
 
 def rows_of(results: list[Result]) -> list[dict[str, Any]]:
-    """Return a row for each graph: the mean accuracy over seeds, and the standard deviation of their means."""
+    """Return a row for each graph: the mean accuracy of each seed."""
     rows = []
     for name, first in results[0]["graphs"].items():
         means = [statistics.mean(one["graphs"][name]["accuracies"]) for one in results]
@@ -34,8 +35,7 @@ def rows_of(results: list[Result]) -> list[dict[str, Any]]:
                 "graph": name,
                 "flips": first["flips"],
                 "flips(%)": 100 * first["flips"] / results[0]["edges"],
-                "accuracy(%)": statistics.mean(means),
-                "sd": statistics.stdev(means) if len(means) > 1 else 0.0,
+                "accuracy(%)": means,
             }
         )
     return rows
@@ -44,13 +44,13 @@ def rows_of(results: list[Result]) -> list[dict[str, Any]]:
 def report(results: list[Result], config: AttackConfig) -> str:
     """Return the tables as markdown."""
     rows, first = rows_of(results), results[0]
-    by_name = {row["graph"]: row["accuracy(%)"] for row in rows}
+    by_name = {row["graph"]: statistics.mean(row["accuracy(%)"]) for row in rows}
     flips = max(row["flips"] for row in rows)
     drop, by_chance = (by_name["clean"] - by_name[f"{kind} {flips}"] for kind in ("metattack", "random"))
     table = [["graph", "edges flipped", "accuracy (%)"]]
     for row in sorted(rows, key=lambda row: ("," in row["graph"], row["flips"])):
         flipped = f"{row['flips']} ({row['flips(%)']:.1f} %)"
-        table.append([_title(row["graph"]), flipped, f"{row['accuracy(%)']:.1f} +- {row['sd']:.1f}"])
+        table.append([_title(row["graph"]), flipped, spread(row["accuracy(%)"])])
     sparse, dense = (max(one["memory"][kind] for one in results) / 2**20 for kind in ("sparse", "dense"))
     seconds = statistics.mean(one["seconds_per_flip"] for one in results)
     return "\n".join(
@@ -72,8 +72,9 @@ def report(results: list[Result], config: AttackConfig) -> str:
     )
 
 
-def curves(path: Path, results: list[Result]) -> Path:
+def curves(results: list[Result], config: AttackConfig, folder: Path) -> list[Path]:
     """Draw the accuracy over the edges that are flipped, with the range over seeds."""
+    path = folder / "attack.png"
     with figure(path, size=(6.4, 4)) as axes:
         axis = axes[0, 0]
         for kind, color, label in (
@@ -90,7 +91,7 @@ def curves(path: Path, results: list[Result]) -> Path:
         axis.set_title("Cora, poisoned by the gradient of training")
         axis.grid(axis="y")
         legend_below(axis, columns=3)
-    return path
+    return [path]
 
 
 def _points(results: list[Result], kind: str) -> list[tuple[float, float, float, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -17,59 +16,50 @@ from experiments.allocations import peak_bytes
 from experiments.attack.metattack import Metattack, Surrogate, dense_normalized, random_pairs
 from experiments.attack.victim import GCN, LearnedEdges, similar
 from experiments.citations import Citations, largest_component, load, normalized
-from experiments.files import write_bytes, write_text
+from experiments.files import write_bytes
 from experiments.metrics import JsonLines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from experiments.attack.schema import AttackConfig
-    from experiments.mirror import Mirror
-
-Result = dict[str, Any]
+    from experiments.study import Result, Work
 
 
-def run_seed(config: AttackConfig, seed: int, folder: Path, mirror: Mirror) -> Result:
-    """Attack and judge, unless it is done; return the result."""
-    file = folder / "result.json"
-    if not file.exists():
-        folder.mkdir(exist_ok=True)
-        graph = largest_component(load(), torch.Generator().manual_seed(seed))
-        attack = Metattack(graph, Surrogate(**asdict(config.surrogate)), block=config.block, seed=seed)
-        flips = round(config.fraction * len(graph.pairs))
-        marks = [round(flips * point / config.points) for point in range(1, config.points + 1)]
-        poisoned, seconds = flip(attack, marks, folder, config, mirror)
-        result = {
-            "seed": seed,
-            "nodes": graph.nodes,
-            "edges": len(graph.pairs),
-            "flips": flips,
-            "seconds_per_flip": seconds,
-            "memory": memory(attack),
-            "graphs": judge(graph, poisoned, config, seed),
-        }
-        write_text(file, json.dumps(result, indent=2) + "\n")
-    return json.loads(file.read_text())
+def attack(config: AttackConfig, work: Work) -> Result:
+    """Attack, train networks on what comes out, and return how well they do."""
+    graph = largest_component(load(), torch.Generator().manual_seed(work.seed))
+    attack = Metattack(graph, Surrogate(**asdict(config.surrogate)), block=config.block, seed=work.seed)
+    flips = round(config.fraction * len(graph.pairs))
+    marks = [round(flips * point / config.points) for point in range(1, config.points + 1)]
+    poisoned, seconds = flip(attack, marks, config, work)
+    return {
+        "nodes": graph.nodes,
+        "edges": len(graph.pairs),
+        "flips": flips,
+        "seconds_per_flip": seconds,
+        "memory": memory(attack),
+        "graphs": judge(graph, poisoned, config, work.seed),
+    }
 
 
 def flip(
-    attack: Metattack, marks: list[int], folder: Path, config: AttackConfig, mirror: Mirror
+    attack: Metattack, marks: list[int], config: AttackConfig, work: Work
 ) -> tuple[dict[int, Tensor], float]:
     """Flip edges, on from the last checkpoint; return the graph at each mark, and the mean seconds of a flip."""
-    saved, poisoned, spent, first = folder / "last.pt", {}, 0.0, 0
+    saved, poisoned, spent, first = work.folder / "last.pt", {}, 0.0, 0
     if saved.exists():
         state = torch.load(saved, weights_only=True)
         attack.load_state_dict(state["attack"])
         poisoned, spent, first = state["poisoned"], state["spent"], state["flips"]
-    with contextlib.closing(JsonLines(folder / "flips.jsonl", until=first)) as rows:
+    with contextlib.closing(JsonLines(work.folder / "flips.jsonl", until=first)) as rows:
         for number in tqdm(range(first + 1, marks[-1] + 1), unit="flip", disable=None, dynamic_ncols=True):
             began = time.perf_counter()
             left, right = attack.flip().tolist()
             seconds = time.perf_counter() - began
             spent += seconds
             rows.write(number, {"left": left, "right": right, "seconds": seconds})
-            mirror.log(number, {"flip/seconds": seconds})
+            work.log(number, {"flip/seconds": seconds})
             if number in marks:
                 poisoned[number] = attack.pairs
             if number % config.save_every == 0 or number == marks[-1]:

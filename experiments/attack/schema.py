@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
-
-from experiments.config import check_least, converted, register
-from experiments.schema import Logger, key
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from experiments.config import check_least
+from experiments.schema import key
+from experiments.study import StudyConfig
 
 
 @dataclass
@@ -48,13 +43,10 @@ class DefenceConfig:
 
 
 @dataclass
-class AttackConfig:
-    """A whole run."""
+class AttackConfig(StudyConfig):
+    """A whole run; each seed has a split of the nodes, and an attack of its own."""
 
-    folder: str = key("Where everything is; the same command goes on there.")
-    seeds: list[int] = key("Each has a split of the nodes, and an attack of its own.")
     victims: int = key("Networks that are trained on each graph.")
-    threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
     fraction: float = key("Edges that are flipped, as a part of those there are.")
     points: int = key("How often on the way the accuracy is measured.")
     block: int = key("Pairs that are no edges, and are candidates of a flip.")
@@ -62,32 +54,11 @@ class AttackConfig:
     surrogate: SurrogateConfig = field(default_factory=SurrogateConfig)
     gcn: GCNConfig = field(default_factory=GCNConfig)
     defence: DefenceConfig = field(default_factory=DefenceConfig)
-    logger: Logger = MISSING
 
 
-def register_attack() -> None:
-    """Store the schema where `conf/attack.yaml` finds it."""
-    register()
-    ConfigStore.instance().store(name="attack_schema", node=AttackConfig)
-
-
-def typed(config: DictConfig) -> AttackConfig:
-    """Resolve a composed config and return it as an `AttackConfig`.
-
-    Raises:
-        ValueError: A key was added that the schema does not have, or a number is out of its range.
-    """
-    resolved: AttackConfig = converted("attack", config)
-    least = {
-        "victims": (resolved.victims, 1),
-        "points": (resolved.points, 1),
-        "block": (resolved.block, 2),
-        "save_every": (resolved.save_every, 1),
-        "threads": (1 if resolved.threads is None else resolved.threads, 1),
-    }
-    check_least("attack", least)
-    if not resolved.seeds:
-        raise ValueError("attack: seeds is empty; give at least one, seeds=[0].")
-    if not 0 < resolved.fraction < 1:
-        raise ValueError(f"attack: fraction must be between 0 and 1, got {resolved.fraction}.")
-    return resolved
+def check(config: AttackConfig) -> None:
+    """Refuse numbers that are out of their range."""
+    names = ("victims", "points", "save_every")
+    check_least("attack", {"block": (config.block, 2)} | {name: (getattr(config, name), 1) for name in names})
+    if not 0 < config.fraction < 1:
+        raise ValueError(f"attack: fraction must be between 0 and 1, got {config.fraction}.")

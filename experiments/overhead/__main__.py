@@ -1,4 +1,4 @@
-"""What an order costs: `python -m experiments.overhead [models=[mlp,graph]] [grid=small] [KEY=VALUE ...]`.
+"""What an order costs: `python -m experiments.overhead [models=[mlp,graph]] [preset=small] [KEY=VALUE ...]`.
 
 For five models (MLP, convolutions, transformer, a graph network on Cora, an embedding table), over depth, width,
 batch and inner steps: the bytes and seconds of a gradient, of a second derivative by create_graph=True, of Hessian

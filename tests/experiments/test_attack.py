@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 
-from experiments.attack import __main__ as program
 from experiments.attack import run
+from experiments.attack.__main__ import study
 from experiments.attack.metattack import Metattack, Surrogate, dense_normalized, is_last, pairs_of
-from experiments.attack.schema import typed
 from experiments.attack.victim import GCN, LearnedEdges, similar
 from experiments.citations import Citations, largest_component, normalized, ordered
 from experiments.help import CONF
@@ -145,7 +144,7 @@ def test_similar_papers_share_words(graph):
 @pytest.fixture
 def config():
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: typed(compose("attack", ["logger=none", *overrides]))
+        yield lambda *overrides: study.typed(compose("attack", ["logger=none", *overrides]))
 
 
 SMALL = (
@@ -161,7 +160,7 @@ SHORT = ("gcn.epochs=10", "defence.steps=2", "defence.inner_steps=3", "seeds=[0]
 
 
 @pytest.mark.slow
-def test_the_program_writes_tables_and_goes_on(graph, config, tmp_path, monkeypatch, capsys):
+def test_the_program_writes_tables_and_goes_on(graph, config, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "load", lambda: graph)
     monkeypatch.setattr(run, "largest_component", lambda graph, generator: graph)
     flipped = []
@@ -176,22 +175,21 @@ def test_the_program_writes_tables_and_goes_on(graph, config, tmp_path, monkeypa
 
     monkeypatch.setattr(Metattack, "flip", flip)
     with pytest.raises(KeyboardInterrupt):
-        program.run_job(config(*SMALL, *SHORT), tmp_path)
-    program.run_job(config(*SMALL, *SHORT), tmp_path)
-    result = json.loads((tmp_path / "0" / "result.json").read_text())
-    rows = [json.loads(line) for line in (tmp_path / "0" / "flips.jsonl").read_text().splitlines()]
+        study.run(config(*SMALL, *SHORT), tmp_path)
+    study.run(config(*SMALL, *SHORT), tmp_path)
+    result = json.loads((tmp_path / "cora" / "0" / "result.json").read_text())
+    rows = [json.loads(line) for line in (tmp_path / "cora" / "0" / "flips.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, result["flips"] + 1))
     assert len([one for one in flipped if one is not None]) == result["flips"]
     assert result["memory"]["sparse"] > 0
     assert {len(found["accuracies"]) for found in result["graphs"].values()} == {2}
     text = (tmp_path / "attack.md").read_text()
-    assert text in capsys.readouterr().out
     assert "| Metattack, edge weights learned on validation nodes |" in text
     assert (tmp_path / "attack.png").stat().st_size > 0
     with pytest.raises(
         ValueError, match=r"attack: .* holds a run with other settings, .*; choose another folder="
     ):
-        program.run_job(config(*SMALL, *SHORT, "victims=3"), tmp_path)
+        study.run(config(*SMALL, *SHORT, "victims=3"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from experiments.schema import Device
 from tests.marks import fast
 
 CONF = Path(__file__).parents[2] / "conf"
-OF_OTHERS = {"grid", "preset", "problem", "tuned", "workload"}  # of other programs, whose tests compose them
+OF_OTHERS = {"preset", "problem", "tuned", "workload"}  # of other programs, whose tests compose them
 OPTIONS = [
     f"{file.parent.name}={file.stem}"
     for file in sorted(CONF.glob("*/*.yaml"))

@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from experiments import help
-from experiments.attack.schema import register_attack
+from experiments.attack import __main__ as attack
 from experiments.config import SCHEMAS
 from experiments.curvature.schema import register_curvature
 from experiments.job import launch
@@ -26,7 +26,7 @@ PROGRAMS = {
         "trace.probes",
     ),
     "optimizers": ({"workload", "optimizer", "logger"}, "workload.judged"),
-    "attack": ({"logger"}, "surrogate.steps"),
+    attack.study.name: ({"logger", "preset"}, "surrogate.steps"),
 }
 
 
@@ -34,7 +34,6 @@ PROGRAMS = {
 def schemas():
     register_curvature()
     register_optimizers()
-    register_attack()
 
 
 def composed(name, *overrides):

@@ -181,7 +181,7 @@ def config():
 @pytest.fixture
 def grid(config, tmp_path, monkeypatch):
     """Return a small config, and the requests that processes were asked, which answer with made-up numbers."""
-    small, asked = config("grid=small", f"folder={tmp_path}"), []
+    small, asked = config("preset=small", f"folder={tmp_path}"), []
 
     def answered(module, line, **_):
         request = json.loads(line)
@@ -294,7 +294,7 @@ def test_listings_are_tables():
 
 @pytest.mark.slow
 def test_the_program_ends_and_goes_on_where_it_ended(program, tmp_path):
-    arguments = ["grid=small", "logger=none", "folder=run", "device=cpu"]
+    arguments = ["preset=small", "logger=none", "folder=run", "device=cpu"]
     code, out, err = program("overhead", *arguments, cwd=tmp_path)
     assert code == 0, err
     assert "## Remedies" in out
