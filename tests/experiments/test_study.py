@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -51,12 +51,10 @@ def draws():
 
 def configured(**options):
     logger = Logger(
-        name=LoggerName.none, project="", entity=None, mode=None, group=None, notes=None, tags=None
+        name=LoggerName.none, project="", entity=None, mode="disabled", group=None, notes=None, tags=[]
     )
-    return DrawsConfig(
-        **{"folder": "", "seeds": [0, 1], "threads": 1, "count": 3, "names": ["a", "b"], **options},
-        logger=logger,
-    )
+    config = DrawsConfig(folder="", seeds=[0, 1], threads=1, count=3, names=["a", "b"], logger=logger)
+    return replace(config, **options)
 
 
 def test_a_study_goes_on_where_it_ended(draws, tmp_path):
