@@ -26,6 +26,7 @@ POLICIES = {
     "support": "statistics of the support examples of a task",
     "running": "running statistics in evaluation",
     "per_step": "running statistics of each inner step in evaluation",
+    "per_step_transductive": "batch statistics, transductive; weights and biases of each inner step",
 }
 
 

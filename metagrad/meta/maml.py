@@ -28,7 +28,7 @@ from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.inner.minimum import check_hypergradient, check_proximal
 from metagrad.meta.inner.start import Start, own_start
-from metagrad.meta.objective.norms import Norm, NormPass, Norms, PerStepNorms, check_norm
+from metagrad.meta.objective.norms import OF_STEPS, Norm, NormPass, Norms, PerStepNorms, check_norm
 from metagrad.meta.objective.query_weights import (
     QueryWeights,
     check_query_weights,
@@ -107,8 +107,9 @@ class MAML(nn.Module):
             examples of the task, at the same parameters, for its query examples too; ``"running"``, in training those
             of the set, towards whose mean over tasks the running ones move once for each pass, and these in
             evaluation (``eval()``); ``"per_step"``, likewise, with running ones and, where they are learned, weights
-            and biases for each inner step in ``per_step_norms``, which are meta-learned, not adapted. Tasks may be
-            stacked, and a recomputation moves nothing. None leaves it to the modules.
+            and biases for each inner step in ``per_step_norms``, which are meta-learned, not adapted;
+            ``"per_step_transductive"``, these weights and biases with the statistics of the set at hand. Tasks may
+            be stacked, and a recomputation moves nothing. None leaves it to the modules.
         proximal: The number :math:`\lambda` of a term :math:`\frac{\lambda}{2} |\phi - \theta|^2` that inner steps
             descend beside the support loss, :math:`\theta` what the task starts from; it may be a 0-d tensor, and be
             learned. It is not a part of ``out.support_losses``. None has none.
@@ -219,7 +220,7 @@ class MAML(nn.Module):
     @norm.setter
     def norm(self, norm: Norm | None) -> None:
         check_norm(self.model, norm, self.steps, is_block=self.memory == "block")
-        if norm != "per_step":
+        if norm not in OF_STEPS:
             self.per_step_norms: PerStepNorms | None = None
         elif getattr(self, "per_step_norms", None) is None:
             self.per_step_norms = PerStepNorms(self.model, self.steps)

@@ -38,7 +38,10 @@ class MAMLPlusPlus(MAML):
         steps: The number of inner steps; an evaluation takes no more.
         multi_step_updates: After how many updates the last query loss alone counts; 0 from the first on.
         first_order_updates: How many updates take inner gradients as constants.
-        norm: As of :class:`MAML`; None for models without batch normalisation.
+        norm: As of :class:`MAML`; None for models without batch normalisation. The paper speaks of running
+            statistics of each step, ``"per_step"``; its code normalises by those of the set at hand, in evaluation
+            too, which is the default. A model that is trained so and evaluated with running ones adapts by gradients
+            it has never seen, and may diverge.
         order: The order after those; assigned, it is that.
         query_weights: As of :class:`MAML`; if they are given, they take the place of those that anneal.
         **arguments: As of :class:`MAML`.
@@ -76,7 +79,7 @@ class MAMLPlusPlus(MAML):
         steps: int = 5,
         multi_step_updates: int = 0,
         first_order_updates: int = 0,
-        norm: Norm | None = "per_step",
+        norm: Norm | None = "per_step_transductive",
         order: int = 2,
         query_weights: QueryWeights | None = None,
         **arguments: Any,

@@ -13,6 +13,7 @@ from torch import Tensor
 from metagrad.hypergrad import Nystrom
 from metagrad.hypergrad.attach import attach, check_inverse
 from metagrad.hypergrad.implicit import ImplicitMethod
+from metagrad.meta.objective.norms import OF_STEPS
 from metagrad.meta.objective.task_loss import Loss
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
@@ -100,7 +101,7 @@ def check_hypergradient(
             query_weights is not None,
             "losses before the last step are not those of a minimum",
         ),
-        "norm": (norm == "per_step", "a minimum has no statistics of each step"),
+        "norm": (norm in OF_STEPS, "a minimum has no statistics of each step"),
         "compile": (is_whole, "one graph cannot hold the solve of its backward pass; compile=True can"),
     }
     for name, (is_there, why) in others.items():

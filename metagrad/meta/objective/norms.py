@@ -24,8 +24,12 @@ from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
 from metagrad.core.tree import tree_map
 
-Norm = Literal["transductive", "support", "running", "per_step"]
-"""Whose statistics: of the set at hand, of the support set, running ones, or running ones of each inner step."""
+Norm = Literal["transductive", "support", "running", "per_step", "per_step_transductive"]
+"""Whose statistics: of the set at hand, of the support set, running ones, running ones of each inner step, or of the
+set at hand with weights and biases of each inner step."""
+
+OF_STEPS = ("per_step", "per_step_transductive")
+"""The policies with a set of what is learned, and of running statistics, for each inner step."""
 
 _CALL = "MAML(..., norm"
 _STATISTICS = ("running_mean", "running_var")
@@ -67,10 +71,10 @@ def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool, na
             f"{call}={norm!r}): no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d "
             "does. Leave norm at None."
         )
-    if norm in ("running", "per_step"):
+    if norm in ("running", *OF_STEPS):
         _check_running(call, norm, layers)
-    if norm == "per_step" and not steps:
-        raise ValueError(f'{call}="per_step"): there are statistics for each inner step, but steps is 0.')
+    if norm in OF_STEPS and not steps:
+        raise ValueError(f'{call}="{norm}"): there are statistics for each inner step, but steps is 0.')
 
 
 def _check_running(call: str, norm: str, layers: Mapping[str, nn.Module]) -> None:
@@ -121,8 +125,8 @@ class PerStepNorms(nn.Module):
         others = [name for name in names if name not in self.replaced]
         if not others:
             raise ValueError(
-                'MAML(..., adapt, norm="per_step"): only weights and biases of normalisations are to adapt, but '
-                'there are others for each step instead. Let more adapt, or take norm="running".'
+                "MAML(..., adapt, norm): only weights and biases of normalisations are to adapt, but there are "
+                'others for each step instead. Let more adapt, or take norm="running" or "transductive".'
             )
         return others
 
@@ -130,8 +134,8 @@ class PerStepNorms(nn.Module):
         """Return what a layer has at a step."""
         if step >= self.steps:
             raise ValueError(
-                f'MAML(batch, steps): with norm="per_step" there are statistics for {self.steps} inner steps, but '
-                f"this is step {step} (the first is 0). Take fewer steps, or construct it with more."
+                f"MAML(batch, steps, norm): there are statistics for {self.steps} inner steps, but this is "
+                f"step {step} (the first is 0). Take fewer steps, or construct it with more."
             )
         values = getattr(self, f"{self.keys[name]}_{kind}", None)
         return otherwise if values is None else values[step]
@@ -251,7 +255,7 @@ class NormPass:
     @property
     def is_of_sets(self) -> bool:
         """Whether sets are normalised by statistics of sets, in evaluation too."""
-        return self.norms.policy in ("transductive", "support")
+        return self.norms.policy in ("transductive", "support", "per_step_transductive")
 
     def support(self, step: int) -> NormPass:
         """Return the pass over the support examples at a step."""
@@ -340,10 +344,11 @@ class NormCalls(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         name = self._layer(running_mean)
+        if not self.norms.is_of_sets or self.norms.norms.per_step is not None:
+            name = self._known(name, "F.batch_norm")
+            weight, bias = self._at_step(name, weight=weight, bias=bias)
         if self.norms.is_of_sets:
             return self._by_sets(input, weight, bias, eps)
-        name = self._known(name, "F.batch_norm")
-        weight, bias = self._at_step(name, weight=weight, bias=bias)
         if not training:
             mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
             return F.batch_norm(input, mean, var, weight, bias, False, momentum, eps)
@@ -363,10 +368,11 @@ class NormCalls(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         name = self._layer(running_mean)
+        if running_mean is not None and (not self.norms.is_of_sets or self.norms.norms.per_step is not None):
+            name = self._known(name, "F.instance_norm")
+            weight, bias = self._at_step(name, weight=weight, bias=bias)
         if running_mean is None or self.norms.is_of_sets:
             return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
-        name = self._known(name, "F.instance_norm")
-        weight, bias = self._at_step(name, weight=weight, bias=bias)
         if not use_input_stats:
             mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
             return F.instance_norm(input, mean, var, weight, bias, False, momentum, eps)

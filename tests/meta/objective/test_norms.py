@@ -134,6 +134,7 @@ def norm_of(model):
     return next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d))
 
 
+POLICIES = ["transductive", "support", "running", "per_step", "per_step_transductive"]
 MODELS = {"net": Net, "layers": Layers}
 MEMORIES = ["full", "step", "sqrt", "64KiB"]
 
@@ -141,7 +142,7 @@ MEMORIES = ["full", "step", "sqrt", "64KiB"]
 def setup(policy, model):
     """Return a MAML without learned norms of steps, its textbook, and what is learned."""
     params = parameters(model)
-    if policy != "per_step":
+    if not policy.startswith("per_step"):
         return None, params
     weights = tuple(p.detach().expand(STEPS, 4).clone().requires_grad_() for p in params[2:4])
     return weights, [*params[:2], *params[4:], *weights]
@@ -149,12 +150,12 @@ def setup(policy, model):
 
 def learned_of(maml):
     params = parameters(maml.model)
-    if maml.norm != "per_step":
+    if maml.per_step_norms is None:
         return params
     return [*params[:2], *params[4:], *(p for p in maml.per_step_norms.parameters())]
 
 
-@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("kind", "memory", "order", "task_chunk"),
     combined(MODELS, MEMORIES, [1, 2], [None, 1, 3],
@@ -191,7 +192,7 @@ def test_meta_gradients_and_statistics_are_those_of_the_textbook(
 
 
 @pytest.mark.parametrize("memory", [slow("full"), "step"])
-@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_third_derivatives_are_right_where_norms_are_written_out(regression, policy, memory):
     model = Net()
     weights, of = setup(policy, model)
@@ -227,6 +228,18 @@ def test_evaluation_uses_the_running_statistics(regression, policy, task_chunk):
     assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
 
 
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_norms_of_steps_by_the_set_at_hand_are_the_same_in_evaluation(regression, task_chunk):
+    model = Net()
+    weights, _ = setup("per_step_transductive", model)
+    maml = maml_of(model, "per_step_transductive", task_chunk=task_chunk).eval()
+    kept = copy.deepcopy(maml.state_dict())
+    expected = Textbook("per_step_transductive", parameters(model), weights=weights).losses(regression)
+    assert_close(maml(regression).query_losses, expected)
+    assert_close(maml.adapt(regression.support)(regression.query.x), maml(regression).query_outputs)
+    assert all(torch.equal(kept[name], value) for name, value in maml.state_dict().items())
+
+
 def test_one_task_moves_running_statistics_as_torch_does(regression):
     one = Batch(*(Examples(part.x[:1], part.y[:1]) for part in regression))
     results = []
@@ -258,7 +271,7 @@ def test_query_losses_on_the_way_follow_the_policy(regression, policy):
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
-@pytest.mark.parametrize("policy", ["transductive", "support", "running", "per_step"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_adapted_model_predicts_as_the_meta_batch(regression, policy, task_chunk):
     maml = maml_of(Net(), policy, task_chunk=task_chunk)
     expected = maml(regression).query_outputs
@@ -387,7 +400,7 @@ class Unreachable(nn.BatchNorm1d):
         (
             Net,
             {"norm": "batch"},
-            "expected None, 'transductive', 'support', 'running', 'per_step', got 'batch'",
+            "expected None, 'transductive', 'support', 'running', 'per_step', 'per_step_transductive', got 'batch'",
         ),
         (lambda: nn.Linear(2, 3), {"norm": "running"}, "no module of the model normalises by statistics"),
         (lambda: Net(untracked), {"norm": "running"}, r"BatchNorm1d \(norm\) keeps no running statistics"),
