@@ -1,0 +1,191 @@
+"""Every program at its small setting, on one page: `python -m experiments.gallery [only=[train,attack]] [jobs=2]`.
+
+The programs are those of `conf/gallery.yaml`. Each runs in a process of its own and writes into `FOLDER/NAME`; one
+that has ended well is not run again. `FOLDER/index.html` shows the pictures and tables of each, the command that made
+them and its seconds, and why one has failed.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import hydra
+import markdown
+from hydra.core.config_store import ConfigStore
+from tqdm.auto import tqdm
+
+from experiments.config import check_least, converted
+from experiments.files import write_text
+from experiments.job import launch
+from experiments.schema import key
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+RECORD = "gallery.json"
+STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#ddd, #444); --muted: light-dark(#666, #aaa); }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+section { border-top: 1px solid var(--line); margin-top: 2.5rem; }
+nav a { display: inline-block; margin: 0 1rem .3rem 0; }
+pre, code { font: 13px/1.4 ui-monospace, monospace; }
+pre, .table { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 14px; margin: 1rem 0; }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: left; }
+img { max-width: 100%; background: #fff; border-radius: 4px; margin: .5rem 0; }
+.muted { color: var(--muted); }
+.failed { color: #c33; }
+h3 { font-size: 1.05rem; }
+"""
+
+
+@dataclass
+class Program:
+    """A program of the gallery."""
+
+    title: str = key("What the page calls it.")
+    run: list[str] = key("The module and its arguments.")
+
+
+@dataclass
+class Gallery:
+    """What is run and shown."""
+
+    folder: str = key("Where the page and the folders of the programs are.")
+    jobs: int = key("Programs that run at once.")
+    only: list[str] = key("The programs to run; empty is all of them.")
+    programs: dict[str, Program] = field(
+        default_factory=dict, metadata={"help": "Title and command, by name."}
+    )
+
+
+class Shown(NamedTuple):
+    """What came of a program.
+
+    Attributes:
+        command: What the user would type.
+        seconds: Its time.
+        failure: Why it ended badly; empty if it did not.
+    """
+
+    command: str
+    seconds: float
+    failure: str
+
+
+ConfigStore.instance().store(name="gallery_schema", node=Gallery)
+
+
+def main() -> None:
+    """Run the program."""
+    launch(program, "gallery", "experiments.gallery")
+
+
+@hydra.main(config_path="../conf", config_name="gallery", version_base="1.3")
+def program(config: DictConfig) -> None:
+    """Run the programs that are missing, and write the page."""
+    make(converted("gallery", config))
+
+
+def make(config: Gallery) -> Path:
+    """Run the programs, a few at once, and write the page after each.
+
+    Raises:
+        ValueError: There is no program of a name, or one has failed; the page is written all the same.
+    """
+    check_least("gallery", {"jobs": (config.jobs, 1)})
+    if unknown := [name for name in config.only if name not in config.programs]:
+        raise ValueError(
+            f"gallery: there is no program {unknown[0]}; there are {', '.join(config.programs)}."
+        )
+    chosen = {name: one for name, one in config.programs.items() if not config.only or name in config.only}
+    folder, shown = Path(config.folder), {}
+    with (
+        ThreadPoolExecutor(config.jobs) as pool,
+        tqdm(total=len(chosen), unit="program", disable=None) as bar,
+    ):
+        jobs = {name: pool.submit(run, one, folder / name) for name, one in chosen.items()}
+        for name, job in jobs.items():
+            shown[name] = job.result()
+            bar.update()
+            write_text(folder / "index.html", page(config, shown))
+    print(folder / "index.html")
+    if failed := [name for name, one in shown.items() if one.failure]:
+        raise ValueError(f"gallery: {', '.join(failed)} failed; the page says why.")
+    return folder / "index.html"
+
+
+def run(one: Program, folder: Path) -> Shown:
+    """Run a program that has not ended well before, and return what came of it; a failed run is begun anew."""
+    record, command = folder / RECORD, f"python -m {shlex.join(one.run)}"
+    if record.exists():
+        before = Shown(**json.loads(record.read_text()))
+        if not before.failure and before.command == command:
+            return before
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(record, json.dumps(Shown(command, 0.0, "It has not ended.")._asdict()) + "\n")
+    began = time.perf_counter()
+    environment = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **os.environ}
+    with (folder / "gallery.log").open("w") as log:
+        status = subprocess.run(
+            [sys.executable, "-m", *one.run], stdout=log, stderr=log, env=environment, check=False
+        ).returncode
+    lines = (folder / "gallery.log").read_text(errors="replace").splitlines()
+    failure = (lines or ["It said nothing."])[-1] if status else ""
+    shown = Shown(command, time.perf_counter() - began, failure)
+    write_text(record, json.dumps(shown._asdict()) + "\n")
+    return shown
+
+
+def page(config: Gallery, shown: dict[str, Shown]) -> str:
+    """Return the page of what has been run."""
+    folder = Path(config.folder)
+    links = "".join(f'<a href="#{name}">{html.escape(config.programs[name].title)}</a>' for name in shown)
+    sections = [_section(config.programs[name].title, name, one, folder) for name, one in shown.items()]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>metagrad: gallery</title><style>{STYLE}</style></head><body>"
+        "<h1>What higher-order gradients are for</h1><p>Every program of <code>experiments</code> at its small "
+        "setting: a look at what it makes, not results. The pages in <code>docs/</code> have those.</p>"
+        f"<nav>{links}</nav>{''.join(sections)}</body></html>\n"
+    )
+
+
+def _section(title: str, name: str, one: Shown, folder: Path) -> str:
+    own = folder / name
+    pictures = sorted([*own.glob("*.png"), *own.glob("plots/*.png")])
+    parts = [f'<section id="{name}"><h2>{html.escape(title)}</h2><pre>{html.escape(one.command)}</pre>']
+    parts.append(f'<p class="muted">{one.seconds:.0f} seconds</p>')
+    if one.failure:
+        parts.append(f'<p class="failed">{html.escape(one.failure)}</p>')
+    parts += [
+        f'<a href="{file}"><img src="{file}" alt="{file.stem}" loading="lazy"></a>'
+        for file in (path.relative_to(folder) for path in pictures)
+    ]
+    parts += [_table(path.read_text()) for path in sorted(own.glob("*.md"))]
+    parts += [f"<pre>{html.escape(path.read_text())}</pre>" for path in sorted(own.glob("memory.txt"))]
+    return "".join([*parts, "</section>"])
+
+
+def _table(text: str) -> str:
+    """Return a page in Markdown as HTML, its headings two levels lower."""
+    lowered = "\n".join(f"##{line}" if line.startswith("#") else line for line in text.splitlines())
+    made = markdown.markdown(lowered, extensions=["tables", "fenced_code", "sane_lists"])
+    return made.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+
+
+if __name__ == "__main__":
+    main()
