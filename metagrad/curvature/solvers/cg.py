@@ -119,6 +119,7 @@ class ConjugateGradients:
             alpha = torch.where(leaves, to_boundary, alpha)
             status = fill(status, leaves, Result.BOUNDARY)
         x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
+        del q  # off the tape, its memory is that of the next direction
         status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
         models = self._models(state.models, x, b, r)
         if self.progress is not None:
