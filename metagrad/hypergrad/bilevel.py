@@ -45,7 +45,7 @@ class BilevelResult(NamedTuple):
 def bilevel(
     outer_loss: Loss,
     inner_loss: Loss,
-    params: Parameters,
+    params: Parameters | Callable[[int], Parameters],
     hyper: Tree,
     *,
     inner: OptimizerLike,
@@ -69,7 +69,8 @@ def bilevel(
     Args:
         outer_loss: ``outer_loss(params, hyper)``, one number; with ``outer_batches``, of a batch as well.
         inner_loss: ``inner_loss(params, hyper)``, likewise.
-        params: Parameters by name, where the inner steps begin.
+        params: Parameters by name, where the inner steps begin; without a warm start also a function of the outer step
+            that returns them: with new ones for each, what is learned holds for initialisations that it has not seen.
         hyper: A tree of what is learned.
         inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`; or a function, or class, that
             makes a ``torch.optim`` optimizer of a list of tensors, such as ``metagrad.optim.NewtonCG`` or
@@ -79,7 +80,7 @@ def bilevel(
         inner_steps: Inner steps for each of them, 0 or more: ``Unroll`` and PersistentES take steps of their own.
         method: The hypergradient; ``CG()`` where it is None. ``SAMA()`` takes the rule and state of ``inner``.
         warm_start: Go on from the parameters, and the state of their optimizer, that the last outer step left; else
-            begin again.
+            begin again, from ``params``.
         inner_batches: What the inner loss takes, one for each inner step, again from the first after the last; the
             hypergradient is that of the next one.
         outer_batches: What the outer loss takes, one for each outer step, likewise.
@@ -91,7 +92,8 @@ def bilevel(
         Parameters, what was learned, and losses.
 
     Raises:
-        ValueError: A number is out of its range, there are no batches, or as :func:`metagrad.hypergradient`.
+        ValueError: A number is out of its range, there are no batches, ``params`` is a function in spite of a warm
+            start, or as :func:`metagrad.hypergradient`.
         TypeError: An optimizer is neither a rule nor a function of tensors.
 
     Example:
@@ -116,20 +118,23 @@ def bilevel(
     References:
         Franceschi, Frasconi, Salzo, Grazzi, Pontil, "Bilevel programming for hyperparameter optimization and
         meta-learning", ICML 2018, section 5.1 (hyper-cleaning); Ji, Yang, Liang, "Bilevel optimization: convergence
-        analysis and enhanced design", ICML 2021, algorithm 1 (warm start).
+        analysis and enhanced design", ICML 2021, algorithm 1 (warm start); Wang, Zhu, Torralba, Efros, "Dataset
+        distillation", arXiv:1811.10959, section 3.3 (an initialisation for each outer step).
     """
     check_steps(f"{CALL}: steps", steps)
     if inner_steps != 0:
         check_steps(f"{CALL}: inner_steps", inner_steps)
     method = checked(CG() if method is None else method)
     losses = _Batched(outer_loss, outer_batches), _Batched(inner_loss, inner_batches)
-    first = Problem(outer_loss, inner_loss, params, hyper, tuple(sparse))
+    begin = _beginning(params, warm_start)
+    first = Problem(outer_loss, inner_loss, begin(0), hyper, tuple(sparse))
     lower = _Level("inner", inner, first.variables())
     names = leaf_names(hyper, "hyper")
     upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
     carry, outer_losses, inner_losses = None, [], []
     for step in range(steps):
         if step and not warm_start:
+            first = dataclasses.replace(first, params=begin(step))
             lower = _Level("inner", inner, first.variables())
         for _ in range(inner_steps):
             lower.descend(_place(first, lower, upper, (outer_loss, losses[1])))
@@ -147,6 +152,20 @@ def bilevel(
         upper.follow(tree_leaves(completed(problem, estimate)))
     last = _place(first, lower, upper, (outer_loss, inner_loss))
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
+
+
+def _beginning(
+    params: Parameters | Callable[[int], Parameters], warm_start: bool
+) -> Callable[[int], Parameters]:
+    """Return parameters as a function of the outer step."""
+    if not callable(params) or hasattr(params, "items"):  # a ParameterDict has both
+        return lambda step: params  # type: ignore[return-value]
+    if warm_start:
+        raise ValueError(
+            f"{CALL}: a function as params begins anew at each outer step, and a warm start goes on from the last "
+            "one. Pass warm_start=False, or the parameters themselves."
+        )
+    return params
 
 
 class _Batched:

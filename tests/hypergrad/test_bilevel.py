@@ -145,6 +145,23 @@ def test_edge_weights_and_tables_are_learned():
         mg.bilevel(outer, inner, {"w": torch.zeros(2, 1)}, hyper, outer=SGD, **settings)
 
 
+def test_parameters_are_drawn_for_each_outer_step():
+    """The steps are those of a loop of hypergradients, one from each start."""
+    problem, method = ridge(), hypergrad.Unroll(SGD, steps=3)
+    starts = [{"w": torch.full((6,), float(i), dtype=torch.float64)} for i in range(3)]
+    settings = {"inner": SGD, "outer": mg.optim.rules.sgd(lr=1.0), "inner_steps": 0, "method": method}
+    found = mg.bilevel(
+        problem.outer, problem.inner, starts.__getitem__, problem.hyper, steps=3, warm_start=False, **settings
+    )
+    hyper = problem.hyper
+    for start in starts:
+        slopes = mg.hypergradient(problem.outer, problem.inner, start, hyper, method=method)
+        hyper = {name: value - slopes[name] for name, value in hyper.items()}
+    torch.testing.assert_close(found.hyper, hyper, rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"a function as params begins anew .* Pass warm_start=False"):
+        mg.bilevel(problem.outer, problem.inner, starts.__getitem__, problem.hyper, steps=3, **settings)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
