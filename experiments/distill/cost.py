@@ -1,0 +1,49 @@
+"""What a meta-gradient costs: peak bytes and CPU seconds, over the length of the unroll, in every memory mode."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.allocations import peak_bytes
+from experiments.distill.coresets import coreset
+from experiments.distill.data import Drawings, load
+from experiments.distill.learning import Distillation
+from experiments.distill.networks import NETWORKS
+from experiments.study import Result, Work
+
+if TYPE_CHECKING:
+    from experiments.distill.schema import DistillConfig
+
+
+def measure(config: DistillConfig, network: str, work: Work) -> Result:
+    """Measure meta-gradients of real images through the training of a network."""
+    data = load(config.classes, *config.drawers)
+    start = coreset("random", data.train, data.train.x.flatten(1), config.per_class)
+    chosen = torch.randperm(len(data.train.x))[: config.learn.batch]
+    batch = Drawings(data.train.x[chosen], data.train.y[chosen])
+    rows = []
+    for steps in config.cost.networks[network]:
+        for memory in config.cost.memories:
+            task = Distillation(
+                partial(NETWORKS[network], config.classes),
+                start,
+                steps=steps,
+                momentum=config.momentum,
+                lr=config.learn.inner_time / steps,
+                memory=memory,
+            )
+            rows.append({"steps": steps, "memory": memory, **cost(task, batch)})
+    return {"rows": rows}
+
+
+def cost(task: Distillation, batch: Drawings) -> dict[str, Any]:
+    """Measure one meta-gradient: its peak in a first call, and its time in a second."""
+    params = task.fresh()
+    peak = peak_bytes(lambda: task.meta_gradient(params, batch))
+    began = time.process_time()
+    task.meta_gradient(params, batch)
+    return {"peak": peak, "seconds": time.process_time() - began}
