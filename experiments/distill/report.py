@@ -54,7 +54,8 @@ def costs_of(results: Sequence[Result], value: str) -> dict[str, Costs]:
     for one in (one for one in results if "rows" in one):
         network = found.setdefault(one["cell"].removeprefix("cost_"), {})
         for row in one["rows"]:
-            network.setdefault(row["memory"], {}).setdefault(row["steps"], []).append(row[value])
+            if value in row:
+                network.setdefault(row["memory"], {}).setdefault(row["steps"], []).append(row[value])
     return found
 
 
@@ -74,7 +75,7 @@ def report(results: list[Result], config: DistillConfig) -> str:
         lines += [
             "",
             f"A meta-gradient through the training of the network ({TITLES[network]}) in each memory mode: peak "
-            "memory, and CPU seconds (the median over seeds).",
+            "memory (with the first seed), and CPU seconds (the median over seeds).",
             "",
             *markdown(_costs(modes, seconds[network])),
         ]
@@ -94,7 +95,7 @@ def _costs(peaks: Costs, seconds: Costs) -> list[list[str]]:
     table = [["steps", *peaks]]
     for steps in next(iter(peaks.values())):
         cells = [
-            f"{max(peaks[mode][steps]) / MIB:.1f} MiB, {statistics.median(seconds[mode][steps]):.2f} s"
+            f"{peaks[mode][steps][0] / MIB:.1f} MiB, {statistics.median(seconds[mode][steps]):.2f} s"
             for mode in peaks
         ]
         table.append([str(steps), *cells])

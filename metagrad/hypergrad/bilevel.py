@@ -69,8 +69,8 @@ def bilevel(
     Args:
         outer_loss: ``outer_loss(params, hyper)``, one number; with ``outer_batches``, of a batch as well.
         inner_loss: ``inner_loss(params, hyper)``, likewise.
-        params: Parameters by name, where the inner steps begin; without a warm start also a function of the outer step
-            that returns them: with new ones for each, what is learned holds for initialisations that it has not seen.
+        params: Parameters by name, where the inner steps begin; without a warm start also a function of the outer
+            step that returns them: where it draws new ones, what is learned is for initialisations at large.
         hyper: A tree of what is learned.
         inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`; or a function, or class, that
             makes a ``torch.optim`` optimizer of a list of tensors, such as ``metagrad.optim.NewtonCG`` or

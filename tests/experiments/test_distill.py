@@ -89,7 +89,7 @@ def test_a_coreset_has_as_many_different_examples_of_each_class(name):
     real = drawings(20)
     found = coreset(name, real, real.x.flatten(1), 4)
     assert found.y.tolist() == [0] * 4 + [1] * 4
-    places = [(real.x == image).flatten(1).all(1).nonzero().item() for image in found.x]
+    places = [int((real.x == image).flatten(1).all(1).nonzero()) for image in found.x]
     assert len(set(places)) == 8
     assert torch.equal(real.y[places], found.y)
 
