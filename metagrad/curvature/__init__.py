@@ -12,6 +12,7 @@ from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
 from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.stacked import Hessians, hessians
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.chebyshev import Chebyshev
 from metagrad.curvature.solvers.dense import Dense
@@ -36,6 +37,7 @@ __all__ = [
     "Density",
     "Eigenpairs",
     "Estimate",
+    "Hessians",
     "Identity",
     "LanczosState",
     "LinearMap",
@@ -60,6 +62,7 @@ __all__ = [
     "frobenius_norm",
     "ggn",
     "hessian",
+    "hessians",
     "lanczos",
     "layer_traces",
     "log_determinant",

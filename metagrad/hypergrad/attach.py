@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from metagrad.autograd.derivatives.linearize import Linearization, linearized
-from metagrad.autograd.derivatives.variables import find_variables
-from metagrad.core.tree import tree_structure
+from metagrad.curvature.operators.stacked import Hessians, stacked
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
 from metagrad.optim.rule import Params
@@ -78,14 +76,10 @@ def attach(
     if not torch.is_grad_enabled():
         return {name: p.detach() for name, p in params.items()}
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    losses = inner_loss(leaves)
-    _check_losses(call, losses, leaves)
-    total = losses.sum()
-    variables = find_variables(call, total, leaves, ())
-    lin = linearized(call, total, variables, tree_structure(leaves), True, False)
-    minimum = _Minimum(call, method, lin, leaves, losses.ndim)
-    rows = _Attached.apply(minimum.rows(list(leaves.values())).detach(), minimum.slope(), minimum)
-    return dict(zip(leaves, minimum.split(rows), strict=True))  # type: ignore[reportArgumentType]
+    hessians = stacked(call, inner_loss(leaves), leaves, allow_unused=True)
+    minimum = _Minimum(call, method, hessians)
+    rows = _Attached.apply(hessians.flatten(leaves).detach(), hessians.gradient_on_tape(), minimum)
+    return hessians.unflatten(rows)  # type: ignore[reportArgumentType]
 
 
 def check_inverse(call: str, method: object) -> None:
@@ -102,76 +96,19 @@ def check_inverse(call: str, method: object) -> None:
         )
 
 
-def _check_losses(call: str, losses: object, leaves: Params) -> None:
-    """Refuse what is neither one loss nor one for each of stacked parameters."""
-    if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(
-            f"{call}: the inner loss must be one number, or one for each task, with a graph, got {got}."
-        )
-    for name, leaf in leaves.items():
-        if losses.ndim and leaf.shape[:1] != losses.shape:
-            raise ValueError(
-                f"{call}: there are {len(losses)} losses, so parameters must be [{len(losses)}, ...], but {name!r} "
-                f"is {tuple(leaf.shape)}."
-            )
-
-
 @dataclass(frozen=True, eq=False)
 class _Minimum:
-    """The Hessian of a loss at its minimum, of one task or of stacked ones, as maps of rows ``[tasks, n]``."""
+    """A minimum, by the Hessians of the losses there, of one task or of stacked ones."""
 
     call: str
     method: ImplicitMethod
-    lin: Linearization
-    leaves: Params
-    num_axes: int  # that count tasks
-
-    @property
-    def num_matrices(self) -> int:
-        first = next(iter(self.leaves.values()))
-        return first.shape[0] if self.num_axes else 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        n = sum(leaf[0].numel() if self.num_axes else leaf.numel() for leaf in self.leaves.values())
-        return n, n
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.leaves.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.leaves.values())).device
-
-    def products(self, vectors: Tensor) -> Tensor:
-        """Multiply each row with the Hessian of its task, all by one product with that of the sum."""
-        parts = [part[None] for part in self.split(vectors)]
-        ((_, products),) = self.lin.pieces(parts, chunk=1, create_graph=False)
-        return self.rows([product[0] for product in products])
-
-    def rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join tensors like the parameters to ``[tasks, n]``."""
-        return torch.cat([part.reshape(self.num_matrices, -1) for part in parts], 1)
-
-    def split(self, rows: Tensor) -> list[Tensor]:
-        """Undo :meth:`rows`."""
-        sizes = [leaf.numel() // self.num_matrices for leaf in self.leaves.values()]
-        return [
-            part.reshape(leaf.shape)
-            for part, leaf in zip(rows.split(sizes, 1), self.leaves.values(), strict=True)
-        ]
-
-    def slope(self) -> Tensor:
-        """Return the gradient on the tape of what the loss was computed from, ``[tasks, n]``."""
-        return self.rows(self.lin.gradient_on_tape())
+    hessians: Hessians
 
     def solve(self, cotangents: Tensor) -> Tensor:
         """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""
         sound = cotangents.isfinite().all(-1, keepdim=True)
         b = torch.where(sound, cotangents, 0.0)
-        solution = self.method.inverse(self, b)
+        solution = self.method.inverse(self.hessians, b)
         check_solution(self.call, solution, relative_residual(solution, b), LOOSE_FOR_TASKS)
         return torch.where(sound, solution.value, torch.nan)
 
