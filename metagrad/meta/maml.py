@@ -96,7 +96,8 @@ class MAML(nn.Module):
         sparse: The names of embedding tables ``[V, D]`` of which each task adapts the rows that its examples look
             up: the same result at a cost that does not depend on V, and the gradient of the table is a
             :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
-            ones do. The model runs once more on each batch, to find the rows.
+            ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
+            by all tasks, and its gradient is such rows too.
         query_weights: What the query loss after each inner step counts in ``out.loss``, which is then their weighted
             sum (multi-step loss): a sequence or a tensor with a weight for each of ``steps``, or a function of the
             number of the step, from 0; None counts the last alone. A tensor may be learned. A call with another
@@ -132,7 +133,7 @@ class MAML(nn.Module):
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
             ``query_weights`` is out of range; no parameter of the model requires grad; the model cannot follow
             ``norm``; ``adapt`` names something that the model does not have; a name in ``start`` is none that is
-            adapted, or a table in ``sparse``; a name in ``sparse`` is not a table that is adapted, or ``inner`` has
+            adapted, or a table in ``sparse``; a name in ``sparse`` is not a table that is learned, or ``inner`` has
             a value for each of its rows.
         TypeError: ``model`` is not a module, ``adapt`` or ``start`` is of another type, or ``sparse`` is a string.
 
@@ -290,7 +291,7 @@ class MAML(nn.Module):
         assert isinstance(results, Adaptation)
         params, losses, used, rows = results
         inner = executor.inner.to_query(tasks)
-        if self.sparse:
+        if rows:
             predict = AdaptedTables(inner, used, rows, chunk).predict
         else:
             predict = functools.partial(inner.objective.predict, chunk=chunk)
@@ -339,7 +340,11 @@ class MAML(nn.Module):
             raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
         inner = InnerLoop(
             Objective(
-                self.model, self.loss_fn, label_bounds(self.loss_fn, *tasks.targets), norms=self._norms()
+                self.model,
+                self.loss_fn,
+                label_bounds(self.loss_fn, *tasks.targets),
+                norms=self._norms(),
+                tables=self.sparse,
             ),
             rule,
             steps,
@@ -354,7 +359,8 @@ class MAML(nn.Module):
             proximal=self.proximal,
             hypergradient=self.hypergradient,
         )
-        return TaskExecutor(inner, params, self.sparse, self.nonfinite, self._cache.stacking)
+        adapted = tuple(name for name in self.sparse if name in params)
+        return TaskExecutor(inner, params, adapted, self.nonfinite, self._cache.stacking)
 
     def _adapted_parameters(self) -> Params:
         """Return the parameters that adapt, with the values that they have now."""

@@ -125,7 +125,12 @@ class TaskExecutor:
         split = split_layers(inner.objective.model, own, None if norms is None else norms.norms)
         if split is None:
             return inner, parts
-        first = Objective(inner.objective.model, inner.objective.loss_fn, layers=split.shared)
+        first = Objective(
+            inner.objective.model,
+            inner.objective.loss_fn,
+            layers=split.shared,
+            tables=inner.objective.tables,
+        )
         is_convolved = parts[0].device.type == "cpu" and has_convolutions(split.shared)
         call = (
             first.call
@@ -213,7 +218,7 @@ def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
         )
     if inner.objective.norms is not None:
         raise UncompilableError("norm= exchanges the normalisations of the model while it runs")
-    refuse_model(inner.objective.model, tasks.rows)
+    refuse_model(inner.objective.model, (*tasks.rows, *inner.objective.tables))
     if not tasks.are_tensors:
         raise UncompilableError("inputs or targets are not single tensors")
     if inner.compiled is not None and inner.compiled.output_shape is not None:

@@ -288,8 +288,10 @@ class Comparison:
         return self._derivatives(torch.stack(losses), list(starts.values()))
 
     def _shared(self) -> list[Tensor]:
-        """Return the parameters of the model and the loss that are learned, but not adapted."""
+        """Return the parameters of the model and the loss that are learned, but not adapted; no tables of rows."""
+        tables = self.objective.tables
         adapted = {id(p) for p in self.params.values()}
+        adapted |= {id(p) for name, p in self.objective.model.named_parameters() if name in tables}
         own = () if self.start is None else self.start.modules
         modules = [
             m for m in (self.objective.model, self.objective.loss_fn, *own) if isinstance(m, nn.Module)

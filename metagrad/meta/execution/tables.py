@@ -22,7 +22,7 @@ from metagrad.sparse.tables.touched import find_tables, touched_rows
 
 
 def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Params) -> tuple[str, ...]:
-    """Refuse tables that are not adapted, and hyper-parameters for each row; return the names MAML uses.
+    """Refuse tables that are not learned, and hyper-parameters for each row; return the names MAML uses.
 
     Args:
         model: The model.
@@ -34,19 +34,13 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Pa
     for name, table in tables.items():
         if not table.requires_grad:
             raise ValueError(
-                f"MAML(..., sparse): {name!r} does not require grad, so it is not adapted. Leave it out of sparse."
+                f"MAML(..., sparse): {name!r} does not require grad, so it is not learned. Leave it out of sparse."
             )
     _check_embeddings(model, tables)
     chosen = {id(table) for table in tables.values()}
     names = tuple(name for name, p in model.named_parameters() if id(p) in chosen)
-    for name in names:
-        if name not in params:
-            raise ValueError(
-                f"MAML(..., adapt, sparse): {name!r} is not among the parameters that adapt, {list(params)}. Leave "
-                "it out of sparse, or let it adapt."
-            )
     for mapping in _mappings(rule):
-        for name in names:
+        for name in filter(params.__contains__, names):
             value = mapping.get(name)
             if isinstance(value, Tensor) and value.ndim > 1:
                 raise ValueError(

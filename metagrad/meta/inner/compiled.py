@@ -177,10 +177,11 @@ def with_tensors(rule: Rule, params: Params) -> Rule:
     return tree_map(made, rule)
 
 
-def refuse_model(model: nn.Module, rows: Params) -> None:
+def refuse_model(model: nn.Module, tables: Sequence[str]) -> None:
     """Raise for what torch.compile would pass over in silence, or cannot take."""
-    if rows:
-        raise UncompilableError(f"only the rows of {', '.join(map(repr, rows))} are there, as sparse= says")
+    if tables:
+        named = ", ".join(map(repr, dict.fromkeys(tables)))
+        raise UncompilableError(f"only the rows of {named} are there, as sparse= says")
     for name, module in model.named_modules():
         if not is_plain(module):
             raise UncompilableError(

@@ -34,7 +34,7 @@ class OwnStart:
     Attributes:
         zeros: The names of those that start at zero.
         functions: What computes others, and their names; None where the function says itself.
-        sparse: The names of tables of which tasks have rows, which start from these.
+        sparse: The names of tables of which tasks have rows, which start from these, or which they share.
     """
 
     zeros: tuple[str, ...]
@@ -75,7 +75,7 @@ class OwnStart:
     ) -> Params:
         """Call the functions for one task."""
         found: Params = {}
-        with substituted(model, values_for(model, {**params, **tables}, rows)):
+        with substituted(model, values_for(model, {**params, **tables}, rows, self.sparse)):
             for names, function in self.functions:
                 values = _by_name(function(model, restored(x), restored(y)), names)
                 _check_names(values, found, self, params)

@@ -52,6 +52,7 @@ class Objective:
         norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
         layers: The last layers of the model, where inputs are the features that they take; None is the model.
+        tables: The names of tables whose gradients are rows, where tasks share them.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class Objective:
     norms: NormPass | None = None
     name: str = "MAML"
     layers: tuple[nn.Module, ...] | None = None
+    tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.labels.leave_out_examples:
@@ -104,11 +106,14 @@ class Objective:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        return call_with(self.model, values_for(self.model, params, self.rows), x, self.norms, self.layers)
+        values = values_for(self.model, params, self.rows, self.tables)
+        return call_with(self.model, values, x, self.norms, self.layers)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers)
+        return forward_stacked(
+            self.model, params, x, self.rows, self.norms, self.layers, tables=self.tables
+        )
 
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of the predictions for a task, of this shape."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -28,11 +28,13 @@ from metagrad.core.structured import Nested, Structured, call_on, restored, stru
 from metagrad.core.substitution import replaced
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
 from metagrad.optim.rules import Params
-from metagrad.sparse.tables.table_proxy import LocalRows
+from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")
-Values: TypeAlias = dict[int, "Tensor | LocalRows"]
+Values: TypeAlias = dict[int, "Tensor | LocalRows | SharedTable"]
 """Values by the id of the parameter they stand for, so that tied weights stay tied."""
+
+TABLES = (LocalRows, SharedTable)
 
 RESULT = "MAML(model, ...): what the model returns"
 """How errors name it."""
@@ -40,18 +42,25 @@ RESULT = "MAML(model, ...): what the model returns"
 _IGNORED = -100  # the default ignore_index of F.cross_entropy
 
 
-def values_for(model: nn.Module, params: Params, rows: Params) -> Values:
-    """Find the parameters that are named, and key their values by identity; of some, only rows have values."""
-    return {
-        id(p): LocalRows(name, tuple(p.shape), rows[name], params[name]) if name in rows else params[name]
-        for name, p in model.named_parameters()
-        if name in params
-    }
+def values_for(model: nn.Module, params: Params, rows: Params, tables: Collection[str] = ()) -> Values:
+    """Find the parameters that are named, and key their values by identity.
+
+    Of some, only ``rows`` have values; ``tables`` that have none are themselves, with gradients that are rows.
+    """
+    values: Values = {}
+    for name, p in model.named_parameters():
+        if name in rows:
+            values[id(p)] = LocalRows(name, tuple(p.shape), rows[name], params[name])
+        elif name in params:
+            values[id(p)] = params[name]
+        elif name in tables:
+            values[id(p)] = SharedTable(name, p)
+    return values
 
 
 def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextManager[None]:
     """Put values into the places of parameters, and a table that can be looked up in those of rows."""
-    return replaced(model, {k: v.proxy() if isinstance(v, LocalRows) else v for k, v in values.items()})
+    return replaced(model, {k: v.proxy() if isinstance(v, TABLES) else v for k, v in values.items()})
 
 
 def call_with(
@@ -101,6 +110,7 @@ def forward_stacked(
     norms: NormPass | None = None,
     layers: Sequence[nn.Module] | None = None,
     call: Callable[..., Nested] | None = None,
+    tables: Collection[str] = (),
 ) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
 
@@ -114,13 +124,14 @@ def forward_stacked(
         norms: Whose statistics normalise, if not those that the model takes.
         layers: Some layers of the model, to be called one after the other; None calls the model.
         call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
+        tables: The names of tables whose gradients are rows.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
     if norms is not None:
-        return _forward_normalised(model, params, x, rows, norms, layers)
-    values = values_for(model, params, rows or {})
+        return _forward_normalised(model, params, x, rows, norms, layers, tables)
+    values = values_for(model, params, rows or {}, tables)
     if isinstance(x, Structured):
         return _vmapped([model], values, x) if call is None else call(model, values, x)
     result: Nested = x
@@ -142,16 +153,17 @@ def _forward_normalised(
     rows: Params | None,
     norms: NormPass,
     layers: Sequence[nn.Module] | None,
+    tables: Collection[str],
 ) -> Nested:
     """Do so with norms as a policy says."""
     given = None
     with norms.without_counters():
         if norms.reference is not None:
             measured = _NormalisedLayers(norms, measures=True)
-            forward_stacked(model, params, norms.reference, rows, layers=layers, call=measured)
+            forward_stacked(model, params, norms.reference, rows, layers=layers, call=measured, tables=tables)
             given = measured.moments
         normalised = _NormalisedLayers(norms, given)
-        result = forward_stacked(model, params, x, rows, layers=layers, call=normalised)
+        result = forward_stacked(model, params, x, rows, layers=layers, call=normalised, tables=tables)
     norms.collect(normalised.found, normalised.moments)
     return result
 
@@ -199,7 +211,7 @@ def _stacked_form(module: nn.Module, values: Values, x: Nested) -> Callable[[Ten
     if type(module) in ELEMENTWISE:
         return module
     # As a tied output layer may have a weight of which only rows are there.
-    if type(module) is nn.Linear and x.ndim > 2 and not isinstance(values.get(id(module.weight)), LocalRows):
+    if type(module) is nn.Linear and x.ndim > 2 and not isinstance(values.get(id(module.weight)), TABLES):
         return functools.partial(_linear, module, values)
     if type(module) is nn.Flatten and module.start_dim >= 0 and module.end_dim < 0:
         return functools.partial(torch.flatten, start_dim=module.start_dim + 1, end_dim=module.end_dim)
@@ -264,8 +276,8 @@ class _NormalisedLayers:
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
     weight = values.get(id(module.weight))
     bias = module.bias if module.bias is None else values.get(id(module.bias))
-    assert not isinstance(weight, LocalRows)
-    assert not isinstance(bias, LocalRows)
+    assert not isinstance(weight, TABLES)
+    assert not isinstance(bias, TABLES)
     if weight is None or (bias is None) != (module.bias is None):
         return _shared_linear(module, weight, bias, x)
     flat = x if x.ndim == 3 else x.flatten(1, -2)

@@ -88,6 +88,34 @@ pytree.register_pytree_node(
 )
 
 
+@dataclass(frozen=True, eq=False)
+class SharedTable:
+    """A whole table, which is looked up alone, so that its gradient is rows.
+
+    Attributes:
+        name: How errors name the table.
+        table: The table, ``[V, D]``.
+    """
+
+    name: str
+    table: Tensor
+
+    def proxy(self) -> Tensor:
+        """Return what takes the table's place."""
+        return _proxy_of_table(self.table, self.name)
+
+
+# Nothing of it is mapped over.
+pytree.register_pytree_node(SharedTable, lambda shared: ([], shared), lambda _, shared: shared)
+
+
+def _proxy_of_table(table: Tensor, name: str) -> Tensor:
+    # As of rows.
+    if has_torch_function((table,)):
+        return handle_torch_function(_proxy_of_table, (table,), table, name)
+    return TableProxy(name, table.shape, table, lambda ids: embedding(ids, table))
+
+
 def _proxy_of_rows(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     # Recordings must see that rows and values are read here, and that the proxy is made anew by each call.
     if has_torch_function((rows, values)):

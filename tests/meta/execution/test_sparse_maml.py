@@ -430,7 +430,7 @@ def test_arguments_are_checked():
         make(["2.bias"])
     frozen = plain()
     frozen[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'0.weight' does not require grad, so it is not adapted"):
+    with pytest.raises(ValueError, match=r"'0.weight' does not require grad, so it is not learned"):
         make(["0.weight"], model=frozen)
     for lr in (torch.ones(V, D), torch.ones(V, 1)):
         values = {"0.weight": lr, "2.weight": 0.1, "2.bias": 0.1}

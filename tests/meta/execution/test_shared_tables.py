@@ -1,0 +1,99 @@
+"""Embedding tables that tasks share: their meta-gradients are rows, and those of whole tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.tasks import Batch, Examples
+from tests.marks import combined
+from tests.meta.execution.test_sparse_maml import (
+    BOTH,
+    MODELS,
+    Ratings,
+    TiedOutput,
+    assert_equal_to_dense,
+    both,
+    dense,
+    draw,
+    gradients,
+)
+from tests.sparse.guards import no_large_outputs
+
+sgd = mg.optim.rules.sgd
+
+ADAPTED = {"two tables": "body", "padding": "body", "bag": "body", "known layers": "2"}
+FAST = {("two tables", None, "full"), ("two tables", 3, "step"), ("known layers", None, "full")}
+
+
+@pytest.mark.parametrize(
+    ("case", "task_chunk", "memory"),
+    combined(ADAPTED, [None, 1, 3], ["full", "step"], fast=lambda *case: case in FAST),
+)
+def test_equals_dense(case, task_chunk, memory):
+    """The meta-gradient of a shared table is that of the whole one, as rows, in every mode."""
+    maml, reference = both(case, adapt=ADAPTED[case], task_chunk=task_chunk, memory=memory)
+    assert maml.sparse == tuple(MODELS[case][1])
+    assert_equal_to_dense(maml, reference, draw())
+
+
+def test_one_table_is_shared_and_the_other_adapts():
+    maml, reference = both("two tables", adapt=["nested", "body"])
+    batch = draw()
+    assert_equal_to_dense(maml, reference, batch)
+    fast = maml.adapt(batch.support)
+    assert list(fast.rows) == ["nested.item.weight"]
+    expected = reference.adapt(batch.support)(batch.query.x)
+    torch.testing.assert_close(fast(batch.query.x), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_gradient_of_the_gradient_is_that_of_whole_tables():
+    batch, results = draw(), []
+    for maml in both("two tables", adapt="body"):
+        grads = gradients(maml(batch).loss, maml, create_graph=True)
+        norm = sum((dense(g) ** 3).sum() for g in grads.values())
+        results.append(gradients(norm, maml))
+    for name, expected in results[1].items():
+        torch.testing.assert_close(dense(results[0][name]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learner", [mg.ANIL, mg.CAVIA])
+def test_nothing_is_as_large_as_the_table(learner):
+    num_rows = 100_000
+
+    class InContext(Ratings):
+        def __init__(self):
+            super().__init__(num_rows)
+            self.context = nn.Parameter(torch.zeros(1))
+
+        def forward(self, ids):
+            return super().forward(ids) + self.context
+
+    part = {"head": "body"} if learner is mg.ANIL else {}
+    maml = learner(InContext(), F.mse_loss, inner=sgd(lr=0.1), steps=2, sparse=BOTH, **part)
+    with no_large_outputs(num_rows * 3 - 1):
+        maml(draw(num_rows, torch.float32)).loss.backward()
+    assert isinstance(maml.model.user.weight.grad, RowSparse)
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_a_tied_output_layer_is_refused(task_chunk):
+    model = nn.Sequential(TiedOutput(), nn.Linear(2000, 3))
+    maml = mg.ANIL(
+        model, F.cross_entropy, head="1", inner=sgd(0.1), steps=1, task_chunk=task_chunk, sparse=["0.emb.weight"]
+    )
+    ids = torch.randint(2000, (4, 3, 2))
+    batch = Batch(*[Examples(ids, torch.zeros(4, 3, dtype=torch.int64))] * 2)
+    with pytest.raises(ValueError, match=r"sparse=\['0.emb.weight'\]: the model uses the table as a whole"):
+        maml(batch)
+
+
+def test_what_is_not_compiled_is_said():
+    maml, _ = both("two tables", adapt="body", compile=True)
+    with pytest.warns(UserWarning, match=r"only the rows of 'user.weight', 'nested.item.weight' are there"):
+        maml(draw())
