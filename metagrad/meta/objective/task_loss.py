@@ -111,9 +111,7 @@ class Objective:
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(
-            self.model, params, x, self.rows, self.norms, self.layers, tables=self.tables
-        )
+        return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers, tables=self.tables)
 
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of the predictions for a task, of this shape."""

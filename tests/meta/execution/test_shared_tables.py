@@ -85,7 +85,13 @@ def test_nothing_is_as_large_as_the_table(learner):
 def test_a_tied_output_layer_is_refused(task_chunk):
     model = nn.Sequential(TiedOutput(), nn.Linear(2000, 3))
     maml = mg.ANIL(
-        model, F.cross_entropy, head="1", inner=sgd(0.1), steps=1, task_chunk=task_chunk, sparse=["0.emb.weight"]
+        model,
+        F.cross_entropy,
+        head="1",
+        inner=sgd(0.1),
+        steps=1,
+        task_chunk=task_chunk,
+        sparse=["0.emb.weight"],
     )
     ids = torch.randint(2000, (4, 3, 2))
     batch = Batch(*[Examples(ids, torch.zeros(4, 3, dtype=torch.int64))] * 2)
@@ -93,6 +99,7 @@ def test_a_tied_output_layer_is_refused(task_chunk):
         maml(batch)
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_is_said():
     maml, _ = both("two tables", adapt="body", compile=True)
     with pytest.warns(UserWarning, match=r"only the rows of 'user.weight', 'nested.item.weight' are there"):

@@ -1,0 +1,1 @@
+"""Recommendation to students of whom few ratings are known."""
