@@ -43,8 +43,8 @@ def report(results: list[Result], config: ColdStartConfig) -> str:
         lines += [
             "",
             f"A meta-step of {config.rows.students} students on synthetic ratings, with vectors of "
-            f"{config.rows.width}: CPU time and peak memory of the meta-gradient, beyond the tables; and apart, those "
-            "of SparseAdam, whose state has the rows touched so far.",
+            f"{config.rows.width}: CPU time and peak memory of the meta-gradient, beyond the tables; and apart, "
+            "those of SparseAdam, whose state has the rows touched so far.",
             "",
             *markdown([STEP_HEADER, *map(_step_row, steps)]),
         ]
@@ -109,7 +109,7 @@ def figures(results: list[Result], config: ColdStartConfig, folder: Path) -> lis
         errors.set(
             xlabel="Ratings of the student that are seen",
             ylabel="RMSE",
-            title="InstEval, students not in training",
+            title="InstEval, new students",
         )
         errors.set_xticks(range(len(config.shots)), list(map(str, config.shots)))
         time.set(ylabel="CPU time of a meta-gradient (ms)", title="Time, by rows of the table")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from experiments.coldstart.factors import Ridge, factorize
 from experiments.coldstart.learner import TABLES, Recommender, learner, loss_fn, predict
 from experiments.coldstart.ratings import INPUTS, TRAITS, errors, split
 from experiments.coldstart.schema import check
+from experiments.coldstart.steps import meta_step
 from experiments.help import CONF
 from metagrad.sparse import RowSparse
 from metagrad.tasks import Examples
@@ -176,7 +176,7 @@ def test_the_program_writes_page_and_figure_and_goes_on(ratings, config, tmp_pat
 def test_a_meta_step_weighs_the_same_at_any_number_of_rows(config, name, tmp_path):
     small = config("preset=small")
     work = type("Work", (), {"seed": 0})
-    peaks = [partial(run.meta_step, small, name, rows, True)(work)["peak_mib"] for rows in (20_000, 200_000)]
+    peaks = [meta_step(small, name, rows, True, work)["peak_mib"] for rows in (20_000, 200_000)]
     assert peaks[1] < 1.05 * peaks[0]
 
 
