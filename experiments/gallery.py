@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 RECORD = "gallery.json"
+SHORT = 40  # lines of a page that is shown unfolded
 STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --muted: light-dark(#666, #aaa); }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
@@ -43,7 +44,8 @@ pre, code { font: 13px/1.4 ui-monospace, monospace; }
 pre, .table { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; margin: 1rem 0; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: left; }
-img { max-width: 100%; background: #fff; border-radius: 4px; margin: .5rem 0; }
+summary { cursor: pointer; }
+img { max-width: min(100%, 50rem); background: #fff; border-radius: 4px; margin: .5rem 0; }
 .muted { color: var(--muted); }
 .failed { color: #c33; }
 h3 { font-size: 1.05rem; }
@@ -181,10 +183,12 @@ def _section(title: str, name: str, one: Shown, folder: Path) -> str:
 
 
 def _table(text: str) -> str:
-    """Return a page in Markdown as HTML, its headings two levels lower."""
+    """Return a page in Markdown as HTML, its headings two levels lower, folded if it is long."""
     lowered = "\n".join(f"##{line}" if line.startswith("#") else line for line in text.splitlines())
     made = markdown.markdown(lowered, extensions=["tables", "fenced_code", "sane_lists"])
-    return made.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    is_open = " open" if len(text.splitlines()) <= SHORT else ""
+    made = made.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    return f"<details{is_open}><summary>Tables</summary>{made}</details>"
 
 
 if __name__ == "__main__":
