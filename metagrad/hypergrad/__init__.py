@@ -2,6 +2,7 @@
 
 from metagrad.hypergrad.attach import attach
 from metagrad.hypergrad.bilevel import BilevelResult, bilevel
+from metagrad.hypergrad.damped import Damped
 from metagrad.hypergrad.differences import SAMA, FiniteDifference
 from metagrad.hypergrad.evolution import EvolutionStrategies, PersistentES
 from metagrad.hypergrad.hypergradient import hypergradient
@@ -16,6 +17,7 @@ __all__ = [
     "F2SA",
     "SAMA",
     "BilevelResult",
+    "Damped",
     "Estimate",
     "EvolutionStrategies",
     "Exact",

@@ -27,8 +27,9 @@ class FiniteDifference:
         \frac{\nabla_\lambda g(\phi^+, \lambda) - \nabla_\lambda g(\phi^-, \lambda)}{2 \epsilon}, \qquad
         \phi^\pm = \phi \pm \epsilon \, \nabla_{\phi'} f(\phi', \lambda)
 
-    It costs four gradients and no second derivative. Its error against ``FirstOrder(scale=lr)`` is of the order
-    :math:`\epsilon^2` and of rounding errors over :math:`\epsilon`; zero for an inner loss that is quadratic.
+    It costs four gradients, one where the rate is 0, and no second derivative. Its error against
+    ``FirstOrder(scale=lr)`` is of the order :math:`\epsilon^2` and of rounding errors over :math:`\epsilon`; zero for
+    an inner loss that is quadratic.
 
     Args:
         lr: The rate :math:`\xi` of the inner step, 0 or more; 0 leaves the second term out: first-order DARTS.
@@ -65,11 +66,11 @@ class FiniteDifference:
         refuse_tables(problem, "FiniteDifference")
         refuse_tape(problem, "FiniteDifference", _DIFFERENCE)
         values, hyper = problem.variables(), problem.hyper_leaves()
+        if self.lr == 0:
+            return Estimate(problem.direct(values, hyper)[1])
         slopes = _slopes(problem, values, hyper)
         moved = {name: _leaf(v - self.lr * g) for (name, v), g in zip(values.items(), slopes, strict=True)}
         direction, direct = problem.direct(moved, hyper)
-        if self.lr == 0:
-            return Estimate(direct)
         mixed = mixed_difference(problem, values, hyper, direction, self.length)
         scaled = [None if g is None else self.lr * g for g in mixed]
         return Estimate([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
