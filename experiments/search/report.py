@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from experiments.plots.style import CYCLE, INK, MUTED, figure, legend_below
+from experiments.plots.style import CYCLE, INK, MUTED, figure, legend_below, thousands
 from experiments.study import Result, by_cell, spread
 from experiments.table_report import markdown
 
@@ -95,6 +95,7 @@ def curves(results: list[Result], config: ArchitectureConfig, folder: Path) -> l
         for name in names:
             _eigenvalues(axes[0, 1], groups[name], colors[name])
         axes[0, 1].set_yscale("log")
+        thousands(axes[0, 1].xaxis)
         axes[0, 1].set_xlabel("Step on the architecture")
         axes[0, 1].set_ylabel("Largest eigenvalue")
         axes[0, 1].set_title("Hessian of the validation loss in the architecture")
