@@ -16,6 +16,7 @@ from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult
 from metagrad.optim.newton.natural_gradient import NaturalGradient
 from metagrad.optim.newton.newton_cg import NewtonCG
 from metagrad.optim.newton.trust_region_newton import TrustRegionNewton
+from metagrad.optim.sharpness_aware import sharpness_aware
 from metagrad.optim.torch_optim.kfac import KFAC
 from metagrad.optim.torch_optim.lbfgs import LBFGS
 
@@ -41,4 +42,5 @@ __all__ = [
     "TrustRegionNewton",
     "least_squares",
     "rules",
+    "sharpness_aware",
 ]

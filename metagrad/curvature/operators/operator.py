@@ -17,7 +17,9 @@ from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.norms import frobenius_norm as estimate_frobenius_norm
 from metagrad.curvature.estimators.norms import layer_traces as estimate_layer_traces
 from metagrad.curvature.estimators.trace import trace as estimate_trace
+from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
+from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.curvature.solvers.solve import solve as solve_flat
 from metagrad.curvature.spectrum.density import density as estimate_density
@@ -299,6 +301,26 @@ class Operator:
         """Return ``H + delta I``; ``delta`` may be a tensor with one element that requires grad."""
         return self + self.identity() * delta
 
+    def preconditioned(self, root: Rows | Tensor | Vectors) -> Operator:
+        r"""Return :math:`R H R`, with the eigenvalues of :math:`P^{-1} H` for a preconditioner :math:`P = R^{-2}`.
+
+        Its trace is :math:`\mathrm{tr}\, P^{-1} H`, too; an eigenvector u is :math:`R u` of :math:`P^{-1} H`.
+
+        Args:
+            root: R, symmetric: a map of rows ``[k, n]``, or a diagonal, a vector ``[n]`` or a dict of parameters.
+
+        Raises:
+            ValueError: A diagonal has another shape or dtype, or a map is not symmetric.
+
+        Example:
+            >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+            >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
+            ...     H.preconditioned({"w": torch.tensor([2.0, 0.5])}).to_dense()
+            tensor([[24.,  0.],
+                    [ 0.,  3.]])
+        """
+        return Preconditioned(self, root)
+
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
         return Block(self, self.space.block(name))
@@ -377,6 +399,39 @@ class Scaled(Operator):
 
     def _free(self) -> None:
         self.operator.close()
+
+
+class Preconditioned(Operator):
+    """An operator between two copies of a symmetric map."""
+
+    def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
+        super().__init__(operator.space)
+        self.operator = operator
+        self.root = self._checked(root)
+
+    def _checked(self, root: Rows | Tensor | Vectors) -> Rows:
+        call, n = "H.preconditioned(root)", self.space.size
+        if callable(root):
+            remedy = "Take the symmetric root of the inverse, by torch.linalg.eigh for a matrix."
+            check_symmetric(call, "root", self, root, remedy=remedy)
+            return root
+        diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
+        if not isinstance(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
+            got = _described(diagonal)
+            raise ValueError(
+                f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."
+            )
+        return lambda rows: rows * diagonal
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self.root(self.operator.products(self.root(vectors)))
+
+    def _free(self) -> None:
+        self.operator.close()
+
+
+def _described(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class Identity(Operator):

@@ -54,7 +54,15 @@ def diagonal_preconditioner(diagonal: Tensor, *, damping: float | Tensor = 0.0, 
     return lambda rows: rows * scale
 
 
-def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows) -> None:
+_REMEDY = (
+    "Symmetrise it, or solve the normal equations with x -> A^T A x. If the difference is noise that you accept, "
+    "pass check_symmetry=False."
+)
+
+
+def check_symmetric(
+    call: str, name: str, operator: LinearMap, products: Rows, *, remedy: str = _REMEDY
+) -> None:
     """Compare x^T A y with y^T A x on one random pair, which a map that is not symmetric passes with probability 0.
 
     The numbers are drawn from a generator of their own.
@@ -84,8 +92,7 @@ def check_symmetric(call: str, name: str, operator: LinearMap, products: Rows) -
     if abs(forth - back) > tolerance:
         raise ValueError(
             f"{call}: {name} must be symmetric, but for random x and y, x^T A y = {forth:.6g} and "
-            f"y^T A x = {back:.6g}. Symmetrise it, or solve the normal equations with x -> A^T A x. If the "
-            "difference is noise that you accept, pass check_symmetry=False."
+            f"y^T A x = {back:.6g}. {remedy}"
         )
 
 

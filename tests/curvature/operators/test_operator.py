@@ -206,3 +206,28 @@ def test_solutions_have_the_form_of_the_right_hand_side():
     tree = H.space.unflatten(b)
     solution = H.solve(tree, damping=0.1, rtol=1e-12, x0=tree, preconditioner=H.space.unflatten(A.diagonal()))
     torch.testing.assert_close(H.space.flatten(solution.value), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_preconditioned_operators_have_the_eigenvalues_of_the_quotient():
+    root = torch.linalg.cholesky(B + torch.eye(6, dtype=torch.float64))
+    symmetric = root @ root.mT
+    quotient = torch.linalg.eigvals(symmetric @ symmetric @ A).real.sort()[0]
+    H = Dense(A).preconditioned(lambda rows: rows @ symmetric)
+    torch.testing.assert_close(torch.linalg.eigvalsh(H.to_dense()), quotient)
+    torch.testing.assert_close(H.trace(method="exact").value, torch.trace(symmetric @ symmetric @ A))
+    d = torch.arange(1.0, 7.0, dtype=torch.float64)
+    expected = d[:, None] * A * d
+    for diagonal in (d, space_of().unflatten(d)):
+        torch.testing.assert_close(Dense(A).preconditioned(diagonal).to_dense(), expected)
+
+
+def test_roots_of_preconditioners_are_checked():
+    call = r"H.preconditioned\(root\): "
+    with pytest.raises(ValueError, match=call + r"root must be symmetric, .* Take the symmetric root"):
+        Dense(A).preconditioned(lambda rows: rows @ torch.linalg.cholesky(A))
+    with pytest.raises(
+        ValueError, match=call + r"expected .* a diagonal \[6\] of torch.float64, got \[5\] of"
+    ):
+        Dense(A).preconditioned(torch.ones(5, dtype=torch.float64))
+    with pytest.raises(ValueError, match=call + r"expected .*, got float"):
+        Dense(A).preconditioned(2.0)

@@ -1,0 +1,85 @@
+"""The loss that sharpness-aware minimization descends: the highest nearby, to first order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.grad import grad
+from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
+from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+_CALL = "sharpness_aware(loss_fn, params)"
+
+
+def sharpness_aware(
+    loss_fn: Callable[..., Tensor], params: Tree, *args: Tree, rho: float | Tensor = 0.05, order: int = 1
+) -> Tensor:
+    r"""Evaluate a loss one step uphill, which makes its gradient that of sharpness-aware minimization (SAM).
+
+    .. math:: L_{\mathrm{SAM}}(\theta) = L(\theta + \epsilon), \qquad
+              \epsilon = \rho \, \frac{\nabla L(\theta)}{\| \nabla L(\theta) \|}
+
+    with the norm over all parameters together. With ``order=1``, as in the paper, :math:`\epsilon` is a constant for
+    the derivative, and :math:`\nabla L_{\mathrm{SAM}} = \nabla L(\theta + \epsilon)`. With ``order=2`` the derivative
+    is that of the formula, in ``rho`` too. Any optimizer may descend it. Where the gradient is zero there is no
+    direction, and the loss is L itself.
+
+    The loss is evaluated twice: dropout draws two masks, and BatchNorm in training moves its statistics twice.
+
+    Args:
+        loss_fn: ``loss_fn(params, *args)``, a tensor with one element.
+        params: A tree of floating point tensors that require grad; the loss uses each.
+        *args: What else the loss takes.
+        rho: The length of the step uphill, :math:`\rho`.
+        order: 1 or 2.
+
+    Returns:
+        The loss there, on the tape.
+
+    Raises:
+        ValueError: ``order`` is neither, ``rho`` is out of its range, the loss does not use a parameter (it is
+            named), or, with ``order=2``, a derivative is missing or known to be wrong in torch.
+        TypeError: A gradient is sparse: a step uphill would be as large as its table.
+
+    Example:
+        :math:`L = \frac{1}{2} \theta^2` from 3 with a step of 0.5:
+
+        >>> from metagrad.optim import sharpness_aware
+        >>> w = torch.tensor(3.0, requires_grad=True)
+        >>> loss = sharpness_aware(lambda p: p["w"] ** 2 / 2, {"w": w}, rho=0.5)
+        >>> loss.backward()
+        >>> loss.item(), w.grad
+        (6.125, tensor(3.5000))
+
+    References:
+        Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-aware minimization for efficiently improving generalization",
+        ICLR 2021, section 2 and algorithm 1.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"{_CALL}: order must be 1 or 2, got {order!r}.")
+    if (
+        not isinstance(rho, (int, float, Tensor))
+        or (isinstance(rho, Tensor) and rho.numel() != 1)
+        or not rho >= 0
+    ):
+        raise ValueError(f"{_CALL}: rho must be one number, at least 0, got {rho!r}.")
+    gradient, spec = tree_flatten(grad(loss_fn(params, *args), params, create_graph=order == 2))
+    leaves = tree_flatten(params)[0]
+    _refuse_sparse(params, gradient)
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in gradient]))
+    length = rho / torch.where(norm == 0, 1, norm)
+    uphill = [leaf + length * part for leaf, part in zip(leaves, gradient, strict=True)]
+    return loss_fn(tree_unflatten(uphill, spec), *args)
+
+
+def _refuse_sparse(params: Tree, gradient: Sequence[Tensor]) -> None:
+    for name, part in zip(leaf_names(params, "params"), gradient, strict=True):
+        if isinstance(part, (RowSparse, SparseTensor)) or part.layout is not torch.strided:
+            raise TypeError(
+                f"{_CALL}: the gradient of {name} is sparse, and one step uphill would be as large as its table. "
+                "Leave it out of params, or make it dense with sparse=False."
+            )
