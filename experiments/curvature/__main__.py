@@ -147,7 +147,8 @@ def record(run: Run, step: int, bar: tqdm[Any], name: str) -> None:
     began = time.perf_counter()
     now = run.problem()
     with now.operator(run.config.matrix) as operator:
-        found = measure(operator, run.config, lambda part: bar.set_postfix_str(f"{name}: {part}"))
+        seed = run.config.seed
+        found = measure(operator, run.config, seed, lambda part: bar.set_postfix_str(f"{name}: {part}"))
     with torch.no_grad():
         metrics = {"loss": now.loss(now.params, now.x, now.y).item(), **found.metrics}
     costs = {

@@ -12,7 +12,7 @@ from metagrad.curvature import Density, Estimate
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from experiments.curvature.schema import CurvatureConfig
+    from experiments.curvature.schema import Quantities
     from metagrad.curvature import Operator
 
 TOTAL = "total"
@@ -27,15 +27,18 @@ class Measurement:
     products: int
 
 
-def measure(operator: Operator, config: CurvatureConfig, progress: Callable[[str], None]) -> Measurement:
+def measure(
+    operator: Operator, config: Quantities, seed: int, progress: Callable[[str], None] = lambda part: None
+) -> Measurement:
     """Measure a matrix; every step of a run has the same probes, so that what differs is the matrix.
 
     Args:
         operator: The matrix.
         config: What is measured, and how precisely.
+        seed: Of the probes.
         progress: Is called with the name of each part as it begins.
     """
-    generator = torch.Generator(operator.device).manual_seed(config.seed)
+    generator = torch.Generator(operator.device).manual_seed(seed)
     progress("trace")
     trace = operator.trace(method=config.trace.method.value, probes=config.trace.probes, generator=generator)
     progress("traces of layers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hydra.core.config_store import ConfigStore
 
@@ -65,6 +65,14 @@ class Spectrum:
 
     steps: int = key("Lanczos steps, products for each probe.")
     probes: int = key("Probes.")
+
+
+class Quantities(Protocol):
+    """What a program is told of what it measures."""
+
+    trace: Trace
+    eigenvalues: Eigenvalues
+    density: Spectrum
 
 
 @dataclass

@@ -36,8 +36,10 @@ def densities(folder: Path) -> Path:
     size = (max(3.4 * columns, 6.4), 2.8 * rows + 0.3)
     with figure(path, rows, columns, size=size, sharey=True) as axes:
         panels = axes.flatten()
-        floor = min(_floor(density) for _, density in found)
-        highest = [_density(axis, density, floor) for axis, (_, density) in zip(panels, found, strict=False)]
+        floor = min(floor_of(density) for _, density in found)
+        highest = [
+            draw_density(axis, density, floor) for axis, (_, density) in zip(panels, found, strict=False)
+        ]
         for axis, (step, _) in zip(panels, found, strict=False):
             axis.set_title(f"Step {step:,}")
             axis.set_xlabel("Eigenvalue")
@@ -86,20 +88,22 @@ def eigenvalues(folder: Path, rows: Rows) -> Path:
     return path
 
 
-def _density(axis: Any, density: Density, floor: float) -> float:
+def draw_density(
+    axis: Any, density: Density, floor: float, *, color: str = BLUE, label: str | None = None
+) -> float:
     """Draw the mean over probes, a standard error to both sides of it, and return its largest value."""
     grid = density.grid()
     found = density(grid)
     low, high = found.value - found.stderr, found.value + found.stderr
     if len(density.nodes) > 1:
-        axis.fill_between(grid, low.clamp_min(floor), high, color=BLUE, alpha=0.25, linewidth=0)
-    axis.plot(grid, found.value, color=BLUE, linewidth=1.1)
+        axis.fill_between(grid, low.clamp_min(floor), high, color=color, alpha=0.25, linewidth=0)
+    axis.plot(grid, found.value, color=color, linewidth=1.1, label=label)
     axis.grid(axis="y")
     return found.value.max().item()
 
 
-def _floor(density: Density) -> float:
-    """A tenth of the height of one eigenvalue."""
+def floor_of(density: Density) -> float:
+    """Return a tenth of the height of one eigenvalue."""
     return 0.1 / (density.n * density.sigma * math.sqrt(2 * math.pi))
 
 

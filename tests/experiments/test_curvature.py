@@ -372,5 +372,5 @@ def test_the_progress_of_a_measurement_names_its_parts(config):
     torch.manual_seed(0)
     w = torch.randn(8, dtype=torch.float64, requires_grad=True)
     with mg.hessian((w**4).sum(), {"w": w}) as operator:
-        measure(operator, settings, parts.append)
+        measure(operator, settings, 0, parts.append)
     assert parts == ["trace", "traces of layers", "eigenvalues", "density"]

@@ -1,0 +1,1 @@
+"""The loss landscape that optimizers train in: eigenvalues, traces, densities, and the edge of stability of each."""

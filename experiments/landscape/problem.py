@@ -1,0 +1,105 @@
+"""A network, the characters that it learns to tell apart, and the optimizer that trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import metagrad as mg
+from experiments.curvature import problem
+from experiments.landscape.schema import Method
+
+if TYPE_CHECKING:
+    from experiments.landscape.schema import Characters, LandscapeConfig, RunConfig
+
+MAX_LEVEL = 255
+
+
+@dataclass(frozen=True)
+class Problem(problem.Problem):
+    """The squared error of a network on training images, its curvature, and how often it is right."""
+
+    model: nn.Module
+    test: tuple[Tensor, Tensor]
+
+    @torch.no_grad()
+    def accuracies(self) -> dict[str, float]:
+        """Return the percentage of images whose largest output is that of their class."""
+        parts = {"train": (self.x, self.y), "test": self.test}
+        return {
+            f"accuracy/{part}": 100 * (self.model(x).argmax(1) == y.argmax(1)).float().mean().item()
+            for part, (x, y) in parts.items()
+        }
+
+
+def build(config: LandscapeConfig, seed: int) -> Problem:
+    """Return the problem of a seed, the same for all runs: its characters, and the network before training."""
+    train, test = images(config.data, seed)
+    torch.manual_seed(seed)
+    model = mg.models.MLP([train[0].shape[1], *config.hidden, config.data.count], nn.Tanh)
+
+    def predict(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, dict(params), (x,))
+
+    return Problem(dict(model.named_parameters()), predict, F.mse_loss, *train, model, test)
+
+
+def images(config: Characters, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return training and test images as vectors, centred and scaled by the training set, and classes as 0 and 1.
+
+    Raises:
+        ValueError: The files are not there, or have fewer characters.
+    """
+    options = {"rotations": False, "size": config.size, "resize": "area"}
+    characters = mg.tasks.Omniglot(split="small1", **options)  # type: ignore[reportArgumentType]
+    if config.count > characters.num_classes:
+        raise ValueError(
+            f"landscape: data.count must be at most {characters.num_classes}, got {config.count}."
+        )
+    chosen = torch.randperm(characters.num_classes, generator=torch.Generator().manual_seed(seed))[
+        : config.count
+    ]
+    levels = characters.images[chosen].flatten(2).float() / MAX_LEVEL
+    train, test = levels.split([config.shots, levels.shape[1] - config.shots], 1)
+    classes = torch.eye(config.count)
+    return tuple(  # type: ignore[reportReturnType]
+        ((part - train.mean()).flatten(0, 1) / train.std(), classes.repeat_interleave(part.shape[1], 0))
+        for part in (train, test)
+    )
+
+
+def optimizer_of(run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer of a run."""
+    if run.method is Method.kfac:
+        return mg.optim.KFAC(model, run.lr, **run.options)
+    make = {Method.gd: torch.optim.SGD, Method.adam: torch.optim.Adam, Method.soap: mg.optim.SOAP}[run.method]
+    return make(model.parameters(), run.lr, **run.options)
+
+
+def objective(run: RunConfig, problem: Problem) -> Tensor:
+    """Evaluate what a run descends: the loss, its neighbour uphill, or the loss and a sample of its trace."""
+    if run.rho:
+        return mg.optim.sharpness_aware(problem.loss, problem.params, problem.x, problem.y, rho=run.rho)
+    loss = problem.loss_fn(problem.model(problem.x), problem.y)
+    if not run.penalty:
+        return loss
+    with mg.hessian(loss, problem.params, create_graph=True) as H:
+        return loss + run.penalty * H.trace(method="hutchinson", probes=1).value
+
+
+def stepper(run: RunConfig, problem: Problem, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return what takes a step on all examples."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = objective(run, problem)
+        value.backward()
+        return value
+
+    return lambda: optimizer.step(closure)  # type: ignore[reportReturnType, reportArgumentType]
