@@ -19,7 +19,7 @@ HEADER = [
     "training loss",
     "training accuracy (%)",
     "test accuracy (%)",
-    "less that of the first run",
+    "above the first run",
     "largest eigenvalue",
     "trace",
     "its 95 % interval",
