@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,21 +26,19 @@ def measure(config: DistillConfig, network: str, work: Work) -> Result:
     start = coreset("random", data.train, data.train.x.flatten(1), config.per_class)
     chosen = torch.randperm(len(data.train.x))[: config.learn.batch]
     batch = Drawings(data.train.x[chosen], data.train.y[chosen])
+
+    def task(steps: int, memory: str) -> Distillation:
+        make, lr = partial(NETWORKS[network], config.classes), config.learn.inner_time / steps
+        return Distillation(make, start, steps=steps, momentum=config.momentum, lr=lr, memory=memory)
+
+    seconds_of(task(1, "full"), batch)  # the first is slower than those that follow
     rows = []
-    for steps in config.cost.networks[network]:
-        for memory in config.cost.memories:
-            task = Distillation(
-                partial(NETWORKS[network], config.classes),
-                start,
-                steps=steps,
-                momentum=config.momentum,
-                lr=config.learn.inner_time / steps,
-                memory=memory,
-            )
-            costs = {"seconds": seconds_of(task, batch)}
-            if work.seed == config.seeds[0]:  # bytes do not depend on it, and the profiler takes its time
-                costs["peak"] = peak_bytes(partial(task.meta_gradient, task.fresh(), batch))
-            rows.append({"steps": steps, "memory": memory, **costs})
+    for steps, memory in product(config.cost.networks[network], config.cost.memories):
+        costs = {"seconds": seconds_of(task(steps, memory), batch)}
+        if work.seed == config.seeds[0]:  # bytes do not depend on it, and the profiler takes its time
+            one = task(steps, memory)
+            costs["peak"] = peak_bytes(lambda one=one: one.meta_gradient(one.fresh(), batch))
+        rows.append({"steps": steps, "memory": memory, **costs})
     return {"rows": rows}
 
 

@@ -4,8 +4,8 @@ r"""Learn images through training: a network that is trained on them should do w
           \theta_{t+1} = \theta_t - \alpha \, v_{t+1}, \quad v_{t+1} = \mu v_t + \nabla \mathcal{L}(\theta_t, x)
 
 The rate is learned with the images, and the initialisation is drawn anew for each outer step. Wang, Zhu, Torralba,
-Efros, "Dataset distillation", arXiv:1811.10959, sections 3.1 to 3.3; Maclaurin, Duvenaud, Adams, "Gradient-based
-hyperparameter optimization through reversible learning", ICML 2015, section 3.2.
+Efros, "Dataset distillation", arXiv:1811.10959, section 3; Maclaurin, Duvenaud, Adams, "Gradient-based
+hyperparameter optimization through reversible learning", ICML 2015, section 3.
 """
 
 from __future__ import annotations

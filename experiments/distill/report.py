@@ -24,7 +24,7 @@ LIMIT = 1.5  # ink, where colours end
 GAP = 2  # pixels between images
 Costs = dict[str, dict[int, list[float]]]
 """By memory mode and steps, a value for each seed."""
-DASHES = ("-", "--", ":", "-.")
+DASHES, MARKS = ("-", "--", ":"), ("black", "white", "gray")  # of networks
 
 
 def title(name: str) -> str:
@@ -111,7 +111,7 @@ def figure_of(results: list[Result], config: DistillConfig, folder: Path) -> lis
             file = folder / name / str(config.seeds[0]) / IMAGES
             _draw_images(axis, file if name in sets else None, config)
             axis.set_title(f"{config.per_class} a class: {title(name)}")
-        _draw_accuracies(axes[1, 0], sets, config.judge.networks[0])
+        _draw_accuracies(axes[1, 0], sets, config.judge.networks)
         peaks = costs_of(results, "peak")
         _draw_costs(axes[1, 1], peaks, 1 / MIB, "Peak of a meta-gradient (MiB)")
         _draw_costs(axes[1, 2], costs_of(results, "seconds"), 1, "Time of a meta-gradient (CPU s)")
@@ -134,27 +134,43 @@ def _draw_images(axis: Any, file: Path | None, config: DistillConfig) -> None:
     axis.imshow(tiles.transpose(1, 2).flatten(2).flatten(0, 1), cmap="RdBu", vmin=-LIMIT, vmax=LIMIT)
 
 
-def _draw_accuracies(axis: Any, sets: dict[str, list[Result]], network: str) -> None:
+def _draw_accuracies(axis: Any, sets: dict[str, list[Result]], networks: Sequence[str]) -> None:
+    """Draw bars of the network that images are learned for, a point for each seed, and those of the others."""
     for height, (name, own) in enumerate(sets.items()):
-        values = means(own, network)
         color = MUTED if name == "all" else VERMILION if name.startswith("learned") else BLUE
-        axis.barh(height, statistics.mean(values), color=color, height=0.65, alpha=0.85)
-        axis.plot(values, [height] * len(values), "o", color="black", markersize=2.5)
+        axis.barh(height, statistics.mean(means(own, networks[0])), color=color, height=0.65, alpha=0.85)
+        for network, face in zip(networks, MARKS, strict=False):
+            values, label = means(own, network), None if height else TITLES[network]
+            axis.plot(
+                values,
+                [height] * len(values),
+                "o",
+                color="black",
+                markerfacecolor=face,
+                markersize=3.5,
+                label=label,
+            )
     axis.set_yticks(range(len(sets)), [title(name) for name in sets])
     axis.tick_params(axis="y", length=0)
     axis.set_xlabel("Test accuracy (%)")
     axis.set_title("Networks trained on each set")
     axis.grid(axis="x")
+    if sets:
+        axis.legend(fontsize=8, loc="lower right")
 
 
-def _draw_costs(axis: Any, costs: dict[str, Any], scale: float, label: str) -> None:
+def _draw_costs(axis: Any, costs: dict[str, Costs], scale: float, label: str) -> None:
+    """Draw a line for each network, whose dashes are its own, and memory mode, whose colour is its own."""
     from matplotlib.ticker import FuncFormatter
 
     for network, dashes in zip(costs, DASHES, strict=False):
+        axis.plot([], [], dashes, color=MUTED, label=TITLES[network])
         for (mode, by_steps), color in zip(costs[network].items(), CYCLE, strict=False):
             values = [scale * statistics.median(own) for own in by_steps.values()]
-            options = {"color": color, "linestyle": dashes, "marker": "o", "markersize": 3.5}
-            axis.plot(list(by_steps), values, label=f"{TITLES[network]}, {mode}", **options)
+            own_label = mode if network == next(iter(costs)) else None
+            axis.plot(
+                list(by_steps), values, dashes, color=color, marker="o", markersize=3.5, label=own_label
+            )
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.minorticks_off()

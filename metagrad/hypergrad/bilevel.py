@@ -119,7 +119,7 @@ def bilevel(
         Franceschi, Frasconi, Salzo, Grazzi, Pontil, "Bilevel programming for hyperparameter optimization and
         meta-learning", ICML 2018, section 5.1 (hyper-cleaning); Ji, Yang, Liang, "Bilevel optimization: convergence
         analysis and enhanced design", ICML 2021, algorithm 1 (warm start); Wang, Zhu, Torralba, Efros, "Dataset
-        distillation", arXiv:1811.10959, section 3.3 (an initialisation for each outer step).
+        distillation", arXiv:1811.10959, section 3 (an initialisation for each outer step).
     """
     check_steps(f"{CALL}: steps", steps)
     if inner_steps != 0:
