@@ -131,7 +131,8 @@ def _draw_images(axis: Any, file: Path | None, config: DistillConfig) -> None:
     tiles = torch.nn.functional.pad(x[:, 0], [0, GAP, 0, GAP]).unflatten(
         0, (config.classes, config.per_class)
     )
-    axis.imshow(tiles.transpose(1, 2).flatten(2).flatten(0, 1), cmap="RdBu", vmin=-LIMIT, vmax=LIMIT)
+    picture = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+    axis.imshow(picture.numpy(), cmap="RdBu", vmin=-LIMIT, vmax=LIMIT)
 
 
 def _draw_accuracies(axis: Any, sets: dict[str, list[Result]], networks: Sequence[str]) -> None:
