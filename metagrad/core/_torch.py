@@ -30,10 +30,10 @@ pytree = torch.utils._pytree
 # torch.func
 
 functorch_is_active = _C._are_functorch_transforms_active
-"""Whether a transform is running: nothing can be recomputed in one."""
+"""Whether a transform of torch.func is active, inside which nothing can be recomputed."""
 
 is_functorch_wrapped = _C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor belongs to a transform, and ends with it."""
+"""Whether a tensor is the wrapper of a transform, valid only while that is active."""
 
 is_batched = _C._functorch.is_batchedtensor
 """Whether vmap added a dimension to a tensor."""
@@ -42,13 +42,13 @@ is_legacy_batched = _C._functorch.is_legacy_batchedtensor
 """Whether ``is_grads_batched`` added a dimension to a tensor."""
 
 get_unwrapped = _C._functorch.get_unwrapped
-"""The tensor one transform further out."""
+"""The tensor that a wrapper wraps: the same one transform further out."""
 
 get_interpreter_stack = _C._functorch.get_interpreter_stack
-"""The transforms that are running, the outermost first."""
+"""The active transforms, the outermost first."""
 
 TransformType = _C._functorch.TransformType
-"""Their kinds."""
+"""The kinds of transforms: grad, jvp, vmap and others."""
 
 functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
@@ -57,56 +57,56 @@ functorch_level_of = _C._functorch.maybe_get_level
 # Modes
 
 without_torch_function = _C.DisableTorchFunction
-"""A context that hides our own bookkeeping from function modes and subclasses."""
+"""A context in which neither function modes nor subclasses see the torch functions that are called."""
 
 without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
-"""A context that hides it from subclasses alone."""
+"""A context in which subclasses do not see them, and function modes do."""
 
 function_modes = _overrides._get_current_function_mode_stack
 push_function_mode = _overrides._push_mode
 pop_function_mode = _overrides._pop_mode
-"""The modes at work, the outermost first, and how to change them without entering their blocks."""
+"""The active function modes, the outermost first, and how to push and pop them without ``with``."""
 
 num_function_modes = _C._len_torch_function_stack
 num_dispatch_modes = _C._len_torch_dispatch_stack
-"""How many modes are at work: a mode is off its stack while it looks at an operation."""
+"""How many modes are active: a mode is off its stack while it handles an operation."""
 
 disabled_torch_function = _C._disabled_torch_function_impl
 disabled_torch_dispatch = _C._disabled_torch_dispatch_impl
-"""What a subclass has that lets operations pass."""
+"""The ``__torch_function__`` and ``__torch_dispatch__`` of a subclass that overrides no operation."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation below autograd."""
 
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
-"""Whether a tensor is made of others, which have the storages."""
+"""Whether a tensor wraps other tensors, which have the storages."""
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-"""A tensor without memory, of which torch.compile's tracing makes many."""
+"""A tensor without memory, as torch.compile makes them while it traces."""
 
 included_dispatch_keys = _C._dispatch_tls_local_include_set
 excluded_dispatch_keys = _C._dispatch_tls_local_exclude_set
 force_dispatch_keys = _C._ForceDispatchKeyGuard
 DispatchKey = _C.DispatchKey
-"""What takes an operation on zero tensors below a mode to their kernels, as without one."""
+"""The dispatch keys, set so that an operation on zero tensors finds the same kernel below a mode as without one."""
 
 get_in_thread_state = _C._get_obj_in_tls
 is_in_thread_state = _C._is_key_in_tls
 put_in_thread_state = _C._stash_obj_in_tls
-"""Values that torch hands on to the threads of its backward passes."""
+"""Thread-local values that torch copies to the threads of its backward passes."""
 
 # The tape
 
 saved_tensors_hooks_enabled = _C._autograd._saved_tensors_hooks_is_enabled
 enable_saved_tensors_hooks = _C._autograd._saved_tensors_hooks_enable
 innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
-"""The state of the hooks that say what a graph keeps."""
+"""The state of the saved-tensor hooks, which decide what a graph keeps."""
 
 functorch_config = torch._functorch.config
-"""What compiled code keeps for its backward pass."""
+"""The settings of what compiled code keeps for its backward pass."""
 
 AccumulateGrad = _C._functions.AccumulateGrad
-"""The nodes at which a graph ends: those of leaves."""
+"""The nodes of leaves, at which a graph ends."""
 
 keeps_graph = _C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that is running was asked to retain its graph."""
@@ -128,15 +128,15 @@ backend_flags = [
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 ]
-"""What chooses kernels, read and set without the checks of ``torch.backends``."""
+"""Getters and setters of flags that choose kernels, without the checks of ``torch.backends``."""
 
 # The compiler
 
 
 def teach_compiler(context: object) -> None:
-    """Let torch.compile know a context manager of torch's that was replaced while the compiler was imported.
+    """Register with torch.compile a context manager of torch whose name held a replacement on import of the compiler.
 
-    Its tables are made on import, of what stands under a name then.
+    The compiler looks names up once, when it is imported.
     """
     tables = sys.modules.get("torch._dynamo.variables.torch")
     if tables is not None and context not in tables.supported_ctx_manager_classes:

@@ -113,9 +113,9 @@ def _generators() -> Iterator[_Generator]:
 
 
 class RandomState:
-    """The state of the random generators of torch, NumPy and Python, kept only if a call draws from them.
+    """The state of random generators, kept only if a call draws from them.
 
-    Of the global ones, and of those that were noted.
+    These are the global generators of torch, NumPy and Python, and those passed to :meth:`note`.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Flags:
         self.device = _default_device()
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Set what has been changed since back, for a while."""
+        """Set the flags that have changed since back, within a ``with`` block."""
         now = Flags()
         return contextlib.nullcontext() if now.__dict__ == self.__dict__ else self._restored(now)
 
@@ -229,7 +229,7 @@ class Flags:
 
 
 def _default_device() -> torch.device:
-    """Return where new tensors are made; a mode says so if it is not a CPU."""
+    """Return the device of new tensors; it is set by a function mode if it is not the CPU."""
     return torch.get_default_device() if _torch.num_function_modes() else _CPU
 
 
@@ -264,13 +264,13 @@ class Restorable(Protocol):
     """A captured state."""
 
     def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Set it up again, for a while."""
+        """Set the state up again, within a ``with`` block."""
         ...
 
 
 @contextlib.contextmanager
 def restored(*states: Restorable) -> Iterator[None]:
-    """Set up several captured states, one within the other."""
+    """Set up several captured states, within a ``with`` block."""
     with contextlib.ExitStack() as stack:
         for state in states:
             stack.enter_context(state.restored())
@@ -279,7 +279,7 @@ def restored(*states: Restorable) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forward_mode() -> Iterator[None]:
-    """Keep torch's word about itself to itself: it builds decompositions with torch.jit, on their first use."""
+    """Silence torch's own deprecation warning: forward mode builds decompositions with torch.jit on first use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)
         yield

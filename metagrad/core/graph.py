@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 
 def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> Iterator[Node]:
-    """Walk every node of the graph behind some tensors, each once.
+    """Walk every node of the graph that leads to some tensors, each once.
 
     Args:
         roots: Where to begin.

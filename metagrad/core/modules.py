@@ -24,7 +24,7 @@ _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """Find the modules that a function can reach: what it is, is bound to, closes over, or names globally."""
+    """Find the modules that a function can reach: itself, its ``__self__``, its closure and the globals it names."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
     waiting: list[object] = [function]
@@ -83,7 +83,7 @@ def _may_hold(value: object) -> bool:
 
 
 class ModuleState:
-    """What modules were when they were called."""
+    """The flags, numbers and buffers of modules, as they were when the modules were called."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.states = [(module, plain_values(module.__dict__), dict(module._buffers)) for module in modules]
@@ -107,7 +107,7 @@ class ModuleState:
         )
 
     def put_back(self) -> None:
-        """Let the modules be as they were."""
+        """Set the modules back to what they were."""
         for module, plain, buffers in self.states:
             module.__dict__.update(plain)
             if buffers:
@@ -115,7 +115,7 @@ class ModuleState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Let the modules be as they were, for a while, and then again as they are now."""
+        """Set the modules back within a ``with`` block; afterwards they are again as they are now."""
         now = ModuleContents((module for module, *_ in self.states), kinds=(list,))
         try:
             self.put_back()
@@ -134,7 +134,7 @@ class ModuleContents:
         ]
 
     def put_back(self) -> None:
-        """Let the modules hold it again."""
+        """Set the modules back to these contents."""
         for module, attributes, buffers, entries in self.held:
             _put_back(module.__dict__, attributes)
             if buffers or module._buffers:
@@ -144,7 +144,7 @@ class ModuleContents:
 
 
 class WatchedModules(ModuleContents):
-    """What modules hold, down to the values of buffers: changes are found, and set back.
+    """What modules hold, down to the values of buffers: changes are found, and can be undone.
 
     Args:
         roots: Modules; other objects are passed over.
@@ -181,7 +181,7 @@ class WatchedModules(ModuleContents):
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let the modules hold it again, and the buffers their values."""
+        """Set the modules back to these contents, and the buffers to their values."""
         super().put_back()
         for _, _, buffer, before, version in self.values:
             if _is_written(buffer, before, version):
@@ -189,7 +189,7 @@ class WatchedModules(ModuleContents):
 
 
 def buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
-    """Return what changes when a buffer is replaced or written into."""
+    """Return the identities and versions of buffers: they change when one is replaced or written into."""
     return [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 
@@ -226,7 +226,7 @@ def _content(value: Any) -> list:
 
 
 def _refill(value: Any, content: list) -> None:
-    """Give a container what it held."""
+    """Set a container back to what it held."""
     if _are_same(_content(value), content):
         return
     if isinstance(value, list):

@@ -162,7 +162,7 @@ def instance_norm(
 
 
 class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
-    """Replace the fused norms of unmodified models, within a ``with`` block, by those written out.
+    """Replace the fused norms in unmodified models by those written out here, within a ``with`` block.
 
     Example:
         The third derivative of a layer norm, against finite differences of the second:

@@ -188,7 +188,7 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def _filled(form: Form, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors into the places where a value had some."""
+    """Build a value from its form and its tensors."""
     if isinstance(form, _Leaf):
         return tensors[form.number]
     if isinstance(form, _Constant):

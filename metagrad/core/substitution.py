@@ -1,4 +1,4 @@
-"""Other tensors in the places of a module's parameters, for the duration of a call."""
+"""Substitution of other tensors for a module's parameters, for the duration of a call."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 
 def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Put tensors into the places of parameters, which are known by their ids: tied weights stay tied.
+    """Substitute tensors for the parameters with these ids, within a ``with`` block; tied weights stay tied.
 
-    :func:`torch.func.functional_call` would do, but where a module occurs twice in a model it leaves the values
-    behind in place of the parameters (torch 2.13).
+    :func:`torch.func.functional_call` does not restore the parameters of a module that occurs twice in a model
+    (torch 2.13).
     """
     return put(
         [
@@ -25,7 +25,7 @@ def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.Abstr
 
 
 class Slots:
-    """The parameters and buffers of modules as they are, to be put back into their places for later calls."""
+    """The parameters and buffers of modules as they are now, to be substituted in later calls."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._slots: list[tuple[dict, str, Tensor]] = [
@@ -39,21 +39,21 @@ class Slots:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is in the places."""
+        """The parameters and buffers."""
         return [tensor for _, _, tensor in self._slots]
 
     def exchanged(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Put others into the places of some, which are known by their ids."""
+        """Substitute other tensors for those with these ids, within a ``with`` block."""
         return put([(k, n, exchange[id(t)]) for k, n, t in self._slots if id(t) in exchange])
 
     def restored(self, exchange: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Put the tensors back into their places, or others likewise."""
+        """Put all the tensors back within a ``with`` block, or the given ones for those with these ids."""
         return put([(k, n, exchange.get(id(t), t)) for k, n, t in self._slots])
 
 
 @contextlib.contextmanager
 def put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
-    """Put tensors under keys of dicts, and back what was there."""
+    """Set entries of dicts within a ``with`` block, and restore what was there."""
     before = [(kept, name, kept.get(name)) for kept, name, _ in slots]
     try:
         for kept, name, tensor in slots:

@@ -13,7 +13,7 @@ def is_transformed() -> bool:
 
 
 def is_differentiated() -> bool:
-    """Say whether a transform is active that differentiates, to which a constant would be a zero in silence."""
+    """Say whether a transform is active that differentiates: a constant would silently have a derivative of zero."""
     return is_transformed() and any(kind != _torch.TransformType.Vmap for kind in _kinds())
 
 

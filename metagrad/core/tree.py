@@ -78,7 +78,7 @@ class Structure(NamedTuple):
     spec: TreeSpec
 
     def fill(self, tensors: Sequence[Tensor]) -> Tree:
-        """Put tensors into the places where the original had some."""
+        """Build the tree from other tensors, in the order of the original's."""
         return tree_unflatten(_fill(self.leaves, tensors), self.spec)
 
 

@@ -30,7 +30,7 @@ _STATISTICS = {F.batch_norm, F.instance_norm}
 _RENORMALISING = {F.embedding, F.embedding_bag}
 _WRITING_NAMES = {f"__i{name}__" for name in _AUGMENTED} | {"__setitem__", "__set__"}
 _HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
-# What hands the memory itself to others, who may write into it.
+# What gives access to the memory itself, through which it may be written.
 ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}
 
 
@@ -58,7 +58,7 @@ def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[
 
 @functools.lru_cache(maxsize=4096)
 def _writing(function: Callable) -> str | None:
-    """Say which arguments a torch function writes into; None is none, but for ``out``."""
+    """Say which arguments, besides ``out``, a torch function writes into; None if there are none."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS_NAMES
     if in_place or name in _WRITING_NAMES | ALIASING_NAMES:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class LinearMap(Protocol):
-    """A symmetric map of n-vectors. Estimators and solvers see no more of a Hessian than this.
+    """A symmetric map of n-vectors: all that estimators and solvers need of an operator.
 
     Solvers also take several matrices at once, as the Hessians of tasks are: a map with an attribute
     ``num_matrices``, k, whose products are of rows ``[k, n]``, each with a matrix of its own.
@@ -29,7 +29,7 @@ class LinearMap(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where vectors and products live."""
+        """The device of vectors and products."""
         ...
 
     def products(self, vectors: Tensor) -> Tensor:

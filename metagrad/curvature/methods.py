@@ -1,4 +1,4 @@
-"""What docstrings say of methods that are chosen by name."""
+"""Docstrings that list the methods that can be chosen by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 def with_methods(doc: str | None, summaries: Mapping[str, str]) -> str:
-    """Write the methods into a docstring, at the head of the list that "Methods:" begins; the indentation goes.
+    """Insert methods into a docstring, at the top of the list after "Methods:"; the docstring is dedented.
 
     Example:
         >>> from metagrad.curvature.methods import with_methods

@@ -1,4 +1,4 @@
-"""A minimum with a graph: what it depends on by the implicit function theorem."""
+"""Implicit differentiation: a minimum, put on the tape by the implicit function theorem."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def attach(
     method: ImplicitMethod,
     call: str = CALL,
 ) -> Params:
-    r"""Give the minimum of a loss the derivative that it has, by the implicit function theorem.
+    r"""Put the minimum of a loss on the tape, with its derivative by the implicit function theorem.
 
     .. math:: \frac{d\phi^*}{d\lambda} = -\left( \frac{\partial^2 g}{\partial\phi^2} \right)^{-1}
               \frac{\partial^2 g}{\partial\phi \, \partial\lambda}
 
-    Whatever else the loss was computed from is :math:`\lambda`: gradients flow to all of it. A backward pass costs
-    the products of the method and two more; how the minimum was found does not matter, and nothing of it is kept but
-    the graph of one gradient.
+    :math:`\lambda` is everything else that the loss was computed from: gradients flow to all of it. A backward pass
+    costs the products of the method and two more; how the minimum was found does not matter, and only the graph of
+    one gradient is kept.
 
     Args:
         inner_loss: ``inner_loss(params)``, one number; or losses ``[tasks]`` of stacked parameters, of which each
@@ -91,7 +91,7 @@ def check_inverse(call: str, method: object) -> None:
         )
     if method.is_zero:
         raise ValueError(
-            f"{call}: FirstOrder() takes the minimum for a constant, so nothing is learned. Pass a scale, such as "
+            f"{call}: FirstOrder() treats the minimum as a constant, so nothing is learned. Pass a scale, such as "
             "the inner learning rate."
         )
 

@@ -1,4 +1,4 @@
-"""A loop of two levels: steps on the inner loss, then one of what is learned along its hypergradient."""
+"""Bilevel optimization: steps on the inner loss, then a step of the hyper-parameters along the hypergradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
 
 OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimizer]"
-"""A rule of :mod:`metagrad.optim.rules`, or what makes a ``torch.optim`` optimizer of a list of tensors."""
+"""A rule of :mod:`metagrad.optim.rules`, or a function from a list of tensors to a ``torch.optim`` optimizer."""
 
 Loss: TypeAlias = Callable[..., Tensor]
 """``loss(params, hyper)``, or ``loss(params, hyper, batch)`` where there are batches."""
@@ -59,7 +59,7 @@ def bilevel(
     sparse: Sequence[str] = (),
     callback: Callable[[int, Parameters, Tree, float], object] | None = None,
 ) -> BilevelResult:
-    r"""Learn what decides where an inner loss has its minimum.
+    r"""Minimize an outer loss over hyper-parameters, at the minimum of an inner loss that depends on them.
 
     .. math:: \min_\lambda f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
 
@@ -71,7 +71,7 @@ def bilevel(
         inner_loss: ``inner_loss(params, hyper)``, likewise.
         params: Parameters by name, where the inner steps begin; without a warm start also a function of the outer
             step that returns them: where it draws new ones, what is learned is for initialisations at large.
-        hyper: A tree of what is learned.
+        hyper: A tree of the hyper-parameters, which are learned.
         inner: The optimizer of the parameters: a rule of :mod:`metagrad.optim.rules`; or a function, or class, that
             makes a ``torch.optim`` optimizer of a list of tensors, such as ``metagrad.optim.NewtonCG`` or
             ``functools.partial(torch.optim.SGD, lr=0.1)``.

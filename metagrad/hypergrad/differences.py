@@ -1,4 +1,4 @@
-"""The mixed derivative by a difference of gradients, with the Hessian of the inner loss taken for the identity."""
+"""The mixed derivative by a difference of gradients, with the identity in place of the inner loss's Hessian."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def hypergradient(
     sparse: Sequence[str] = (),
     create_graph: bool = False,
 ) -> Tree:
-    r"""Differentiate an outer loss with respect to what decides where an inner loss has its minimum.
+    r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyper-parameters of both.
 
     .. math::
         \frac{d}{d\lambda} f(\phi^*(\lambda), \lambda), \qquad \phi^*(\lambda) = \arg\min_\phi g(\phi, \lambda)
@@ -46,10 +46,10 @@ def hypergradient(
     Args:
         outer_loss: ``outer_loss(params, hyper)``, a tensor with one element.
         inner_loss: ``inner_loss(params, hyper)``, likewise, and deterministic.
-        params: Parameters by name, where the inner loss is least; for the methods that take steps, where these begin.
-            A :class:`~metagrad.sparse.SparseTensor` stands for its values. They count as constants.
-        hyper: What is learned: a dict, or another tree, of floating point tensors or SparseTensors.
-        method: How; ``CG()`` where it is None.
+        params: Parameters by name, at the minimum of the inner loss; for the methods that take steps, where these
+            begin. A :class:`~metagrad.sparse.SparseTensor` stands for its values. They are constants.
+        hyper: The hyper-parameters: a dict, or another tree, of floating point tensors or SparseTensors.
+        method: A row of the table; None is ``CG()``.
         sparse: Embedding tables in ``params`` to be taken by the rows that are looked up, as those with sparse
             gradients are anyway; for methods with the Hessian.
         create_graph: Put the derivative on the tape, to be differentiated with respect to ``hyper``: by ``Unroll`` as

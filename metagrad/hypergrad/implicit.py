@@ -58,7 +58,7 @@ class ImplicitMethod:
 
     @property
     def is_zero(self) -> bool:
-        """Whether u is zero: nothing is derived of the minimum."""
+        """Whether u is zero: the minimum is treated as a constant."""
         return False
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
@@ -172,7 +172,8 @@ def _outer_gradients(
 def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
     """Return a gradient in the coordinates of the inner loss.
 
-    Rows of a table that it does not look up do not depend on ``hyper``, so what the outer loss says of them is left.
+    Rows of a table that it does not look up do not depend on ``hyper``, so the gradient of the outer loss in them is
+    dropped.
     """
     own = None if variable.lookups is None else variable.lookups.table.rows
     if entry.rows is None:

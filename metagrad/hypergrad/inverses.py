@@ -1,4 +1,4 @@
-"""Inverses of the Hessian of the inner loss: exact, iterative, of low rank, and none."""
+"""Inverses of the Hessian of the inner loss: exact, iterative, of low rank, or the identity."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from metagrad.hypergrad.implicit import ImplicitMethod
 class CG(ImplicitMethod):
     r"""Conjugate gradients: :math:`(H + \mu I) u = \nabla_\phi f`, one product with the Hessian a step.
 
-    A row of tasks ends by itself, so tasks that run together have what they would have alone. A Hessian that is not
-    positive definite raises, and a residual above one hundredth after all steps is warned of.
+    Each task ends by itself, so tasks that run together have the same result as alone. A Hessian that is not positive
+    definite raises, and a residual above one hundredth after all steps gives a warning.
 
     Args:
         steps: The most products, 1 or more.
@@ -120,7 +120,7 @@ class Neumann(ImplicitMethod):
 
 @dataclass(frozen=True)
 class Exact(ImplicitMethod):
-    r"""The Hessian written down, and its Cholesky factor: for few parameters, as many products as there are.
+    r"""The dense Hessian, and its Cholesky factor: for few parameters, with as many products as parameters.
 
     Args:
         damping: The number :math:`\mu` that is added to the diagonal, 0 or more.
@@ -174,7 +174,7 @@ class Nystrom(ImplicitMethod):
         ValueError: An argument is out of its range, or the Hessian is not positive semi-definite.
 
     Example:
-        A Hessian of this rank is met exactly, and :math:`\rho` is what remains:
+        A Hessian of this rank is represented exactly, so the damping :math:`\rho` is the only error:
 
         >>> metagrad.hypergradient(
         ...     lambda p, h: p["phi"] ** 2,
@@ -210,7 +210,7 @@ class Nystrom(ImplicitMethod):
 
 @dataclass(frozen=True)
 class FirstOrder(ImplicitMethod):
-    r"""No inverse: the gradient of the outer loss alone, or a multiple of the identity in the place of it.
+    r"""No inverse: the gradient of the outer loss alone, or a multiple of the identity in place of the inverse.
 
     .. math:: \nabla_\lambda f - s \, \frac{\partial^2 g}{\partial\lambda \, \partial\phi} \nabla_\phi f
 

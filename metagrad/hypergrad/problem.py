@@ -1,4 +1,4 @@
-"""A bilevel problem: two losses, the parameters that minimise the inner one, and what is learned by the outer one."""
+"""A bilevel problem: two losses, the parameters that minimise the inner one, and the hyper-parameters of both."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ BilevelLoss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class Estimate(NamedTuple):
-    """What a method finds.
+    """The result of a method.
 
     Attributes:
-        gradient: Of the leaves of ``hyper``; None where a loss does not depend on one.
+        gradient: With respect to the leaves of ``hyper``; None where no loss depends on one.
         solution: How the linear solve ended, and what it cost; None where there was none.
         residual: That of the solve, relative to its right-hand side.
-        carry: What the method hands to itself for the next outer step.
+        carry: The state of the method, for the next outer step.
     """
 
     gradient: list[Tensor | None]
@@ -50,14 +50,14 @@ class Method(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A bilevel problem at one place.
+    """A bilevel problem at given parameters and hyper-parameters.
 
     Attributes:
         outer_loss: ``outer_loss(params, hyper)``, one number.
         inner_loss: ``inner_loss(params, hyper)``, one number, deterministic.
         params: Parameters by name, constants: where the inner loss is least, or where steps begin.
-        hyper: A tree of what is learned.
-        sparse: Names of embedding tables in ``params`` that are taken by the rows that the inner loss looks up.
+        hyper: A tree of the hyper-parameters.
+        sparse: Names of embedding tables in ``params`` of which only the rows that the inner loss looks up count.
         create_graph: Put the derivative on the tape.
         optimizer: The rule that moves ``params``, and its state, where a loop has one.
     """

@@ -171,12 +171,12 @@ def refuse_tables(problem: Problem, method: str) -> None:
 
 
 def refuse_tape(problem: Problem, method: str, why: str) -> None:
-    """Refuse to put on the tape what a method finds without it."""
+    """Refuse ``create_graph`` for a method whose result has no graph."""
     if problem.create_graph:
         raise ValueError(f"{CREATE}: {method} {why}. Take CG, Exact or Unroll.")
 
 
 def check_steps(call: str, steps: object) -> None:
-    """Refuse a number of steps that is none."""
+    """Refuse what is not a positive int."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"{call}: expected an int of 1 or more, got {steps!r}.")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Saved:
-    """What the graph holds in place of a tensor: a detached alias, and the version at which it was saved.
+    """What the graph keeps instead of a tensor: a detached alias, and the version at which it was saved.
 
     Never the tensor itself, whose `grad_fn` would hold it in turn. `detach` shares the version counter, so a
     later in-place change shows.
@@ -54,7 +54,7 @@ class SavedGraph:
         self.next_serial = 0
 
     def open(self) -> None:
-        """Put the hooks on.
+        """Push the hooks.
 
         Raises:
             RuntimeError: where torch refuses hooks, or where other hooks are on, which these would hide.
@@ -75,7 +75,7 @@ class SavedGraph:
         autograd_graph.disable_saved_tensors_hooks = self._step_aside
 
     def close(self) -> None:
-        """Take the hooks off. What they saved stays usable."""
+        """Pop the hooks. What they saved stays usable."""
         autograd_graph.disable_saved_tensors_hooks = self._refuse_hooks
         _torch.teach_compiler(self._refuse_hooks)
         self._hooks.__exit__()
@@ -100,7 +100,7 @@ class SavedGraph:
         return sum(nbytes.values())
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        # A custom autograd.Function saves with function modes at work, which are not to see what is done here.
+        # A custom autograd.Function saves while function modes are active, which must not see these operations.
         with _torch.without_torch_function():
             return self._packed(tensor)
 

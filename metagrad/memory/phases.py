@@ -1,4 +1,4 @@
-"""Phases, the meters that they read at their borders, and the stack of the open ones."""
+"""Phases, the meters that they read on entry and exit, and the stack of the open ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StorageMeter:
 class AllocatorMeter:
     """The bytes of CUDA's caching allocator on one device: absolute, rounded up to its blocks.
 
-    It resets `torch.cuda.max_memory_allocated` at every phase border.
+    It resets `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
     """
 
     def __init__(self, device: torch.device) -> None:

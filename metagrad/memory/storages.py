@@ -22,7 +22,7 @@ _COMPONENTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
-# Where storages come in that no operation made: `torch.tensor` and `torch.load` build them by themselves.
+# The operations that introduce storages made outside of the dispatcher, by `torch.tensor` and `torch.load`.
 _LIFTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift.default})
 _REBUILD = torch.ops.aten.set_.source_Storage_storage_offset
 
@@ -130,7 +130,7 @@ class Ledger:
         self._known.clear()
 
     def _keys(self, func: object, inputs: object) -> set[int]:
-        """Return the storages `func` did not make: its inputs', unless it is how data comes in."""
+        """Return the storages that `func` did not make: those of its inputs, unless it is one of `_LIFTS`."""
         if func is _REBUILD:
             return set()
         storages = (storage for tensor in tensors_in(inputs) for storage in storages_of(tensor))

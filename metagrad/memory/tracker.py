@@ -40,14 +40,14 @@ class MemoryTracker:
     """Measure the memory of every inner and outer step while it is open.
 
     A tracker measures one run: it is opened once, and one is open at a time. A run's phases nest to any
-    depth. What is read at their borders depends on `method`:
+    depth. What is read on entry and exit depends on `method`:
 
     - "storage": every storage that an operation in this thread makes on `device`, to the byte, *relative to
       the opening*: what was made before counts neither alive nor dead. Not seen: scratch space inside one
       kernel, memory that torch does not own (`torch.from_numpy`), mkldnn tensors. A storage resized by hand
       (`untyped_storage().resize_`) is seen at the next operation that returns it.
     - "allocator": `torch.cuda.memory_allocated` and its maximum, absolute, rounded up to blocks. It resets
-      `torch.cuda.max_memory_allocated` at every phase border.
+      `torch.cuda.max_memory_allocated` on entry to and exit from every phase.
     - "rss": the resident bytes of the process, absolute and coarse. A peak is the largest *sample* at phase
       borders, so what comes and goes within a phase is not seen; nor are frees that the C library keeps for
       itself, nor a device's memory. `graph` and `at_peak` are `None`. It alone adds no mode and no hooks.

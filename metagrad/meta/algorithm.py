@@ -60,7 +60,7 @@ class MetaOutput:
         steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks were left out because something was not finite, ``[tasks]``, bool; their losses are
             not part of ``loss``. The backward pass adds the tasks whose meta-gradient it drops.
-        norm: Whose statistics normalised, as ``MAML(..., norm=)`` says; None left that to the model.
+        norm: The policy of the normalisation layers, as in ``MAML(..., norm=)``; None left that to the model.
     """
 
     loss: Tensor
@@ -81,8 +81,7 @@ class Adapted:
         support_losses: The support loss before each inner step, ``[tasks, steps]``.
         steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks have no gradient because something was not finite, ``[tasks]``, bool.
-        rows: Which rows of a table its parameter holds, ``[tasks, R]``, by the name of the table: of those that
-            ``MAML(..., sparse=)`` names.
+        rows: For each table that ``MAML(..., sparse=)`` names, which of its rows ``params`` holds, ``[tasks, R]``.
     """
 
     params: Params

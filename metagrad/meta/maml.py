@@ -53,11 +53,12 @@ class MAML(nn.Module):
 
     The tasks of a batch run together: the forward is vmapped over stacked parameters, and one ordinary
     backward takes all their gradients. Where that cannot be done (LSTM, running statistics, backward hooks, buffers
-    and attributes that forward changes, what torch.vmap computes otherwise than a loop) the tasks run one by one,
-    with one warning that says why; where it would be slower (convolutions on CPU) they do so too. To find out, two
-    tasks of the first batch are computed both ways, and again when modules, hooks or flags of the model have changed.
+    and attributes that forward changes, operations that torch.vmap computes differently from a loop) the tasks run
+    one by one, with one warning that says why; where it would be slower (convolutions on CPU) they do so too. To find
+    out, two tasks of the first batch are computed both ways, and again when modules, hooks or flags of the model have
+    changed.
 
-    The arguments are attributes, which may be assigned: what a call does is what they say then.
+    The arguments are attributes, which may be assigned; the next call uses the new values.
 
     Args:
         model: Any module; its parameters that require grad are the meta-parameters. Called as ``model(x)``; as
@@ -98,26 +99,28 @@ class MAML(nn.Module):
             :class:`metagrad.sparse.RowSparse`. The rule must treat rows alike and one by one, as all elementwise
             ones do. The model runs once more on each batch, to find the rows. A table that does not adapt is shared
             by all tasks, and its gradient is such rows too.
-        query_weights: What the query loss after each inner step counts in ``out.loss``, which is then their weighted
-            sum (multi-step loss): a sequence or a tensor with a weight for each of ``steps``, or a function of the
-            number of the step, from 0; None counts the last alone. A tensor may be learned. A call with another
-            number of steps than there are weights counts the last alone. With ``truncate``, losses after steps
-            that are taken as first-order MAML takes them pass their gradients on likewise.
-        norm: Whose statistics the normalisations of the model that can keep some (batch normalisation) use:
-            ``"transductive"``, those of the set at hand, also in evaluation; ``"support"``, those of the support
-            examples of the task, at the same parameters, for its query examples too; ``"running"``, in training those
-            of the set, towards whose mean over tasks the running ones move once for each pass, and these in
-            evaluation (``eval()``); ``"per_step"``, likewise, with running ones and, where they are learned, weights
-            and biases for each inner step in ``per_step_norms``, which are meta-learned, not adapted;
-            ``"per_step_transductive"``, these weights and biases with the statistics of the set at hand. Tasks may
-            be stacked, and a recomputation moves nothing. None leaves it to the modules.
+        query_weights: The weights of the query losses after each inner step in ``out.loss``, which is then their
+            weighted sum (multi-step loss): a sequence or a tensor with a weight for each of ``steps``, or a function
+            of the number of the step, from 0; None counts the last alone. A tensor may be learned. A call with
+            another number of steps than there are weights counts the last alone. With ``truncate``, losses after
+            steps that are taken as first-order MAML takes them pass their gradients on likewise.
+        norm: Which statistics normalisation layers with running statistics (batch normalisation) use. The sets are
+            the support and the query examples of a task. ``"transductive"``: those of the set at hand, also in
+            evaluation. ``"support"``: those of the support examples of the task, at the same parameters, for its
+            query examples too. ``"running"``: in training those of the set at hand, and in evaluation (``eval()``)
+            running ones, which move once for each pass, towards the mean over tasks. ``"per_step"``: likewise, with
+            running statistics and, where they are learned, weights and biases for each inner step in
+            ``per_step_norms``, which are meta-learned, not adapted. ``"per_step_transductive"``: these weights and
+            biases with the statistics of the set at hand. With all of these tasks may be stacked, and a recomputation
+            does not update statistics. None leaves it to the modules.
         proximal: The number :math:`\lambda` of a term :math:`\frac{\lambda}{2} |\phi - \theta|^2` that inner steps
             descend beside the support loss, :math:`\theta` what the task starts from; it may be a 0-d tensor, and be
             learned. It is not a part of ``out.support_losses``. None has none.
-        hypergradient: Take the derivative of the minimum that the inner steps lead to, by a method of
-            :mod:`metagrad.hypergrad` that inverts the Hessian, such as ``CG(steps=5)``, instead of going through
-            the steps: memory does not grow with them. It is as right as they converge. Without ``proximal`` a
-            minimum does not depend on what adapts, but on shared parameters alone. First derivatives only.
+        hypergradient: Differentiate the minimum that the inner steps approach by a method of
+            :mod:`metagrad.hypergrad` that inverts the Hessian, such as ``CG(steps=5)``, instead of differentiating
+            through the steps: memory does not grow with them. It is as accurate as the steps have converged. Without
+            ``proximal`` a minimum depends on the shared parameters alone, not on those that adapt. First derivatives
+            only.
         nonfinite: How a loss or a meta-gradient that is NaN or infinite is handled: ``"raise"`` an error that
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
@@ -127,7 +130,7 @@ class MAML(nn.Module):
             meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
             cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``,
             inputs or outputs that are not single tensors, a learned tensor that is a parameter of
-            neither the model nor the loss) runs as it is, with one warning that says why.
+            neither the model nor the loss) runs uncompiled, with one warning that says why.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
@@ -238,9 +241,9 @@ class MAML(nn.Module):
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> MetaOutput:
-        """Adapt to every task's support examples and judge the result on its query examples.
+        """Adapt to every task's support examples and evaluate on its query examples.
 
-        Differentiable where grad mode is on; under ``torch.no_grad()`` the tasks are adapted to all the same.
+        Differentiable where grad mode is on; under ``torch.no_grad()`` the inner steps run too.
 
         Args:
             batch: ``support`` and ``query`` with ``x`` and ``y``, each ``[tasks, examples, ...]``: attributes, the
@@ -414,13 +417,13 @@ class MAML(nn.Module):
 def _predicted(
     slots: Slots, predict: Callable[[Params, Nested], Nested], params: Params, x: Nested
 ) -> Nested:
-    """Predict with what is shared by all tasks as it was when they were adapted to."""
+    """Predict with the shared parameters and buffers as they were during adaptation."""
     with slots.restored({}):
         return predict(params, x)
 
 
 class _Cache:
-    """What is found out about a model and its loss, and need not be found out again."""
+    """The results of analysing a model and its loss, kept between calls."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: CompileOptions | None
@@ -448,13 +451,13 @@ class _Cache:
 
 @dataclass(frozen=True)
 class LearnedRule:
-    """A rule without the hyper-parameters that a module holds.
+    """A rule whose learned hyper-parameters are parameters of a module.
 
-    A learned hyper-parameter exists once, as a parameter of the module, so that whatever exchanges that
-    (``functional_call``, ``load_state_dict(assign=True)``, ``parametrize``, an assignment) reaches the rule.
+    A learned hyper-parameter exists once, as a parameter of the module, so that replacing it there
+    (``functional_call``, ``load_state_dict(assign=True)``, ``parametrize``, an assignment) changes the rule.
 
     Attributes:
-        template: The rule, with tensors of no memory in their places.
+        template: The rule, with tensors without memory in place of the learned hyper-parameters.
         names: Of the parameters of the module, in the order of ``hyperparameters_in``; None for other tensors.
     """
 
@@ -493,7 +496,7 @@ def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
 
 
 def check_steps(call: str, steps: object) -> None:
-    """Refuse a number of steps that is none."""
+    """Refuse what is not an int of 0 or more."""
     if not isinstance(steps, int) or isinstance(steps, bool):
         raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
     if steps < 0:
@@ -537,7 +540,7 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
 def check_memory(
     memory: Memory | Literal["block"], options: CompileOptions | None, sparse: Sequence[str]
 ) -> None:
-    """Refuse what cannot be kept, at all or beside other arguments."""
+    """Refuse a ``memory`` mode that is unknown, or does not work with other arguments."""
     if memory != "block":
         checked_memory("MAML(...)", memory)
     elif sparse:

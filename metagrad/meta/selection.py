@@ -73,7 +73,7 @@ def parameters_of(
         model: The model.
         term: The name, pattern or module.
         trained: The names of the parameters that it may stand for.
-        kind: What these do.
+        kind: What these parameters do, for errors.
 
     Raises:
         ValueError: It stands for none of them.

@@ -1,4 +1,4 @@
-"""Context vectors: what a model is told of a task, beside the input or by modulating its features."""
+"""Context vectors, which describe a task to a model: appended to the input, or modulating its features."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ContextMLP(nn.Sequential):
 
 
 class FiLM(nn.Module):
-    r"""Scale and shift the channels of features as a context vector says.
+    r"""Scale and shift the channels of features by linear functions of a context vector.
 
     .. math::
         h_c \mapsto (1 + \gamma_c) h_c + \beta_c, \qquad (\gamma, \beta) = W \phi + b

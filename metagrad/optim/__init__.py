@@ -1,4 +1,4 @@
-"""Optimizers: pure rules, for inner loops that are differentiated through, and ``torch.optim`` shells of them."""
+"""Optimizers: functional ones, for inner loops that are differentiated through, and their ``torch.optim`` forms."""
 
 from metagrad.optim import rules
 from metagrad.optim.diagonal.adahessian import AdaHessian

@@ -9,7 +9,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 def plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: int = 1) -> Tensor:
-    """Compute ``base + sign * scale * direction``, which keeps no operands for a backward that needs none."""
+    """Compute ``base + sign * scale * direction``; operands that the backward does not need are not kept."""
     if not isinstance(scale, Tensor):
         return torch.add(base, direction, alpha=sign * scale)
     if isinstance(base, RowSparse) or isinstance(direction, RowSparse):

@@ -21,7 +21,7 @@ class Diagonal(NamedTuple):
     Attributes:
         matrix: ``"hessian"``, by Hutchinson's probes, or ``"gauss_newton"``, by labels drawn from the model.
         samples: How many probes, or draws of the labels, are averaged.
-        distribution: Of the elements of a probe: signs, or standard normal numbers.
+        distribution: Of the elements of a probe: ``"rademacher"`` signs, or ``"normal"`` numbers.
     """
 
     matrix: Literal["hessian", "gauss_newton"]
@@ -30,7 +30,7 @@ class Diagonal(NamedTuple):
 
 
 class Kronecker(NamedTuple):
-    """Of which Fisher matrix a rule wants the Kronecker factors of layers.
+    """A request for the Kronecker factors of layers: of which Fisher matrix they are.
 
     Attributes:
         fisher: That of the labels in the data, ``"empirical"``, or of labels drawn from the model, ``"sampled"``.
@@ -42,7 +42,7 @@ class Kronecker(NamedTuple):
     loss_reduction: Literal["mean", "sum"] = "mean"
 
     def weight(self, num_examples: int) -> int:
-        """Return what makes a sum of squared gradients over examples their average."""
+        """Return the factor that makes a sum of squared gradients over examples their average."""
         return num_examples if self.fisher == "empirical" and self.loss_reduction == "mean" else 1
 
 
@@ -58,12 +58,12 @@ class Curvature(Protocol):
         ...
 
     def diagonal(self, request: Diagonal) -> Params:
-        """Return an estimate of a diagonal; a parameter may be missing, of which none was made at this step."""
+        """Return an estimate of a diagonal, without the parameters for which none was made at this step."""
         ...
 
 
 class LayerCurvature(Curvature, Protocol):
-    """A curvature that knows what the layers of a model were given."""
+    """A curvature that has the Kronecker factors of the layers of a model."""
 
     def kronecker_factors(self, request: Kronecker) -> Mapping[str, tuple[Tensor, Tensor]]:
         """Return the factors of inputs and of outputs of each layer, ``[*tasks, n, n]``, by the name of its weight.
@@ -123,7 +123,7 @@ def _asks(method: str, rule: object, step: int) -> bool:
 
 
 class KnownDiagonal:
-    """The curvature of which the diagonal is known, or was estimated before, and nothing else.
+    """A curvature given by its diagonal, exact or estimated before.
 
     Args:
         diagonals: By parameter name; they may be missing.
@@ -181,7 +181,7 @@ def checked_factors(
     factors = getattr(curvature, "kronecker_factors", None)
     if factors is None:
         raise TypeError(
-            f"{call}.update: it needs to know what layers were given, and {type(curvature).__name__} has no "
+            f"{call}.update: it needs the Kronecker factors of layers, and {type(curvature).__name__} has no "
             "kronecker_factors(request). Pass LayerObjective(model, loss_fn, x, y)."
         )
     return factors(request)

@@ -1,4 +1,4 @@
-"""What rules ask of a loss that takes a step back when it has gone too far: its values at other parameters."""
+"""Losses that rules can evaluate at other parameters, for line searches, trust regions and damping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LossFunction: TypeAlias = "Callable[[Params], Tensor | tuple[Tensor, Sequence[We
 
 
 class Objective(Curvature, Protocol):
-    """A :class:`~metagrad.optim.curvature.Curvature` that knows the loss, here and elsewhere."""
+    """A :class:`~metagrad.optim.curvature.Curvature` that can evaluate the loss, also at other parameters."""
 
     value: Tensor
     """The loss at the parameters of the step, ``[]``, or ``[tasks]``."""
@@ -38,7 +38,7 @@ class Objective(Curvature, Protocol):
 
 
 class TapeObjective(TapeCurvature):
-    r"""A loss with its gradient and curvature at one place, from the tape, and its values at any other.
+    r"""A loss with its gradient and curvature at given parameters, from the tape, and its values at any others.
 
     Args:
         loss: Called with parameters by name; deterministic. It returns the loss ``[]``, or losses ``[tasks]`` of
@@ -87,7 +87,7 @@ class TapeObjective(TapeCurvature):
         losses: Sequence[WeightedLoss] | Callable[[], Sequence[WeightedLoss]] = (),
         create_graph: bool = False,
     ) -> TapeObjective:
-        """Make the objective of a loss whose value and gradient, with their graphs, are there already."""
+        """Make the objective of a loss whose value and gradient were computed before, with their graphs."""
         objective = cls.__new__(cls)
         objective._begin(loss, params, value, grads, losses, create_graph, torchs_own)
         return objective
@@ -140,7 +140,7 @@ def fisher_products(curvature: TapeCurvature, v: Params) -> Params:
     """Multiply the Fisher matrix of the losses that a curvature consists of."""
     total = {key: torch.zeros_like(p) for key, p in curvature._params.items()}
     for loss, weight in curvature._known_losses():
-        # A likelihood has the same metric where its logarithm is climbed.
+        # A likelihood has the same Fisher matrix where its logarithm is maximized.
         pushed = weight.abs() * loss.fisher_product(curvature._pushed_forward(loss.output, v))
         part = curvature._pulled_back([loss.output], [pushed])
         total = {key: total[key] + part[key] for key in total}

@@ -40,7 +40,7 @@ class PerParameter(RuleNode):
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
     def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
-        """Return what is carried for a parameter, before the first step."""
+        """Return the state of a parameter before the first step, a tensor for each slot."""
         raise NotImplementedError
 
     def move(self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, *slots: Any) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ class PerParameter(RuleNode):
         raise NotImplementedError
 
     def check(self, key: str, param: Tensor) -> None:
-        """Refuse a parameter that the rule does not know how to move."""
+        """Refuse a parameter that the rule cannot update."""
         if param.is_complex():
             raise TypeError(
                 f"{self.call}.init: {key!r} is {param.dtype}, and rules move real parameters. Make it real by "

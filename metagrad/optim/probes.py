@@ -53,7 +53,7 @@ def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def as_rows(gradient: Tensor) -> Tensor:
-    """Return what torch's sparse embedding gives as RowSparse, detached as torch would cut it; others pass."""
+    """Convert the COO gradient of torch's sparse embedding to RowSparse, detached as torch cuts it; others pass."""
     if gradient.layout != torch.sparse_coo:
         return gradient
     if gradient.sparse_dim() != 1:

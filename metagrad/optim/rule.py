@@ -1,4 +1,4 @@
-"""What a rule is, and how one knows of tasks that are stacked."""
+"""Rules: functional optimizers, as in optax, also for stacked tasks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def option(*, doc: str, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(hyperparameter, option))
 def functional_optimizer(cls: type[R]) -> type[R]:
-    """Make a class of declared fields a rule: a frozen dataclass, which documents them and knows which are which."""
+    """Make a class of declared fields a rule: a frozen dataclass with a documented field for each."""
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     declared = {field.name: field.metadata for field in documented_fields(cls)}
     hyper = tuple(name for name, data in declared.items() if "hyper" in data)
@@ -70,7 +70,7 @@ def documented_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 
 def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str = "") -> str:
-    """Write a section ``Args`` into a docstring, before its examples; the indentation goes."""
+    """Insert a section ``Args`` into a docstring, before its later sections; the docstring is dedented."""
     doc = inspect.cleandoc(doc)  # as the compiler does it from Python 3.13 on
     fill = {
         "width": WIDTH,
@@ -85,11 +85,11 @@ def with_arguments(doc: str, arguments: Iterable[tuple[str, str]], before: str =
 
 
 class Rule(Protocol):
-    """An optimizer as two pure functions; its hyper-parameters are the fields of a frozen dataclass.
+    """A functional optimizer, as in optax: two pure functions; its hyper-parameters are fields of a frozen dataclass.
 
-    A rule that treats an element of a parameter by itself does not care whether tasks are stacked. Any other
-    (matrices, norms) declares a field ``batch_ndim: int = 0``, says in ``init`` and ``update`` that so many first
-    axes of each parameter count tasks, and :func:`with_batch_ndim` sets it wherever it occurs in a rule.
+    An elementwise rule works unchanged on stacked tasks. Any other (matrices, norms) declares a field
+    ``batch_ndim: int = 0``: so many leading axes of each parameter count tasks, in ``init`` and ``update``.
+    :func:`with_batch_ndim` sets it wherever it occurs in a rule.
     """
 
     def init(self, params: Params) -> Any:
@@ -104,7 +104,7 @@ class Rule(Protocol):
 
 
 class Transform(Protocol):
-    """What stands before the rule in a chain: it makes other gradients of the gradients."""
+    """A link of a chain before the rule: it transforms the gradients."""
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step: a tree of tensors and constants."""
@@ -174,8 +174,7 @@ def with_batch_ndim(rule: R, batch_ndim: int) -> R:
         batch_ndim: 1 for parameters ``[tasks, ...]``; 0 for those of one task.
 
     Returns:
-        The rule, with every field ``batch_ndim`` in it set; the rule itself where it has none, which is to say that
-        it treats elements one by one.
+        The rule, with every field ``batch_ndim`` in it set; the rule itself where it has none, being elementwise.
 
     Example:
         >>> from metagrad.optim.rule import with_batch_ndim

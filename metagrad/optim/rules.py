@@ -1,4 +1,4 @@
-"""Rules: frozen hyper-parameters with a pure ``init`` and ``update``."""
+"""Rules: functional optimizers, as in optax: frozen hyper-parameters with a pure ``init`` and ``update``."""
 
 from metagrad.optim.curvature import (
     Curvature,

@@ -16,7 +16,7 @@ from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
 from metagrad.optim.rule import Params
 from metagrad.sparse.tables.row_sparse import RowSparse
 
-_SMALL = 2**16  # elements, which cost less to copy than calls
+_SMALL = 2**16  # elements, whose copy costs less than one cotangent for each parameter
 
 
 class WeightedLoss(NamedTuple):
@@ -38,7 +38,7 @@ class TapeCurvature:
     the datum of weight :math:`w_n`.
 
     Args:
-        params: Parameters by name, those that the gradient was taken of.
+        params: Parameters by name, with respect to which the gradient was taken.
         grads: Their gradient, with its graph (``create_graph=True``) where products are asked for. One may be
             RowSparse or COO: its probes have the rows that it has, and outside of them the Hessian is zero.
         losses: What the loss consists of, for the Gauss-Newton matrix; parts that are not listed, such as a penalty

@@ -1,4 +1,4 @@
-"""What indices, shapes and values must be like, checked once at the boundary."""
+"""Checks of indices, shapes and values, made once where users pass them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def check_ids(call: str, name: str, index: Tensor) -> None:
 
 
 def check_floating(call: str, name: str, values: Tensor) -> None:
-    """Refuse values that no rule can be differentiated in: only strided real floating point is."""
+    """Refuse values other than strided real floating point tensors, which alone can be differentiated."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{call}: {name} must be a tensor, got {type(values).__name__}.")
     if values.layout != torch.strided:

@@ -112,7 +112,7 @@ class Merge(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The symbolic part of ``a @ b``: every pair of entries that meet, and the cell that they add to."""
+    """The symbolic part of ``a @ b``: every pair of entries that are multiplied, and the cell that they add to."""
 
     pattern: Pattern
     left: Segments  # [pairs] an entry of a

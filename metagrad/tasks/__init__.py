@@ -1,4 +1,4 @@
-"""Distributions over tasks, and the batches they hand to a meta-learner."""
+"""Distributions over tasks, and the batches of tasks that are drawn from them."""
 
 from metagrad.tasks.batch import PADDING, Batch, Examples, TaskDistribution
 from metagrad.tasks.fewshot import FewShot, ImageFolders, Imbalanced

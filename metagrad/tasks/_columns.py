@@ -58,10 +58,10 @@ def read_csv(call: str, path: str | os.PathLike[str]) -> Columns:
 
 
 def column_of(call: str, argument: str, columns: Columns, name: str) -> np.ndarray:
-    """Return a column without gaps.
+    """Return a column without missing values.
 
     Raises:
-        ValueError: There is none of that name, or values are missing.
+        ValueError: There is no column of that name, or values are missing.
     """
     if name not in columns:
         raise ValueError(

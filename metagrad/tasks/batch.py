@@ -1,4 +1,4 @@
-"""What a meta-learner asks of its tasks: batches of support and query examples."""
+"""Batches of tasks, each with support and query examples."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Examples(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Hold a batch of tasks: what each adapts to, and what it is judged on.
+    """Hold a batch of tasks: the examples each adapts to, and those it is evaluated on.
 
     Args:
         support: The examples a task adapts to, each tensor [tasks, shots, ...].
-        query: The examples its adapted parameters are judged on, each tensor [tasks, queries, ...].
+        query: The examples its adapted parameters are evaluated on, each tensor [tasks, queries, ...].
 
     `len(batch)` is 2, as for any pair; the number of tasks is `batch.num_tasks`.
 

@@ -125,7 +125,7 @@ def square(params):
     ("inner", "method", "error", "message"),
     [
         (square, hypergrad.F2SA(mg.optim.rules.sgd(lr=0.1), 1), TypeError, "expected an implicit method, CG"),
-        (square, hypergrad.FirstOrder(), ValueError, "takes the minimum for a constant"),
+        (square, hypergrad.FirstOrder(), ValueError, "treats the minimum as a constant"),
         (lambda p: p["phi"] ** 2 * torch.ones(2, 2), hypergrad.CG(), ValueError, r"got \(2, 2\)"),
         (lambda p: p["phi"].square().sum() * torch.ones(3), hypergrad.CG(), ValueError, "there are 3 losses"),
         (lambda p: torch.zeros(()), hypergrad.CG(), ValueError, "with a graph"),

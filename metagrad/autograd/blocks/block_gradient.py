@@ -55,9 +55,10 @@ def block_gradient(chain: Chain, params: Params, x: Tree, y: Tree) -> LossAndGra
         batch) is returned as it is; the gradient is that of its sum.
 
     Raises:
-        ValueError: A name is not a parameter of the blocks; a block or the loss reads a parameter by a reference of
-            its own, where no other value reaches it, or writes in place into what it is handed; the loss depends
-            on no parameter; or, on differentiation, an operation has no second derivative. The block is named.
+        ValueError: A name is not a parameter of the blocks; a block or the loss reads a parameter through another
+            reference than its module, so that it cannot be replaced, or writes in place into its input; the loss
+            depends on no parameter; or, on differentiation, an operation has no second derivative. The block is
+            named.
         TypeError: A parameter is not a floating point tensor, or the loss is not one tensor.
         RuntimeError: Called inside a ``torch.func`` transform, where nothing can be recomputed; put it around.
 

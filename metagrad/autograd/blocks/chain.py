@@ -1,4 +1,4 @@
-"""Taking a model apart into the blocks it is a chain of, and holding a conjecture about them to the model."""
+"""Taking a model apart into a chain of blocks, and checking the chain against the model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def chain(
     The blocks of an ``nn.Sequential`` are its children; a nested ``nn.Sequential`` is split in its turn if one of
     its children has children. The forward of any other model is unknown, so its blocks are a conjecture: the
     modules or functions in ``blocks``, or else its children in their order (those of an ``nn.ModuleList`` one by
-    one). A conjecture is held to the model on ``example``, at random values of the parameters, where a connection
-    that is zero at initialisation shows. What passes from block to block may be a tree, such as ``(x, mask)``.
+    one). A conjecture is compared with the model on ``example``, at random values of the parameters, where a
+    connection that is zero at initialisation shows. What passes from block to block may be a tree, such as
+    ``(x, mask)``.
 
     Args:
         model: The model. The chain reads its parameters where ``params`` does not hold others.

@@ -1,8 +1,8 @@
-r"""Walks over recorded blocks, which hold the graph of one block at a time.
+r"""Reverse mode, and forward over reverse, block by block: with the graph of one block at a time.
 
-Back through the blocks go cotangents, :math:`g_i = J_i^\top g_{i+1}`. The derivative of that walk in a direction
-:math:`\dot z` of the operands is a walk of the same form, in which every value carries its rate of change (forward
-over reverse; Pearlmutter 1994, section 3):
+The backward pass is :math:`g_i = J_i^\top g_{i+1}`. Its derivative in a direction :math:`\dot z` of the operands is a
+pass of the same form, in which every value has a tangent, its rate of change (forward over reverse; Pearlmutter 1994,
+section 3):
 
 .. math::
     \dot x_{i+1} = J_i \dot z_i, \qquad
@@ -35,15 +35,15 @@ Maybe: TypeAlias = "list[Tensor | None]"
 class Stage(NamedTuple):
     """A recorded block, or the loss.
 
-    The tensors of its call are some operands, the tensors that the stage before hands on, and more operands.
+    The tensors of its call are some operands, the outputs of the stage before, and more operands.
 
     Attributes:
         name: How errors name it.
         call: The block as a function of its tensors.
         before: Which operands come first.
-        width: How many tensors the stage before hands on.
+        width: How many outputs the stage before has.
         after: Which operands come last: its free tensors.
-        outgoing: Which of the tensors that it hands on require grad.
+        outgoing: Which of its outputs require grad.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Stage(NamedTuple):
     outgoing: list[bool]
 
     def gather(self, operands: Sequence, incoming: Sequence) -> list:
-        """Put what belongs to the tensors of the call into their order."""
+        """Return values of the operands and of the incoming tensors in the order of the tensors of the call."""
         return [*(operands[i] for i in self.before), *incoming, *(operands[i] for i in self.after)]
 
     def divide(self, values: Sequence[Tensor | None], totals: Maybe) -> Maybe:
-        """Add what belongs to operands to their totals; return what belongs to the incoming tensors."""
+        """Add the values of operands to their totals; return the values of the incoming tensors."""
         end = len(self.before) + self.width
         ends = [*values[: len(self.before)], *values[end:]]
         for index, value in zip([*self.before, *self.after], ends, strict=True):
@@ -85,7 +85,7 @@ def pull_back(
     Args:
         stages: The recorded blocks, and the loss.
         operands: Leaves; ``requires_grad`` says which gradients are wanted.
-        kept: What each stage was handed, leaves as well; emptied on the way.
+        kept: The inputs of each stage, leaves as well; emptied by this function.
         cotangent: That of the loss.
     """
     totals: Maybe = [None] * len(operands)
@@ -121,7 +121,7 @@ def pull_back_rates(
         directions: The rates of change of the operands; None where they do not change.
         cotangent: That of the loss.
         rate: Its rate of change.
-        with_gradients: Collect the gradients as well, which would otherwise be forgotten on the way.
+        with_gradients: Return the gradients of the operands as well.
     """
     kept = _push_forward(stages, operands, directions)
     result = Rates([None] * len(operands), [None] * len(operands))
@@ -133,7 +133,7 @@ def pull_back_rates(
         if with_gradients or any(direction is not None for direction in moving):
             first, second = _pull_both(stage, tensors, moving, current, drift)
         else:
-            # No stage below changes either, so nobody asks for the cotangents themselves.
+            # No earlier stage changes either, so the cotangents themselves are not needed.
             first = [None] * len(tensors)
             second = vjp(stage.call, tensors, [t.requires_grad for t in tensors], drift)
         forgotten: Maybe = [None] * len(operands)
@@ -145,7 +145,7 @@ def pull_back_rates(
 def _push_forward(
     stages: Sequence[Stage], operands: Sequence[Tensor], directions: Maybe
 ) -> list[tuple[list[Tensor], Maybe]]:
-    """Return what each stage is handed, and its rates of change."""
+    """Return the inputs of each stage, and their rates of change."""
     kept: list[tuple[list[Tensor], Maybe]] = [([], [])]
     for stage in stages[:-1]:
         values, rates = kept[-1]
@@ -177,7 +177,7 @@ def _push(stage: Stage, tensors: list[Tensor], directions: Maybe) -> tuple[Seque
 def _pull_both(
     stage: Stage, tensors: list[Tensor], directions: Maybe, cotangents: Maybe, rates: Maybe
 ) -> tuple[Maybe, Maybe]:
-    """Pull cotangents back through a block; return those of its tensors and their rates of change."""
+    """Compute the vector-Jacobian product of a block, and its rate of change."""
     wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     first: Maybe = [None] * len(tensors)
     second: Maybe = [None] * len(tensors)

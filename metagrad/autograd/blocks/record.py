@@ -22,7 +22,7 @@ class RecordedChain(NamedTuple):
     Attributes:
         stages: The blocks, and the loss.
         operands: The parameters, the tensors of ``x`` and of ``y``, and the free tensors that require grad.
-        kept: What each stage was handed.
+        kept: The inputs of each stage.
         loss: The loss, without a graph.
     """
 
@@ -112,8 +112,8 @@ class _Recorder:
             key = replaced.get(id(tensor)) or replaced.get(id(tensor._base))
             if key is not None:
                 raise ValueError(
-                    f"{name}: reads the parameter {key!r} by a reference of its own, so the value in params does not "
-                    "reach it. Read it as an attribute of its module, inside a block, or leave it out of params."
+                    f"{name}: reads the parameter {key!r} by a reference of its own, so it does not see the value in "
+                    "params. Read it as an attribute of its module, inside a block, or leave it out of params."
                 )
 
     def check_loss(self, loss: Tree) -> None:
@@ -131,6 +131,6 @@ def _recorded(name: str, fn: Callable[[Tree, Tree], Tree], operands: Tree, value
         if "leaf Variable that requires grad" not in str(error):
             raise
         raise ValueError(
-            f"{name}: writes in place into what it is handed, which the way back needs. Set inplace=False, or make "
+            f"{name}: writes in place into its input, which the backward pass needs. Set inplace=False, or make "
             "it one block with the one before it."
         ) from error

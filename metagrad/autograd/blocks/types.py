@@ -94,6 +94,6 @@ def slots_of(module: nn.Module, names: dict[int, str]) -> Slots:
 
 
 def call_with(function: Callable[[Tree], Tree], slots: Slots, params: Params, x: Tree) -> Tree:
-    """Call a function with other values in the places of some parameters, whatever is there during an outer call."""
+    """Call a function with other values for some parameters, also where an outer call has replaced these already."""
     with put([(kept, key, params[name]) for kept, key, name in slots if name in params]):
         return function(x)

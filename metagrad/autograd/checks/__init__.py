@@ -1,1 +1,1 @@
-"""Which derivatives are right: finite differences, the lint of recorded graphs, errors for missing derivatives."""
+"""Checks of derivatives: finite differences, the lint of recorded graphs, errors for missing derivatives."""

@@ -1,4 +1,4 @@
-"""Whether tensors are free of NaN and infinities, at the cost of one look at them."""
+"""Whether tensors are free of NaN and infinities, with one transfer from the device."""
 
 from __future__ import annotations
 

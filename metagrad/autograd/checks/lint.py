@@ -112,7 +112,7 @@ def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tupl
 def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
     """Raise if the gradient of a loss could not be differentiated again, naming every node that is to blame.
 
-    The walk ends at the parameters: in an unrolled loop the steps before lie behind them.
+    The walk over the graph ends at the parameters, so in an unrolled loop it does not enter earlier steps.
     """
     behind = {node for param in params if (node := param.grad_fn) is not None}
     found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))

@@ -1,4 +1,4 @@
-"""What is known of torch's backward nodes that cannot be differentiated as often as one would think.
+"""The table of torch's backward nodes that cannot be differentiated again, or are wrong when they are.
 
 One row for each node, established on torch 2.13 and looked at again on 2.14 and 2.15;
 ``tests/autograd/checks/test_lint.py`` plants every row that runs on a CPU and shows the defect at the order given

@@ -1,4 +1,4 @@
-"""Derivatives that do not exist: the error that says so, and how torch says it."""
+"""The error for derivatives that do not exist, and the errors of torch that it replaces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refuse_missing(
         call: How the error names the caller.
         loss: With its graph.
         order: 2 for products, 3 for products that are differentiated.
-        behind: Nodes where the walk over the graph ends.
+        behind: Nodes at which the walk over the graph ends.
         kinds: What to refuse.
     """
     found = findings(graph_nodes([loss], set(behind)), order, kinds)

@@ -49,7 +49,7 @@ _ONCE = once_differentiable(lambda ctx: None).__code__
 
 
 def is_once_differentiable(node: Node) -> bool:
-    """Ask whether a custom function's backward wears the decorator, perhaps under others."""
+    """Ask whether a custom function's backward has the decorator, perhaps below others."""
     if not isinstance(node, BackwardCFunction):  # as those of torch.distributed.rpc, which are C++
         return False
     backward = type(node)._forward_cls.backward  # type: ignore[attr-defined]

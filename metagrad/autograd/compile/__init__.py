@@ -1,1 +1,1 @@
-"""What torch.compile is asked for, and the eager fallback."""
+"""Compiling functions by torch.compile, with eager code as fallback."""

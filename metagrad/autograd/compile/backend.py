@@ -1,9 +1,9 @@
-"""What torch.compile makes its graphs with, which notes them as they run, so that a loop can call them again.
+"""A backend of torch.compile that records the graphs that run, so that a loop can call them directly.
 
-Before torch.compile runs what it made of a function, it looks at everything that the function has read: a tenth of
-a millisecond for a step of MAML, whose kernels may take less. Between two steps of a loop nothing of that changes
-but the tensors that are handed on, and those keep their shapes, dtypes and layouts. So one step goes by
-torch.compile, and the others by the graph that was seen to run.
+Before torch.compile runs compiled code, its guards check everything that the function has read: a tenth of a
+millisecond for a step of MAML, whose kernels may take less. Between two steps of a loop only the tensors of the state
+change, and those keep their shapes, dtypes and layouts. So one step is called by torch.compile, and the others call
+the graph that it ran.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GraphCall(NamedTuple):
 
 
 class _Noted(threading.local):
-    """The calls of graphs in this thread, while somebody asks for them."""
+    """The calls of graphs in this thread, while they are being recorded."""
 
     calls: list[GraphCall] | None = None
 
@@ -94,20 +94,20 @@ class Backend:
 def _options_for_cpu() -> dict[str, Any]:
     """Return the defaults of inductor on CPUs.
 
-    Left to itself it would run all convolutions of a graph without a tape of its own with the channels last, which
-    takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one channel, the first is slow.
+    Without them it runs all convolutions of a graph that has no tape with the channels last, which takes 1.4 times as
+    long for the query loss of a Conv4 and its gradient: with one input channel, the first convolution is slow.
     """
     return {"post_grad_custom_post_pass": transpose_products(), "layout_optimization": False}
 
 
 class Repeated:
-    """Calls of a function of tensors that is one call of compiled code, on the way over a loop."""
+    """The calls of a function by a loop, where the function is one call of compiled code."""
 
     def __init__(self) -> None:
         self.graph: PlacedGraph | None = None
 
     def __call__(self, function: Callable[..., list[Tensor]], *groups: list[Tensor]) -> list[Tensor]:
-        """Call the function of lists or, once it is known which graph it comes to, the graph alone."""
+        """Call the function of lists or, once its graph is known, the graph."""
         tensors = [tensor for group in groups for tensor in group]
         if len(set(map(id, tensors))) < len(tensors):
             return function(*groups)
@@ -143,7 +143,7 @@ class PlacedGraph(NamedTuple):
 
 
 def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> PlacedGraph | None:
-    """Find by identity what was handed to a graph, and what became of it; None if that is not the whole function."""
+    """Identify the inputs and outputs of a graph among tensors; None if the function is more than the graph."""
     among = {id(tensor): place for place, tensor in enumerate(tensors)}
     places = [among.get(id(value)) for value in call.inputs]
     constants = [value if place is None else None for value, place in zip(call.inputs, places, strict=True)]

@@ -48,7 +48,7 @@ class CompileOptions:
 
 
 def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
-    """Return what is to be compiled and how; None for nothing."""
+    """Return what is to be compiled and how; None if nothing is."""
     if isinstance(compile, bool):
         return CompileOptions(False, {}) if compile else None
     if compile == "whole":
@@ -69,15 +69,15 @@ def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
 
 
 class UncompilableError(Exception):
-    """A function can be run, but not be compiled; says why, to follow "because"."""
+    """A function can run, but cannot be compiled; the message is the reason, to follow "because"."""
 
 
 class FreeTensorError(ValueError):
-    """A step reads a tensor that requires grad without being handed it."""
+    """A step reads a tensor that requires grad and is not an argument."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         super().__init__(
-            f"{name}: with compile, a tensor of shape {shape} that requires grad is read without being handed over, "
+            f"{name}: with compile, a tensor of shape {shape} that requires grad is read without being an argument, "
             "so its gradient would be lost. Pass it as an argument."
         )
         self.shape = shape
@@ -87,7 +87,7 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
     """Run a function once without compiling it, leaving no trace, and refuse what compiling would lose.
 
     Returns:
-        The tensors that it reads without being handed them.
+        The tensors that it reads and that are no arguments.
 
     Raises:
         FreeTensorError: It reads one that requires grad.
@@ -187,7 +187,7 @@ def with_own_code(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class Fallback:
-    """Tries what is compiled, and once that fails takes the other way for good, with one warning.
+    """Runs compiled code, and from its first failure on eager code, with one warning.
 
     Args:
         call: How warnings and errors name the call.
@@ -211,7 +211,7 @@ class Fallback:
             if hooks_were_allowed:
                 # Tracing that fails inside torch.func.grad leaves them disabled (torch 2.13).
                 _torch.enable_saved_tensors_hooks()
-            # An error of the function's own comes out of it again, and leaves from there.
+            # An error of the function itself is raised again, here.
             result = eager()
             self.gave_up = not isinstance(error, _UnavailableError)
             warnings.warn(

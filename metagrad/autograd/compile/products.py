@@ -50,7 +50,7 @@ def transpose_in(graph: fx.Graph) -> None:
 
 
 def _can_move(node: Any, reader: fx.Node) -> bool:
-    """Say whether a transposition that is all that is read of a node ends in products, or in transpositions."""
+    """Say whether the only reader of a node transposes it, and the transposition can move into its products."""
     value = node.meta["val"]
     if value.ndim != 3 or list(node.users) != [reader]:
         return False

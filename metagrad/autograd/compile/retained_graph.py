@@ -1,7 +1,7 @@
-"""Compiled pieces that keep their graphs for one derivative, and are run as they are for those beyond it.
+"""Compiled functions that keep their graphs for the first derivative, and run eagerly for higher ones.
 
 torch refuses to differentiate the backward of compiled code, so a derivative that is to be differentiated again is
-taken of the function as it runs without being compiled.
+taken of the eager function.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compiled losses whose gradient is computed along with them, by one graph.
 
-A meta-batch is judged in order to be learned from, so the gradient of its losses is wanted with them; one graph of
-both is smaller than two, and nothing but the gradient is kept. Cotangents that do not weigh the losses alone pull
-back through a graph of their own, which computes everything again.
+A training step needs the gradient of the losses of a meta-batch with them; one graph of both is smaller than two, and
+only the gradient is kept. If cotangents are more than weights of the losses, another graph computes their product,
+from the start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from metagrad.core.tree import is_differentiable
 
 
 class Losses(Protocol):
-    """A function of tensors; a named tuple, so that torch.compile knows it again by what it holds."""
+    """A function of tensors; a named tuple, which Dynamo's guards match by value."""
 
     def __call__(self, tensors: Sequence[Tensor], /) -> list[Tensor]:
         """Return losses, and what else there is."""

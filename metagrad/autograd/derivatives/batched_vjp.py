@@ -1,4 +1,4 @@
-"""How many products to compute together: what fits into a chunk, where that is faster and legal."""
+"""How many products to compute together: as many as fit into a chunk, where batching is faster and possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Together:
 
     Attributes:
         bytes_each: The working memory of one product at its peak, without its result; None before the first.
-        is_legal: False when an operation has refused to be batched.
+        is_legal: False once an operation could not be batched.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Together:
     def pieces(
         self, product: Product, vectors: Sequence[Tensor], chunk: int, *, one_by_one: bool = False
     ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Multiply stacks ``[k, ...]`` piece by piece; yield which of the k, and their products."""
+        """Multiply stacks ``[k, ...]`` piece by piece; yield the slice of the k, and its products."""
         count, start = len(vectors[0]), 0
         while start < count:
             measure = self.bytes_each is None and count > 1 and not one_by_one
@@ -74,6 +74,6 @@ class Together:
             try:
                 return product(part, True)
             except (RuntimeError, NotImplementedError, UserWarning):
-                # One by one, an error that has another cause comes again.
+                # If the error has another cause, it is raised again by the products one by one.
                 self.is_legal = False
                 return None

@@ -1,4 +1,4 @@
-"""Products of cotangents with the transposed Jacobian that a graph holds; of a gradient's graph, with the Hessian."""
+"""Vector-Jacobian products of a recorded graph; of the graph of a gradient these are Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def graph_vjp(
 
     .. math:: \sum_o J_o^\top u_o, \qquad H v = J_g^\top v \text{ for a gradient } g
 
-    Outputs that are constants drop out, and so does what is None.
+    Outputs that do not require grad, or are None, are left out, and so are those whose cotangent is None.
 
     Args:
-        outputs: Of the graph.
-        inputs: Where derivatives are taken.
-        cotangents: For each output one in its shape.
-        batched: Take stacks ``[m, *shape]`` of cotangents, and return such.
+        outputs: Tensors with a graph, of any shapes.
+        inputs: What to differentiate with respect to: tensors of that graph, or gradient edges.
+        cotangents: One for each output, in its shape.
+        batched: Take stacks ``[m, *shape]`` of cotangents, and return stacks.
         create_graph: Put the products on the tape.
-        retain_graph: Keep the graph for more; None is as ``create_graph``.
+        retain_graph: Keep the graph for further products; None is as ``create_graph``.
 
     Returns:
-        For each input its product; None where there is none.
+        One product for each input, in its shape; None where no output depends on it.
 
     Example:
         >>> from metagrad.autograd.derivatives.graph_vjp import graph_vjp

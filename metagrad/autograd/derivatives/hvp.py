@@ -51,31 +51,31 @@ def hvp(
     ========= ============================================ =======================================================
     mode      how                                          memory, and where it does not work
     ========= ============================================ =======================================================
-    "reverse" the gradient of :math:`\langle g, v \rangle` every graph twice; works wherever the tape does
-    "forward" ``torch.func.jvp`` of ``torch.func.grad``    every graph, and its tangents; not with operations that
+    "reverse" the gradient of :math:`\langle g, v \rangle` the loss's graph and the gradient's; works with every tape
+    "forward" ``torch.func.jvp`` of ``torch.func.grad``    the loss's graph and its tangents; not with operations that
                                                            lack forward derivatives (most attention kernels,
                                                            ``F.mse_loss``) or write in place; goes through
-                                                           ``torch.no_grad``, which for the others makes constants
+                                                           ``torch.no_grad``, whose results the others hold constant
     "block"   forward over reverse, block by block         what passes between blocks, and one block's graph; the
                                                            loss must be a :func:`metagrad.autograd.chain`
     ========= ============================================ =======================================================
 
-    Reverse mode is one product that frees its graphs on the way; :func:`linearize` keeps that of the gradient for
-    many, and is not quicker for one.
+    Reverse mode frees its graphs with the product; :func:`linearize` keeps the graph of the gradient for many
+    products, and is not quicker for one.
 
     Args:
         loss_fn: ``loss_fn(params, *args)``, a tensor with one element; deterministic but for torch's random
             numbers.
         params: A tree of floating point tensors; they need not require grad.
         v: A tree of the same structure, shapes and dtypes.
-        *args: What else the loss takes, constants for the derivative.
+        *args: What else the loss takes; the Hessian is not taken with respect to it.
         mode: How.
         create_graph: Put the results on the tape, so that they can be differentiated with respect to ``params``,
             ``v`` and whatever else requires grad; inside a ``torch.func`` transform they always can.
 
     Returns:
-        The loss, the gradient and the product. Parameters that the loss does not use, or uses linearly and alone,
-        have zeros.
+        The loss, the gradient and the product. Gradient and product are zeros for parameters that they do not
+        depend on.
 
     Raises:
         ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has

@@ -85,14 +85,14 @@ def linearize(
 def linearized(
     call: str, loss: Tensor, variables: list[Variable], spec: TreeSpec, allow_unused: bool, create_graph: bool
 ) -> Linearization:
-    """Linearize with respect to variables that are known; ``call`` is how errors name the caller."""
+    """Linearize with respect to variables that were found; ``call`` is how errors name the caller."""
     refuse_missing(call, loss, order=3 if create_graph else 2, behind=end_nodes(variables))
     parts = differentiated(call, loss, variables, allow_unused=allow_unused, create_graph=True)
     return Linearization(loss, variables, spec, parts, create_graph=create_graph)
 
 
 class Linearization:
-    """What :func:`linearize` returns: the gradient of a loss, and the graph that multiplies with its Hessian.
+    """The gradient of a loss, and its graph for Hessian-vector products; :func:`linearize` makes it.
 
     Attributes:
         loss: Its value.
@@ -239,7 +239,7 @@ class Linearization:
     def _product(
         self, vectors: list[Tensor], together: bool, *, chosen: Sequence[int], create_graph: bool
     ) -> list[Tensor]:
-        """Pull vectors, brought to the gradient, back to the variables."""
+        """Multiply vectors with the Hessian, by the vector-Jacobian product of the gradient."""
         variables = [self.variables[i] for i in chosen]
         with torch.set_grad_enabled(create_graph), named_if_missing("hvp(v)"):
             outputs, cotangents = self._at_gradient(chosen, vectors)
@@ -299,7 +299,7 @@ class Linearization:
 def _collected(
     pieces: Iterator[tuple[slice, list[Tensor]]], vectors: list[Tensor], on_tape: bool
 ) -> list[Tensor]:
-    """Put the pieces of a stack together; off the tape without a second copy of them."""
+    """Join the pieces of a stack; off the tape, without a second copy of them."""
     if on_tape or len(vectors[0]) == 1:
         parts = [products for _, products in pieces]
         return [torch.cat(of_one) for of_one in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
@@ -311,7 +311,7 @@ def _collected(
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Say whether all numbers are finite, with one look at the device."""
+    """Say whether all numbers are finite, with one synchronization of the device."""
     # A sum is finite only if its terms are; if it is not, it may have overflowed.
     if bool(torch.stack([tensor.detach().sum() for tensor in tensors]).isfinite().all()):
         return True

@@ -1,9 +1,9 @@
 """Embedding tables in a recorded graph: found by their lookups, and differentiated in the rows looked up.
 
-A lookup is a node of the graph, and torch differentiates with respect to what a node returned
-(``torch.autograd.graph.GradientEdge``). So the rows of a table can be taken for variables after the loss was
-computed, and without a word to the model: a derivative with respect to the table is one with respect to what was
-looked up, added up by rows.
+A lookup is a node of the graph, and torch can differentiate with respect to the output of a node
+(``torch.autograd.graph.GradientEdge``). So the rows of a table can be made the variables after the loss was computed,
+without a change of the model: the derivative with respect to the table is the one with respect to the output of the
+lookup, summed by rows.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TableRows:
         """Return the coordinates ``[R, D...]`` of a RowSparse, or ``[k, R, D...]`` of a stack ``[k, V, D...]``."""
         if not isinstance(vector, RowSparse):
             raise TypeError(
-                f"{what} must be a RowSparse, for the coordinates of a sparse table are the rows that the loss looks "
-                f"up, got {type(vector).__name__}."
+                f"{what} must be a RowSparse, because the coordinates of a sparse table are the rows that the loss "
+                f"looks up, got {type(vector).__name__}."
             )
         leading = tuple(vector.shape[: vector.ndim - len(self.shape)])
         if len(leading) > 1 or tuple(vector.shape[len(leading) :]) != self.shape:
@@ -46,7 +46,7 @@ class TableRows:
         place = torch.searchsorted(self.rows, row)
         if not bool(torch.isin(row, self.rows).all()):
             raise ValueError(
-                f"{what} has rows that the loss does not look up, where there is no curvature. Keep to the rows of "
+                f"{what} has rows that the loss does not look up, where the Hessian is zero. Use only the rows of "
                 "the gradient."
             )
         size = (leading[0] if leading else 1) * len(self.rows)
@@ -94,7 +94,7 @@ class Lookups:
         ]
 
     def scatter(self, cotangents: Sequence[Tensor | None], zeros: Tensor) -> Tensor:
-        """Add what comes back of each lookup up to coordinates ``[k, R, D...]``: the transpose of :meth:`gather`."""
+        """Sum the cotangents of all lookups by rows, to ``[k, R, D...]``: the transpose of :meth:`gather`."""
         total = widened(torch.cat([zeros, zeros.new_zeros(len(zeros), 1, *self.shape[1:])], 1))
         for at, cotangent in zip(self.lookups, cotangents, strict=True):
             if cotangent is not None:
@@ -114,7 +114,7 @@ def find_lookups(
         tables: Name, parameter, and whether it must be taken by rows; else it is if its gradient would be sparse.
 
     Returns:
-        For each parameter its lookups, or None if it is to be taken as a whole.
+        For each parameter its lookups, or None if all of its elements are variables.
 
     Raises:
         ValueError: A parameter that must be taken by rows is used otherwise, or with ``scale_grad_by_freq``.
@@ -142,8 +142,8 @@ def _lookups(call: str, name: str, param: Tensor, nodes: list[Node], must: bool)
         return None
     if any(getattr(node, "_saved_scale_grad_by_freq", False) for node in nodes):
         raise ValueError(
-            f"{call}: F.embedding(scale_grad_by_freq=True) of {name} changes the gradient by a factor that its own "
-            "derivative does not know. Construct the embedding without it."
+            f"{call}: F.embedding(scale_grad_by_freq=True) of {name} scales the gradient by a factor that is missing "
+            "from the second derivative. Construct the embedding without it."
         )
     found = [_looked_up(node, len(param)) for node in nodes]
     empty = torch.zeros(0, dtype=torch.int64, device=param.device)
@@ -172,7 +172,7 @@ def _has_sparse_gradient(node: Node) -> bool:
 
 
 def _looked_up(node: Node, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the ids that a lookup is for, and which of these have no derivative."""
+    """Return the ids that were looked up, and which of these have no derivative."""
     if node.name() == "_GatherRowsBackward":
         (ids,) = node.saved_tensors  # type: ignore[attr-defined]
         return ids, ids == HOLE

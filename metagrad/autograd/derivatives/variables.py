@@ -1,4 +1,4 @@
-"""What products are taken with respect to: a parameter as a whole, or the rows of a table that are looked up."""
+"""What a loss is differentiated with respect to: whole parameters, or the rows of tables that are looked up."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Variable(NamedTuple):
         return [self.leaf] if self.lookups is None else [at.edge for at in self.lookups.lookups]
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Bring coordinates ``[k, *shape]`` to each of the inputs."""
+        """Return what coordinates ``[k, *shape]`` are at each of the inputs."""
         return [values] if self.lookups is None else self.lookups.gather(values)
 
     def scatter(self, parts: Sequence[Tensor | None], count: int) -> Tensor:
-        """Add what came of the inputs up to coordinates ``[count, *shape]``; None is zero."""
+        """Sum the derivatives at the inputs to coordinates ``[count, *shape]``; None is zero."""
         if self.lookups is not None:
             return self.lookups.scatter(parts, self.leaf.new_zeros(count, *self.shape))
         (part,) = parts
@@ -114,7 +114,7 @@ def inputs_of(variables: Sequence[Variable]) -> list[Tensor | GradientEdge]:
 
 
 def grouped(variables: Sequence[Variable], found: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
-    """Divide what came to :func:`inputs_of` between the variables; nothing is None for all."""
+    """Group derivatives at :func:`inputs_of` by variable; an empty list is None for all."""
     rest = iter(found)
     return [[next(rest, None) for _ in variable.inputs] for variable in variables]
 
@@ -127,7 +127,7 @@ def batched_grad(
     together: bool,
     create_graph: bool,
 ) -> list[Tensor | None]:
-    """Pull stacks of cotangents ``[m, ...]`` back together, or, where m is 1, as one; keep the graph."""
+    """Multiply stacks of cotangents ``[m, ...]``, in one batched backward pass if ``together``, else m is 1."""
     rows = cotangents if together else [c.squeeze(0) for c in cotangents]
     found = graph_vjp(outputs, inputs, rows, batched=together, create_graph=create_graph, retain_graph=True)
     return found if together else stacked(found)
@@ -153,7 +153,7 @@ def pull_back(
 def differentiated(
     call: str, loss: Tensor, variables: list[Variable], *, allow_unused: bool, create_graph: bool
 ) -> list[list[Tensor | None]]:
-    """Differentiate a loss; return for each variable what came to its inputs, None where nothing did."""
+    """Differentiate a loss; return for each variable the derivatives at its inputs, None where there is none."""
     inputs = inputs_of(variables)
     found: Sequence[Tensor | None] = ()
     if inputs:
@@ -181,13 +181,14 @@ def _refuse_sparse(call: str, variables: list[Variable], parts: list[list[Tensor
         for part in came:
             if part is not None and (isinstance(part, RowSparse) or part.layout != torch.strided):
                 raise ValueError(
-                    f"{call}: the gradient of {variable.name} is sparse, but something stands between the parameter "
-                    "and the lookup of its rows. Look rows up in the parameter itself, or give what is looked up."
+                    f"{call}: the gradient of {variable.name} is sparse, but rows are looked up in a tensor computed "
+                    "from the parameter, not in the parameter. Look rows up in the parameter itself, or pass the "
+                    "tensor in which they are looked up."
                 )
 
 
 def stacked(parts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Take each for a stack of one."""
+    """Return stacks of one, ``[1, *shape]``."""
     return [None if part is None else part.unsqueeze(0) for part in parts]
 
 

@@ -1,1 +1,1 @@
-"""Recomputation instead of storage, and the proof that a second run repeats the first."""
+"""Recomputation instead of storage, and the check that the second run repeats the first."""

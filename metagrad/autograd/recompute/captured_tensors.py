@@ -1,4 +1,4 @@
-"""The tensors that a function reads beside its arguments: found while it runs, exchanged when it runs again.
+"""The tensors that a function reads beside its arguments: found while it runs, replaced when it runs again.
 
 They are found by a ``TorchFunctionMode``: a tensor that enters a torch function and is neither an argument nor the
 result of an earlier torch function is *free*. The number of the torch function in the sequence of calls, and the
@@ -67,7 +67,7 @@ class Constant(NamedTuple):
         return cls(tensor, version_of(tensor))
 
     def is_as_read(self) -> bool:
-        """Say whether nobody has written into the tensor since, as far as torch counts it."""
+        """Say whether the tensor was not written into since, as far as torch counts versions."""
         return self.version is None or self.tensor._version == self.version
 
 
@@ -119,11 +119,11 @@ class Writes:
                 self.before[key] = tensor.untyped_storage().clone()
 
     def reach(self, tensor: Tensor) -> bool:
-        """Say whether a torch function wrote into the storage of a tensor."""
+        """Return whether a torch function wrote into the storage of a tensor."""
         return bool(self.written) and storage_of(tensor) in self.written
 
     def keep_changes(self, read: Iterable[tuple[Tensor, bool]]) -> None:
-        """Forget the copies of storages that no read tensor shows a change of.
+        """Drop the copies of storages of which no tensor that was read has changed.
 
         Args:
             read: The tensors that were read, and whether their versions are as they were. Batch normalisation
@@ -197,7 +197,7 @@ class Reads:
         return False, len(self.constants) - 1
 
     def close(self, name: str, handed: Sequence[Tensor], versions: Sequence[int | None]) -> None:
-        """Check that what the call wrote into is known as it was before."""
+        """Check that the earlier values of everything that the call wrote into are known."""
         for tensor, version in zip(handed, versions, strict=True):
             if version_of(tensor) != version or self.writes.reach(tensor):
                 raise ValueError(
@@ -239,7 +239,7 @@ class Reads:
         substitution.close()
 
     def _constants_again(self, name: str) -> list[Tensor]:
-        """Return what the call read; to write into it again leaves the tensors themselves alone."""
+        """Return the constants that the call read; copies of those that it wrote into."""
         copies = self.writes.copies()
         constants = []
         for constant in self.constants:
@@ -251,7 +251,7 @@ class Reads:
 
 
 def unobserved() -> contextlib.AbstractContextManager:
-    """Hide our own bookkeeping from modes: an enclosing recording counts the calls it sees."""
+    """Hide the library's own operations from modes: an enclosing recording counts the calls that it sees."""
     return _torch.without_torch_function()
 
 
@@ -268,7 +268,7 @@ def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 class FunctionModes:
-    """The torch function modes that are active around a call, but for recordings and replays."""
+    """The torch function modes that are active around a call, other than recordings and replays."""
 
     def __init__(self) -> None:
         self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
@@ -283,7 +283,7 @@ class FunctionModes:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[list[Observer]]:
-    """Hide calls from enclosing recordings and replays, which count them, but from no other mode.
+    """Hide calls from enclosing recordings and replays, which count them, and from no other mode.
 
     Yields:
         Those that were active, the outermost first.
@@ -366,9 +366,10 @@ class Recorder(Observer):
     """Finds the free tensors of a function while it runs.
 
     Args:
-        reads: What to note them in.
+        reads: Where they are recorded.
         arguments: The arguments of the function.
-        enclosing: The recordings and replays that get all calls at the end: :func:`unrecorded` hides each from them.
+        enclosing: The recordings and replays to which all calls are reported at the end; :func:`unrecorded` hides
+            them until then.
     """
 
     def __init__(self, reads: Reads, arguments: Sequence[Tensor], enclosing: Sequence[Observer] = ()) -> None:
@@ -412,9 +413,9 @@ class Recorder(Observer):
         return result
 
     def _read(self, tensor: Tensor, number: int, position: int) -> Tensor:
-        """Note that torch function ``number`` reads a free tensor; return what it is to read in its place.
+        """Note that torch function ``number`` reads a free tensor; return the tensor to read instead.
 
-        Recordings and replays around this one see the tensor, and replace it, before this one keeps it.
+        Enclosing recordings and replays see the tensor, and may replace it, before this one keeps it.
         """
         # Without grad mode, as inside the forward of a custom autograd.Function, it is a constant.
         with unobserved():
@@ -442,7 +443,7 @@ class Recorder(Observer):
     def _free(self, tensors: list[Tensor]) -> dict[int, Tensor]:
         """Return the free ones among tensors by their positions.
 
-        Most tensors are arguments, or were just made with a graph; to see that, nothing is asked of torch.
+        Most tensors are arguments, or were just made with a graph; that is seen without a call of torch.
         """
         doubtful: dict[int, Tensor] = {}
         for position, tensor in enumerate(tensors):
@@ -480,7 +481,7 @@ class Recorder(Observer):
             mark(key)
 
     def _is_as_made(self, tensor: Tensor) -> bool:
-        """A custom ``autograd.Function`` gives a graph to what its forward made without one."""
+        """Say whether a tensor has the graph that it was made with: a custom ``autograd.Function`` adds one later."""
         return id(tensor) not in self.without_grad or tensor.is_leaf
 
     def _is_known(self, tensor: Tensor | None) -> bool:
@@ -533,7 +534,7 @@ class Recorder(Observer):
 
 
 class _Substitution(Observer):
-    """Holds a second run of a function to the first, with other tensors where it reads its free ones."""
+    """Checks that a second run of a function repeats the first, and substitutes other tensors for its free ones."""
 
     def __init__(self, name: str, reads: Reads, free: list[Tensor], constants: list[Tensor]) -> None:
         super().__init__()
@@ -573,7 +574,7 @@ class _Substitution(Observer):
         return number
 
     def absorb(self, inner: Recorder) -> None:
-        """Hold the calls of a recording inside this replay to those of the first run."""
+        """Check the calls of a recording inside this replay against those of the first run."""
         for entry in inner.reads.journal.entries:
             self._advance(entry)
 
@@ -594,7 +595,7 @@ def _replace_tensors(value: Any, others: dict[int, Tensor]) -> Any:
 
 
 def _replaced(value: Any, others: dict[int, Tensor], positions: Iterator[int]) -> Any:
-    # No closure that calls itself: that is a circle, which would hold the tensors until garbage is collected.
+    # Not a closure that calls itself: that is a reference cycle, which keeps the tensors until garbage is collected.
     if isinstance(value, Tensor):
         return others.get(next(positions), value)
     if isinstance(value, list):

@@ -35,13 +35,13 @@ class TensorFunction(Protocol):
 
 
 class Backward(NamedTuple):
-    """What a backward pass has at the node of a call.
+    """What the backward pass of a call is given.
 
     Attributes:
         tensors: The operands of the call.
-        kept: What was kept for this.
-        needed: Which of the operands a cotangent is needed of.
-        cotangents: Those of the results, None where nothing flows back.
+        kept: The tensors that the forward pass kept for it.
+        needed: For which of the operands a cotangent is needed.
+        cotangents: Those of the results; None where there is none.
     """
 
     tensors: Sequence[Tensor]
@@ -67,7 +67,7 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     that its gradient is right as well; that graph is stored.
 
     Args:
-        fn: A function of trees of tensors, or a module, that does the same when it is called again.
+        fn: A function of trees of tensors, or a module, that repeats its computation when it is called again.
         *args: Trees of tensors and constants.
         **kwargs: Likewise.
 
@@ -78,18 +78,18 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         ValueError: ``fn`` writes in place into its arguments or into a tensor that requires grad, or reads a
             tensor that requires grad only inside a custom ``autograd.Function`` or a ``torch.func`` transform.
         RuntimeError: On differentiation, if something ``fn`` reads was modified in place since, or if ``fn`` does
-            something else than it did.
+            not repeat what it did.
 
     Note:
-        Not detected is what shows neither in the arguments of torch functions nor in results: a number that nothing
-        but a hook or the backward of a custom ``autograd.Function`` looks up when it runs; and an entry that changes,
-        other than by a torch function, in a result of more than 16384, of which a few entries are compared. Numbers
-        are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`, and
-        elsewhere to rounding. What ``fn`` does besides to objects that are no modules (it appends to a list, it
-        counts) it does again whenever it is recomputed.
+        A change is not detected if it shows neither in the arguments of torch functions nor in the results: a number
+        that only a hook or the backward of a custom ``autograd.Function`` reads when it runs; or an entry that
+        changes, other than by a torch function, in a result of more than 16384 entries, of which a few are compared.
+        Numbers are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`,
+        and elsewhere to rounding. Side effects of ``fn`` on objects that are no modules (it appends to a list, it
+        counts) happen again at each recomputation.
 
-        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called as it is and
-        its graph is stored, with a warning: recompute outside, around the transform.
+        Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called without
+        recomputation and its graph is stored, with a warning: put the checkpoint around the transform.
 
     Example:
         >>> x = torch.tensor(2.0, requires_grad=True)
@@ -122,14 +122,14 @@ def recording_call(
     name: str,
     modules: list[nn.Module] | None = None,
 ) -> T:
-    """Call a function, keeping its inputs alone; takes what :func:`~.replay.record` does."""
+    """Call a function, keeping only its inputs; the arguments are those of :func:`~.replay.record`."""
     recording = record(fn, args, kwargs, name=name, modules=modules)
     with unrecorded():  # the recording has shown its tensors
         return attach(recording.call, recording.tensors, recording.outputs, recording.structure)
 
 
 def cannot_recompute() -> str | None:
-    """Say what is at work that a recomputed call cannot be part of; None if nothing is."""
+    """Name the transform or mode that is active and does not allow recomputation; None if there is none."""
     if _torch.functorch_is_active():
         return "inside a torch.func transform"
     if _torch.forward_level() >= 0:
@@ -206,9 +206,9 @@ class Vjp:
 
 
 class _Repeatable:
-    """A call whose results are held to those of its first run: backward passes have hooks, which may differ as well.
+    """A call whose results are compared with those of its first run: hooks may differ in a backward pass as well.
 
-    To rounding: with a graph of its own, some derivatives are computed by other operations.
+    They are compared to rounding: with a graph of its own, some derivatives are computed by other operations.
     """
 
     def __init__(self, call: TensorFunction) -> None:
@@ -235,12 +235,12 @@ def vjp(
     needed: Sequence[bool],
     cotangents: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Pull cotangents back through a call, recomputing it; differentiable where grad mode is on.
+    """Compute the vector-Jacobian product of a call, recomputing it; differentiable where grad mode is on.
 
-    A call may have a vector-Jacobian product of its own, as a method ``product``.
+    A call may define its own vector-Jacobian product, as a method ``product``.
 
     Returns:
-        One cotangent for each of ``tensors``, None where it is not needed or not influenced.
+        One cotangent for each of ``tensors``; None where it is not needed, or the results do not depend on it.
     """
     wanted = [i for i, need in enumerate(needed) if need]
     present = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
@@ -256,7 +256,7 @@ def vjp(
 
 
 def _private(tensor: Tensor, create_graph: bool) -> Tensor:
-    """Give each operand an identity of its own: the same tensor in two places has two derivatives."""
+    """Return a distinct tensor for each operand: the same tensor in two arguments has two derivatives."""
     if create_graph and tensor.requires_grad:
         return tensor.view_as(tensor)
     return fresh_leaf(tensor)

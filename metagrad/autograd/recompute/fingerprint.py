@@ -1,7 +1,7 @@
-"""What is remembered of the results of a call, to recognise them when they are computed again.
+"""Fingerprints of the results of a call, to compare them with those of a recomputation.
 
-Of each tensor: its shape, its dtype, and a few of its entries; and the sum of all entries, but for tensors of very
-many. So a fingerprint takes microseconds, and keeps next to nothing.
+A fingerprint has the shape, the dtype and a few entries of each tensor, and, for tensors of up to 2**14 entries, the
+sum of all. So it takes microseconds and little memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NUM_SAMPLES = 32
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
 
 RELATIVE_ERROR = 1e-5
-"""What two numbers may differ by that were computed alike, by operations that round differently every time."""
+"""By how much a number may differ when it is computed again by operations that round differently every time."""
 
 
 def is_deterministic() -> bool:
@@ -56,7 +56,7 @@ class Fingerprint:
 
         Args:
             tensors: As many as there were.
-            exact: Whether they must be so bit by bit, and not to rounding.
+            exact: Whether they must agree bit by bit, and not to rounding.
         """
         other = Fingerprint(tensors)
         for index, (kind, now) in enumerate(zip(self.kinds, other.kinds, strict=True)):

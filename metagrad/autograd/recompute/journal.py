@@ -1,8 +1,8 @@
-"""What a function asks of torch while it runs, call by call, so that a second run can be held to the first.
+"""The torch functions that a function calls while it runs, so that a second run can be compared with the first.
 
-An entry holds the torch function, whether grad mode was on, and everything that the function was handed but tensors.
-A second run that draws another number, counts on, or finds another flag, differs in an entry before it differs in a
-value, and often where no value differs: a rate that only scales gradients, a branch that detaches.
+An entry has the torch function, whether grad mode was on, and all arguments that are not tensors. A second run that
+draws another number, has counted on, or finds another flag, differs in an entry before it differs in a value, and
+often where no value differs: a rate that only scales gradients, a branch that detaches.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Journal:
         self.with_grad += other.with_grad
 
     def find(self, number: int, entry: Entry) -> int | None:
-        """Return where a second run stands that has come to ``number`` and goes on with ``entry``.
+        """Return the number of ``entry`` in the first run, for a second run that has come to ``number``.
 
-        What does not require grad may be missing from it: it was computed once and kept, as a mask or a sparsity
-        pattern is. None says that the run has gone another way.
+        Entries whose results do not require grad may be missing from the second run: a mask or a sparsity pattern is
+        computed once and kept. None says that the second run deviates.
         """
         for place in range(number, len(self.entries)):
             if self.entries[place] == entry or _is_same(self.entries[place], entry):
@@ -115,7 +115,7 @@ class Journal:
 
 
 def _is_same(first: Entry, second: Entry) -> bool:
-    """Compare entries, to rounding where numbers come of operations that round differently every time."""
+    """Compare entries, to rounding where operations round differently every time."""
     if second[0] is None:  # a run for the values alone
         first, second = first[1:], second[1:]
     return len(first) == len(second) and all(map(_is_same_value, first, second))

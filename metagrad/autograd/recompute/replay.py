@@ -149,7 +149,7 @@ def _record(
         with Recorder(call.reads, handed, enclosing) as recorder:
             outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
             call.returned = [not recorder.has_made(output) for output in outputs]
-            # They pass a torch function, and so are read.
+            # As the argument of a torch function, they count as read.
             outputs = [t.view_as(t) if read else t for t, read in zip(outputs, call.returned, strict=True)]
     with unobserved():
         call.reads.random.close()

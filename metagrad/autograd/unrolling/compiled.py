@@ -1,4 +1,4 @@
-"""Loops of a compiled step: what is compiled of them, and the counterparts of the eager loops.
+"""Loops of a compiled step: what is compiled, and the counterparts of the eager loops.
 
 What changes from step to step or from call to call is a tensor: the state, the number of the step, the arguments. So
 what was compiled once, a step and its vector-Jacobian product or all steps, serves any number of steps.
@@ -48,7 +48,7 @@ from metagrad.core.tree import (
 )
 
 Around = Callable[[int], contextlib.AbstractContextManager]
-"""What to enter around the step of a number."""
+"""The context to enter around the step of a number."""
 
 _ONE = dissect(torch.empty(0))[1]
 
@@ -103,7 +103,7 @@ def _pull(
     cotangents: list[Tensor],
     totals: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Pull cotangents back through one step; return those of the state, and the totals of those of the arguments."""
+    """Compute the vector-Jacobian product of one step: cotangents of the state, and totals for the arguments."""
     pass_gate()
 
     def results(states: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
@@ -131,14 +131,14 @@ def _whole(
 
 
 class _Known(NamedTuple):
-    """What a step reads without being handed it, once that has been looked at, and the modules that it can reach."""
+    """The tensors that a step reads and that are no arguments, None if not known yet; the modules it can reach."""
 
     read: list[Tensor] | None
     modules: list[weakref.ref[nn.Module]]
 
 
 class CompiledStep(Fallback):
-    """A step, its vector-Jacobian product and a loop of it as compiled code; kept, it serves all loops of the step.
+    """A step, its vector-Jacobian product and a loop of it as compiled code, for all loops of the step.
 
     Args:
         call: How warnings and errors name the loop.
@@ -154,7 +154,7 @@ class CompiledStep(Fallback):
         self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
 
     def know(self, owner: object, step: Step, read: list[Tensor] | None = None) -> None:
-        """Remember, as long as a step's owner lives, what the step reads and which modules it can reach."""
+        """Remember, for the lifetime of a step's owner, what the step reads and which modules it can reach."""
         self._known[owner] = _Known(read, [weakref.ref(module) for module in modules_of(step)])
 
     def modules(self, owner: object, step: Step) -> list[nn.Module]:
@@ -164,14 +164,14 @@ class CompiledStep(Fallback):
         return [module for reference in self._known[owner].modules if (module := reference()) is not None]
 
     def read(self, owner: object, check: Callable[[], None]) -> list[Constant]:
-        """Return what a step reads without being handed it; ``check`` finds out if that is not known."""
+        """Return the tensors that a step reads and that are no arguments; ``check`` finds them on the first call."""
         if owner not in self._known or self._known[owner].read is None:
             check()
         return [Constant.of(tensor) for tensor in self._known[owner].read or ()]
 
 
 class _Loop:
-    """A loop with its step, its compiled code and what does not change from step to step but the tensors.
+    """A loop with its step, its compiled code, and the structure that all steps have in common.
 
     Args:
         compiled: What has been compiled so far.
@@ -243,7 +243,7 @@ class _Loop:
         Args:
             tensors: Of the first state and of the arguments.
             stride: How many steps lie between two states that are kept.
-            before: What to make of the tensors of a state before its step.
+            before: Applied to the tensors of a state before its step.
         """
         state, shared = self.split(tensors)
         kept, collected = [], []
@@ -300,7 +300,7 @@ class _Loop:
         return states
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
-        """Run the step as it is; refuse what compiling would lose."""
+        """Run the step without compiling it; refuse what compiling would lose."""
         state, shared = self.split([operand(tensor, True) for tensor in tensors])
         args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
         self.compiled.know(self.owner, self.step, check_compilable(self.step, args, self.compiled.call))
@@ -312,7 +312,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Set up autocast, flags and modules as they were when the loop was made, for what is computed again."""
+        """Set up autocast, flags and modules as they were when the loop was made, for a recomputation."""
         changed = (
             [] if self.modules.is_as_now() else [self.modules]
         )  # for guards of compiled code look at them
@@ -370,7 +370,7 @@ class _Loop:
         return self.fill(attached(self.eager, self.tensors, differentiable, kept=kept, pull=pull))
 
     def without_graphs(self) -> tuple[Tree, Tree]:
-        """Run the loop for its values alone."""
+        """Run the loop without graphs."""
         return self.fill(self.run([operand(tensor) for tensor in self.tensors], len(self.times))[0])
 
 
@@ -410,8 +410,8 @@ def unroll_compiled(
         args: Trees of tensors and constants.
         times: The numbers of the steps.
         memory: What is kept, see :func:`metagrad.unroll`; "whole" is one graph for all steps.
-        owner: What holds the tensors that the step reads without being handed them.
-        around: What to enter around each step.
+        owner: The object that the step belongs to; what is found out about the step is kept for its lifetime.
+        around: Returns the context to enter around the step of a number.
     """
     make = functools.partial(_Loop, compiled, owner=owner, around=around)
     loops = {

@@ -67,7 +67,7 @@ def segments_of(steps: int) -> tuple[int, int]:
 
 
 def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
-    """Keep every k-th state, k being the square root of the number of steps, and k states while sweeping one segment.
+    """Keep every k-th state, k the square root of the number of steps, and k states while a segment is recomputed.
 
     Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
     """

@@ -1,4 +1,4 @@
-"""What a loop holds its steps to, and how their reports are stacked."""
+"""The checks of what a step returns, and the stacking of ``aux``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checked_pair(result: object, t: int) -> tuple[Tree, Tree]:
 
 
 class StateCheck:
-    """Holds every state to the structure, shapes and dtypes of the first."""
+    """Checks that every state has the structure, shapes and dtypes of the first."""
 
     def __init__(self, state: Tree) -> None:
         self.places = tree_map(lambda leaf: 0, state)  # not the state itself, which would outlive its step

@@ -1,4 +1,4 @@
-"""The first steps of a loop, which are measured: what a step that keeps its graph needs, and one that is recomputed.
+"""The first steps of a loop, run to measure how much memory a step needs with its graph, and recomputed.
 
 Both are possible until the loop is divided: a trial keeps the graphs of its steps, and what recomputes them.
 """
@@ -87,7 +87,7 @@ class Trial:
         return len(self.recordings)
 
     def can_take(self) -> bool:
-        """Whether another step can be taken: not if two graphs exceed the budget, but for graphs below a state."""
+        """Whether another step can be taken: if two graphs fit the budget, or one is no larger than a state."""
         if not self.totals:
             return True
         graph = self.totals[0] - self.state_bytes

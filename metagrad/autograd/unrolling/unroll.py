@@ -36,14 +36,14 @@ def unroll(
     memory    keeps                             cost
     ========= ================================= ======================================================
     "full"    every step's graph                a plain loop
-    "step"    one state a step                  each step again in the backward pass, at every order
+    "step"    one state for each step           each step again in the backward pass, at every order
     "sqrt"    every :math:`\sqrt{T}`-th state   each step twice again
     bytes     what fits                         the last steps, as many as fit, keep their graphs
     "auto"    what fits into the free memory    likewise
     ========= ================================= ======================================================
 
-    All return the same values and the same gradients, of any order: a step that does not do the same again when it is
-    recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
+    All return the same values and the same gradients, of any order: a step that does not repeat its computation when
+    it is recomputed is an error, see :func:`metagrad.checkpoint`. A budget is a number of bytes or a string such
     as ``"512MiB"``. The first two steps are measured (the storages that their graphs, states and aux hold), and all
     graphs are kept if they fit. The graphs and states that are kept stay below the budget, and the backward pass
     needs, beside them, what the derivative of one step needs. ``"step"`` is not smaller than ``"full"`` where the
@@ -54,8 +54,8 @@ def unroll(
     them for any number of steps. The step must then be a pure function, which takes its inner gradient by
     :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
     rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
-    data, running statistics) runs as it is, with one warning that says why. Derivatives beyond the first of what
-    is returned are computed without compiled code.
+    data, running statistics) runs uncompiled, with one warning that says why. Second and higher derivatives of the
+    result are computed without compiled code.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
@@ -67,7 +67,7 @@ def unroll(
         memory: What is kept for the derivative.
         truncate: Differentiate through the last so many steps alone and take the state before them as a constant
             (truncated reverse mode); None differentiates through all.
-        create_graph: Whether the result is differentiable; None says: if grad mode is on. False detaches every
+        create_graph: Whether the result is differentiable; None means if grad mode is on. False detaches every
             state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
         compile: Whether to compile; ``"whole"`` makes one graph of all steps, for short loops; a dict holds options
             of ``torch.compile``, such as ``{"mode": "max-autotune"}``, and ``"whole": True`` if meant.
@@ -132,7 +132,7 @@ def unroll(
 
 
 def _code(step: Callable) -> object:
-    """Return what a step shares with those that are made anew each time: its code, or its class."""
+    """Return what identifies a step that is defined anew for each call: its code, or its class."""
     while isinstance(step, functools.partial):
         step = step.func
     return getattr(step, "__code__", type(step))
@@ -154,7 +154,7 @@ def _compiled(
     with_graphs: range,
     eager: Callable[[], tuple[Tree, Tree]],
 ) -> tuple[Tree, Tree]:
-    """Run a loop by compiled code, or else as it is."""
+    """Run a loop compiled, or eagerly as fallback."""
     compiled_step = _compiled_step(_code(step), options)
 
     def loop(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:

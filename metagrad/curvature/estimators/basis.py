@@ -1,4 +1,4 @@
-"""Orthonormal bases that grow, what they become when one vector is left out, and the error of means of such."""
+"""Growing orthonormal bases, their leave-one-out forms, and the error of means of leave-one-out estimates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Basis:
 
 
 def left_out(lower: Tensor) -> Tensor:
-    r"""Return what the span loses when one vector is left out: unit rows :math:`s_i`, [k, k].
+    r"""Return the direction that the span loses when one vector is left out: unit rows :math:`s_i`, [k, k].
 
     With the rows :math:`Q` of a basis of k vectors, that of all but the i-th has the projector
     :math:`Q^T (I - s_i s_i^T) Q`, where :math:`s_i` is the i-th column of the inverse of ``lower``, normalised:
@@ -79,7 +79,7 @@ class ProbedBasis(Estimator):
     """Probes ``[k, n]``, an orthonormal basis of their products, and the products of the basis.
 
     Args:
-        probing: What draws and multiplies.
+        probing: Draws probes and multiplies them.
     """
 
     def __init__(self, probing: Probing) -> None:
@@ -100,7 +100,7 @@ class ProbedBasis(Estimator):
             self.products_of_basis = torch.cat([self.products_of_basis, probing.products(new)])
 
 
-LEAST = 0.25  # of k Cov / s^2 that is assumed whatever the pairs say, which are few and noisy
+LEAST = 0.25  # lower bound for the estimate of k Cov / s^2, which is from few and noisy pairs
 MARGIN = (
     1.3  # on the covariance: its estimate is right in the mean but skewed, too low more than half of the time
 )

@@ -95,13 +95,13 @@ def diagonal(
     ============ ================================================================================ =================
     "hutchinson" the equation; an element's error is the norm of its row without it,              a chunk, and six
                  over sqrt(probes), and exact for diagonal maps
-    "xdiag"      every probe makes a subspace, treated exactly, of which all others test what     3 times probes
-                 it leaves; better where the spectrum decays, no better where it is flat
+    "xdiag"      the probes' products span a subspace, treated exactly; each probe tests the rest 3 times probes
+                 better where the spectrum decays, no better where it is flat
     ============ ================================================================================ =================
 
     Args:
         operator: The map, n x n and symmetric.
-        method: How.
+        method: A row of the table.
         probes: How many products with the operator to spend, 64 by default: one for each of Hutchinson's
             probes, two for each of XDiag's. With ``rtol``, at most so many, 1024 by default.
         rtol: Stop when the vector of 95 % half-widths is at most ``rtol`` times the diagonal, by Euclidean norms;

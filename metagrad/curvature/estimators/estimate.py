@@ -101,12 +101,12 @@ def from_samples(
 
     Args:
         samples: [num_samples, ...].
-        floor: What rounding leaves, in the shape of the value.
+        floor: The size of rounding errors, in the shape of the value.
         matvecs: Products spent.
         method: The method's name.
         quantity: What is estimated.
-        shift: What is known without sampling, added to the mean.
-        inflation: The variance of the mean, for each that it would have of independent samples.
+        shift: The part that is known without sampling, added to the mean.
+        inflation: The variance of the mean relative to that of independent samples.
     """
     mean = samples.mean(0)
     value = mean if shift is None else shift + mean
@@ -115,7 +115,7 @@ def from_samples(
 
 
 def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = None) -> Tensor:
-    """Return the standard error of the mean over the first dimension, joined by what rounding leaves."""
+    """Return the standard error of the mean over the first dimension, rounding errors included."""
     count = samples.shape[0]
     if count < 2:
         return torch.full_like(floor, math.inf)

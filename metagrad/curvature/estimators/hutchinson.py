@@ -59,7 +59,7 @@ class Exact(Estimator):
         self.diagonal, self.squares = empty, empty
 
     def extend(self, products: int) -> None:
-        """Make all the products, n whatever is asked."""
+        """Make all n products, whatever ``products`` is."""
         probing = self.probing
         for start in range(0, probing.n, probing.rows):
             rows = range(start, min(start + probing.rows, probing.n))
@@ -91,8 +91,8 @@ class HutchPlusPlus(Estimator):
 
     name = "hutch++"
     summary = (
-        "a subspace exactly, and the rest by Hutchinson; its error falls as 1 / probes, or as the spectrum does, and "
-        "it keeps 4/3 of probes in n-vectors"
+        "a subspace exactly, and the rest by Hutchinson; its error falls as 1 / probes, or faster where the spectrum "
+        "decays, and it keeps 4/3 n-vectors for each probe"
     )
     least = 3
 

@@ -36,7 +36,7 @@ class NonAdaptiveHutchPlusPlus(Estimator):
     name = "na-hutch++"
     summary = (
         "as Hutch++, with all products at once, in one pass over the data; its error falls likewise and is larger, "
-        "and it keeps 7/4 of probes"
+        "and it keeps 7/4 n-vectors for each probe"
     )
     least = 4
 

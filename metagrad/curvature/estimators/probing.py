@@ -18,7 +18,7 @@ FACTORISED = (torch.float32, torch.float64)
 
 
 class Probing:
-    """A linear map, met through random probes.
+    """A linear map, and the random probes that are multiplied with it.
 
     Attributes:
         n: Size of the map.
@@ -67,7 +67,7 @@ class Probing:
             yield probes, self.products(probes)
 
     def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Return what ``reduce`` makes of ``count`` probes and their products, along the first dimension."""
+        """Return ``reduce`` of ``count`` probes and their products, joined along the first dimension."""
         return torch.cat([reduce(probes, products) for probes, products in self.pieces(count)])
 
     def rounding(self, norm: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def check_probes(call: str, probes: object, least: int = 1) -> int:
 
 
 def check_factorised(call: str, method: str, dtype: torch.dtype) -> None:
-    """Check that torch factorises matrices of a dtype."""
+    """Check that torch can factorise matrices of a dtype."""
     if dtype not in FACTORISED:
         raise TypeError(
             f'{call}: method="{method}" needs an orthonormal basis, which torch makes in float32 and float64, got '
@@ -93,22 +93,22 @@ def check_factorised(call: str, method: str, dtype: torch.dtype) -> None:
         )
 
 
-FIRST = 16  # products before the first look at the interval: fewer samples know little of their own spread
+FIRST = 16  # products before the interval is first checked: the spread of fewer samples is unreliable
 LEVEL = 0.95  # of the interval that rtol bounds
 PROBES = 64  # the default
 MOST_PROBES = 1024  # the default maximum where rtol decides
 
 
 class Estimator(Protocol):
-    """An estimate that gets better with every product; of the trace, a method by its name."""
+    """An estimate that improves with every product; an estimator of the trace is found by its name."""
 
     name: ClassVar[str]
     summary: ClassVar[str] = ""
     """What it is, how its error falls, and what it keeps."""
     least: ClassVar[int] = 1
-    """The fewest products that it can do with."""
+    """The fewest products that it needs."""
     has_subspace: ClassVar[bool] = True
-    """Whether probes are projected, which goes with the distribution on the sphere."""
+    """Whether probes are projected, so that the distribution on the sphere is the default."""
 
     def extend(self, products: int) -> None:
         """Spend so many more products, or fewer where more would add nothing."""
@@ -135,7 +135,8 @@ def spend(estimator: Estimator, budget: int, rtol: float | None, least: int = 1)
     """Spend the budget, or with ``rtol`` as much of it as is needed.
 
     Batches make the total 16, 24, 36, ...: each adds a half, so at most a third of the products were not needed, and
-    few looks at the interval were chances to stop too early. ``least`` products are the least of a batch.
+    the interval is checked only a few times, each a chance to stop too early. A batch has at least ``least``
+    products.
     """
     if rtol is None:
         estimator.extend(budget)
@@ -158,7 +159,7 @@ def is_tight(estimate: Estimate, rtol: float) -> bool:
 
 
 def _batches(budget: int, least: int) -> Iterator[int]:
-    """Yield batches that sum to the budget; the last takes what is too little for one of its own."""
+    """Yield batches that sum to the budget; a rest that is too small for a batch is added to the last."""
     spent = 0
     while spent < budget:
         batch = min(max(FIRST if not spent else spent // 2, least), budget - spent)

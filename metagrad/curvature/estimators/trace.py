@@ -50,7 +50,7 @@ def trace(
 
     Methods:
     - "auto": "exact" where the products allow it, "xtrace" from 16 products on while it keeps at most 1 GiB,
-      otherwise "hutchinson"; :attr:`Estimate.method` tells which
+      otherwise "hutchinson"; :attr:`Estimate.method` names the choice
 
     On spectra that decay, the methods with a subspace win by orders of magnitude; on flat ones Hutchinson's is best,
     by a factor of about 1.4. The interval covers about what its level says (measured on five spectra,
@@ -58,8 +58,8 @@ def trace(
 
     Args:
         operator: The map, n x n and symmetric.
-        method: How. "hutch++" needs at least 3 products and "xtrace" 2; beyond 3n, 2n and n products, "hutch++",
-            "xtrace" and "xnystrace" spend no more on their subspace, which is then everything.
+        method: One of the list. "hutch++" needs at least 3 products and "xtrace" 2; beyond 3n, 2n and n products,
+            "hutch++", "xtrace" and "xnystrace" spend no more on their subspace, which is then the whole space.
         probes: How many products with the operator to spend, 64 by default, whatever the method (which makes methods
             comparable): Hutchinson and XNysTrace have a sample from each, Hutch++ from every third, XTrace from every
             second. With ``rtol``, the most that may be spent, 1024 by default. "exact" always spends n.

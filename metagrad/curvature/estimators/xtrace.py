@@ -1,4 +1,4 @@
-"""XTrace and XNysTrace: every probe makes the subspace of all others, and measures what that leaves."""
+"""XTrace and XNysTrace: each probe tests what the subspace of all others leaves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class XTrace(ProbedBasis):
 
     name = "xtrace"
     summary = (
-        "every probe makes the subspace of all others, and tests what that leaves; its error falls likewise and is "
-        "less, and it keeps 3/2 of probes"
+        "each probe tests what the subspace of all others leaves; its error falls as that of Hutch++ and is smaller, "
+        "and it keeps 3/2 n-vectors for each probe"
     )
     least = 2
     # Bound for k Cov / s^2: measured up to 1.6. Where the spectrum decays fast it is about 0, with a noisy estimate.
@@ -129,8 +129,8 @@ class XNysTrace(Estimator):
 
     name = "xnystrace"
     summary = (
-        "likewise, by Nystrom's approximation, which takes half the products; positive semi-definite maps only; its "
-        "error falls twice as fast, and it keeps 4 of probes"
+        "as XTrace, by Nystrom's approximation, which takes half the products; positive semi-definite maps only; its "
+        "error falls twice as fast, and it keeps 4 n-vectors for each probe"
     )
     # Bound for k Cov / s^2: measured up to 16, where the spectrum decays fast, with an estimate that is right there.
     most = 50.0
@@ -204,7 +204,7 @@ class XNysTrace(Estimator):
 
 
 class _NystromLeftOut(NamedTuple):
-    """The approximation from all probes, and what it loses with some of them, by the inverse N of Z A Z^T."""
+    """The approximation from all probes, and from all but one or two, by the inverse N of Z A Z^T."""
 
     inverse: Tensor  # N, [k, k]
     removed: Tensor  # N Z A A Z^T N, [k, k]

@@ -21,8 +21,8 @@ class OutputLoss(ABC):
 
     Attributes:
         output: :math:`z`, what the model returns.
-        scale: The weights :math:`s`, in a shape that broadcasts to that of ``output``; zero for what is ignored.
-        count: What the mean divides by, which is in ``scale`` already; None of a sum.
+        scale: The weights :math:`s`, in a shape that broadcasts to that of ``output``; zero for ignored examples.
+        count: What the mean divides by, already applied to ``scale``; None for a sum.
     """
 
     output: Tensor
@@ -203,7 +203,7 @@ class Bernoulli(_Elementwise):
 
 @dataclass(frozen=True, eq=False)
 class BernoulliProbability(_Elementwise):
-    r"""Binary cross-entropy of probabilities :math:`z`, in which it is not the Fisher matrix that the Hessian is.
+    r"""Binary cross-entropy of probabilities :math:`z`; its Hessian in them is not the Fisher matrix.
 
     .. math:: H_L = s \left(\frac{y}{z^2} + \frac{1 - y}{(1 - z)^2}\right), \qquad F_L = \frac{s}{z (1 - z)}
 

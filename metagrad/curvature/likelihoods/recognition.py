@@ -26,7 +26,7 @@ _Arguments: TypeAlias = dict[str, Any]
 
 
 class Evaluated(NamedTuple):
-    """The value of a loss, and what is known of how it came about."""
+    """The value of a loss, and its closed form if it was recognized."""
 
     value: Tensor
     known: OutputLoss | None  # its output is what the known function was called with, on its tape
@@ -35,9 +35,9 @@ class Evaluated(NamedTuple):
 def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Evaluated:
     """Call ``loss_fn(output, target)``, and find the closed form of what it returns.
 
-    It is known if it is, itself and not as a function of it, what ``F.cross_entropy``, ``F.mse_loss``,
+    The form is known if ``loss_fn`` returns, unchanged, the result of ``F.cross_entropy``, ``F.mse_loss``,
     ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy``, ``F.gaussian_nll_loss``, or ``F.nll_loss`` of
-    log-probabilities returned. Modules such as ``nn.CrossEntropyLoss``, partials and lambdas end in these.
+    log-probabilities. Modules such as ``nn.CrossEntropyLoss``, partials and lambdas call these.
 
     Args:
         loss_fn: The loss.
@@ -59,7 +59,7 @@ def argument_of(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: T
     return watch.calls[id(value)].arguments["input"]
 
 
-# What maps linearly, so that a loss behind it has the Gauss-Newton matrix that it has in the output of the model.
+# Linear maps: a loss of their result has the same Gauss-Newton matrix as of the output of the model.
 _LINEAR = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T"),
     *("ToCopy", "Transpose", "Unsqueeze", "UnsafeView", "View"),
@@ -67,7 +67,7 @@ _LINEAR = {
 
 
 def is_linear_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
-    """Say whether a tensor is one of some others, or made of one by reshaping, transposing, slicing, casting."""
+    """Say whether a tensor is one of the outputs, or one reshaped, transposed, sliced or cast."""
     ends = {output.grad_fn for output in outputs}
     node = tensor.grad_fn
     while node is not None and node not in ends:

@@ -17,10 +17,10 @@ from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 Batch: TypeAlias = Tree
-"""What a loss takes beside the parameters: a tuple such as ``(x, y)``, or a list of tensors, as loaders make it."""
+"""The arguments of a loss besides the parameters: a tuple such as ``(x, y)``, or a list of tensors."""
 
 Reduction: TypeAlias = "Literal['mean', 'sum'] | Callable[[Batch], float]"
-"""How the loss of a batch is made of its terms; see :func:`accumulated`."""
+"""How the loss of a batch reduces its terms; see :func:`accumulated`."""
 
 
 @runtime_checkable
@@ -135,7 +135,7 @@ class Accumulated(Operator):
         self.progress = progress
         self._operator_for = operator_for
         self._begin_pass = begin_pass
-        # The surroundings of the products may be others than those that the user meant the model to run in.
+        # Products may be computed under another autocast state than the one that the model is meant to run in.
         self._autocast = AutocastState()
         self.space = self._joint_space(params)
 
@@ -215,7 +215,7 @@ class Accumulated(Operator):
         return None if self.reduction == "sum" else num_data(self.call, batch)
 
     def _joint_space(self, params: Mapping[str, Tensor | SparseTensor]) -> ParameterSpace:
-        """Return the space of the rows that any batch looks up; without tables, the first batch tells."""
+        """Return the space of the rows that any batch looks up; without tables, that of the first batch."""
         rows: dict[str, Tensor] = {}
         operators = self._operators()
         for _, operator in operators:
@@ -258,7 +258,7 @@ def _places(outer: ParameterSpace, inner: ParameterSpace, call: str) -> Tensor |
         if part.rows is not None and whole.rows is not None:
             if not bool(torch.isin(part.rows, whole.rows).all()):
                 raise ValueError(
-                    f"{call}: a batch looks rows of {whole.name!r} up that no batch did before. The data must be the "
+                    f"{call}: a batch looks up rows of {whole.name!r} that no batch did before. The data must be the "
                     "same in every pass."
                 )
             index = torch.searchsorted(whole.rows, part.rows)

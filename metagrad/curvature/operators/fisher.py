@@ -55,11 +55,11 @@ def fisher(
 
     ``"exact"`` takes the expectation in closed form, and is the Gauss-Newton matrix :func:`ggn` of every loss known
     there but ``F.binary_cross_entropy``, at the same cost. ``"sampled"`` converges to it, with an error like
-    :math:`1 / \sqrt{M}`. ``"empirical"`` uses the labels of the data: it is no approximation of the Fisher matrix but
-    near an optimum of a model that is right, and off it may be far from the curvature.
+    :math:`1 / \sqrt{M}`. ``"empirical"`` uses the labels of the data: it approximates the Fisher matrix only near an
+    optimum of a well-specified model, and elsewhere may be far from the curvature.
 
-    A datum is what the first dimension of the loss's input counts; where that is ``[N, C, d...]``, the gradients of
-    all positions of a datum are added before the outer product. To take every position for a datum, flatten in
+    The first dimension of the loss's input counts data; where that is ``[N, C, d...]``, the gradients of all
+    positions of a datum are added before the outer product. To treat every position as a datum, flatten in
     ``loss_fn``.
 
     Args:
@@ -67,8 +67,8 @@ def fisher(
         loss_fn: Called as ``loss_fn(output, y)``. Except for ``kind="empirical"`` it must be, or return what is
             returned by, one of the losses that :func:`ggn` knows in closed form: they are the likelihoods.
         params: As for :func:`ggn`.
-        data: As for :func:`ggn`: a batch ``(x, y)`` or an iterable of such. ``y`` is not looked at, unless
-            ``kind="empirical"``, but for its weights: classes that are ignored or weighted.
+        data: As for :func:`ggn`: a batch ``(x, y)`` or an iterable of such. Unless ``kind="empirical"``, ``y``
+            matters only for its weights: classes that are ignored or weighted.
         kind: Which.
         samples: The number M of labels drawn for each datum. They are drawn once: the operator is a fixed matrix.
         generator: Where they are drawn from; None is torch's default generator.
@@ -137,7 +137,7 @@ def fisher(
 
 
 class _Labels:
-    """The random numbers that labels are drawn by: the same in every pass over the data."""
+    """The generators that labels are drawn with: the same numbers in every pass over the data."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         device = "cpu" if generator is None else generator.device
@@ -149,7 +149,7 @@ class _Labels:
         self._generator = None
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator on the device of the outputs, as the batches before have left it."""
+        """Return the generator for the device of the outputs, in the state after the earlier batches."""
         if self._generator is None:
             self._generator = torch.Generator(device).manual_seed(self.seed)
         return self._generator

@@ -44,10 +44,10 @@ def ggn(
     .. math:: G = J^\top H_L J, \qquad J = \frac{\partial f(\theta)}{\partial \theta}, \qquad
               H_L = \nabla_f^2 L(f)
 
-    It is the Hessian of :math:`L(f(\theta))` but for the curvature of the model; with a convex loss it has no
-    negative eigenvalue, and of a model that is linear in its parameters it is the Hessian. The arguments are those of
-    :func:`hessian`, ``(loss_fn, params, data)``, but that the loss is split into model and loss: it is this split
-    that the matrix depends on.
+    It is the Hessian of :math:`L(f(\theta))` without the curvature of the model; with a convex loss it has no
+    negative eigenvalue, and for a model that is linear in its parameters it is the Hessian. The arguments are those
+    of :func:`hessian`, ``(loss_fn, params, data)``, except that the loss is split into model and loss: the matrix
+    depends on this split.
 
     :math:`H_L` is known in closed form for ``F.cross_entropy``, ``F.nll_loss`` of log-probabilities (taken for
     cross-entropy), ``F.mse_loss``, ``F.binary_cross_entropy_with_logits``, ``F.binary_cross_entropy`` and
@@ -56,15 +56,16 @@ def ggn(
     sliced, or cast. Every other loss is differentiated twice.
 
     Args:
-        model: An ``nn.Module``, called as ``model(x)`` in the mode it is in, with ``params`` in the places of its
-            own; its buffers are left as they are. Or a function, called as ``model(params, x)``. It may return a
+        model: An ``nn.Module``, called as ``model(x)`` in its current mode, with ``params`` substituted for its own
+            parameters; its buffers do not change. Or a function, called as ``model(params, x)``. It may return a
             tensor, or any tree of them.
         loss_fn: Called as ``loss_fn(output, y)``; returns one element.
         params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; a function's may be
             :class:`~metagrad.sparse.SparseTensor`. They need not require grad.
-        data: A batch ``(x, y)``, whose graph is kept and serves all products; or an iterable of such, that can be
-            iterated over again, through which every product goes.
-        sparse: Embedding tables to be taken by the rows that are looked up; those with sparse gradients are anyway.
+        data: A batch ``(x, y)``, whose graph is kept for all products; or an iterable of batches that can be iterated
+            over repeatedly: every product goes through all of them.
+        sparse: Embedding tables of which only the rows that are looked up count; those with sparse gradients are
+            treated so anyway.
         mode: How products with :math:`J` are computed. ``"reverse"``: from a graph of the backward pass, which is
             kept; ``"forward"``: by ``torch.func.jvp``, which runs the model for each, and needs forward derivatives;
             ``"auto"``: the first, and with a warning the second where a derivative is missing; the second where
@@ -72,10 +73,10 @@ def ggn(
         chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
         create_graph: Put products on the tape, to be differentiated in ``params``, which must require grad then, and
             in vectors.
-        allow_unused: Take parameters that the loss does not depend on for constants, instead of raising.
-        reduction: For several batches, how their losses are made of their terms: ``"mean"``, ``"sum"``, or a function
-            of the batch that counts; see :func:`~metagrad.curvature.accumulated`. Losses in closed form say it
-            themselves.
+        allow_unused: Treat parameters that the loss does not depend on as constants, instead of raising.
+        reduction: For several batches, how their losses reduce their terms: ``"mean"``, ``"sum"``, or a function
+            of the batch that counts; see :func:`~metagrad.curvature.accumulated`. Not needed for losses known in
+            closed form.
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
             differ.
@@ -84,7 +85,7 @@ def ggn(
         An operator, which is a context manager.
 
     Raises:
-        ValueError: The batch is no pair, the loss is not one number or not connected to a parameter (which is named),
+        ValueError: The batch is no pair, the loss is not one number or does not depend on a parameter (it is named),
             a derivative is missing, or two passes over the data differ.
         TypeError: ``data`` is an iterator, or ``params`` has something that is no floating point tensor.
 

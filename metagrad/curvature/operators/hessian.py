@@ -48,7 +48,7 @@ def hessian(
     =================== =============================================== ============================================
     mode                how                                             cost, and where it does not work
     =================== =============================================== ============================================
-    "reverse"           the gradient's graph is kept, and serves all    1.5 to 2.3 gradients for each product, and
+    "reverse"           the gradient's graph is kept for all            1.5 to 2.3 gradients for each product, and
                         products                                        the memory of the graph; wherever the tape
                                                                         has second derivatives
     "forward"           ``torch.func.jvp`` of ``torch.func.grad``       3 to 4 gradients, nothing kept; not with
@@ -64,20 +64,21 @@ def hessian(
 
     Args:
         loss: A tensor with one element, and its graph; or a function ``loss_fn(params, *batch)`` that returns one, or
-            one without required arguments that reads the parameters where they are.
-        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; a
-            :class:`~metagrad.sparse.SparseTensor` has its stored values for coordinates. A function's need not
+            a function without required arguments that reads the parameters where they are.
+        params: Parameters by name, such as ``dict(model.named_parameters())`` or some of them; the coordinates of a
+            :class:`~metagrad.sparse.SparseTensor` are its stored values. If ``loss`` is a function, they need not
             require grad.
-        data: What ``loss_fn`` takes beside the parameters: a batch, a tuple of arguments; or an iterable of batches
-            that can be iterated over again, through which every product goes, with the graph of one at a time.
-        sparse: Embedding tables to be taken by the rows that the loss looks up; those with sparse gradients are
-            anyway. Their vectors are :class:`~metagrad.sparse.RowSparse`.
-        mode: How.
+        data: The arguments of ``loss_fn`` besides the parameters: a batch, a tuple of arguments; or an iterable of
+            batches that can be iterated over repeatedly: every product goes through all, with the graph of one at a
+            time.
+        sparse: Embedding tables of which only the rows that the loss looks up count; those with sparse gradients are
+            treated so anyway. Their vectors are :class:`~metagrad.sparse.RowSparse`.
+        mode: How products are computed: a row of the table.
         chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
         create_graph: Put products on the tape, to be differentiated in the parameters and in vectors; but not those
             made under ``torch.no_grad()``.
-        allow_unused: Take parameters that the loss does not depend on for constants, instead of raising.
-        reduction: For several batches, how their losses are made of their terms: ``"mean"``, ``"sum"``, or a function
+        allow_unused: Treat parameters that the loss does not depend on as constants, instead of raising.
+        reduction: For several batches, how their losses reduce their terms: ``"mean"``, ``"sum"``, or a function
             of the batch that counts; see :func:`~metagrad.curvature.accumulated`.
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
@@ -87,9 +88,9 @@ def hessian(
         An operator, which is a context manager; of one batch it has the ``loss`` and its ``gradient``, flat.
 
     Raises:
-        ValueError: The loss is not one number, or not connected to a parameter (it is named); the mode is unknown, or
-            needs the loss as a function; a derivative is missing or known to be wrong in torch; two passes over the
-            data differ; or a product has nan or inf.
+        ValueError: The loss is not one number, or does not depend on a parameter (it is named); the mode is unknown,
+            or needs the loss as a function; a derivative is missing or known to be wrong in torch; two passes over
+            the data differ; or a product has nan or inf.
         TypeError: ``params`` is no dict of floating point tensors, or ``data`` is an iterator.
 
     Example:
@@ -267,7 +268,7 @@ class _Evaluated(HessianOperator):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            # The loss has run once as it is, so what stops it is the transform.
+            # The loss has run once without the transform, so the transform is the cause.
             what = str(error).splitlines()[0]
             raise MissingDerivative(f"{_CALL}: torch.func does not run this loss: {what}") from error
         return space.join(found.product)
@@ -294,7 +295,7 @@ def _with_graph(loss: Tensor, params: Parameters, how: _How) -> HessianOperator:
 
 def _evaluated(loss: Tensor, objective: Objective, how: _How) -> HessianOperator:
     variables = find_variables(_CALL, loss, objective.params, how.sparse)
-    # What torch cuts or gets wrong; what it lacks is met when it is needed.
+    # What torch cuts or gets wrong; a missing derivative raises when it is needed.
     order = 3 if how.create_graph else 2
     refuse_missing(_CALL, loss, order=order, behind=end_nodes(variables), kinds=("cut", "wrong"))
     objective.find_padding(variables)

@@ -20,7 +20,7 @@ from metagrad.curvature.operators.problem import Evaluation
 Mode = Literal["auto", "reverse", "forward"]
 
 
-# Its second derivative is some seventy products of activations, which cost more than to run the model again.
+# Its second derivative takes some seventy products of activations, which cost more than running the model again.
 _BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 
 
@@ -29,7 +29,8 @@ class JacobianMode:
 
     Args:
         call: How errors name the caller.
-        mode: ``"auto"`` is ``"reverse"`` if that exists, but of a model with BatchNorm in training ``"forward"``.
+        mode: ``"auto"`` is ``"forward"`` for a model with BatchNorm in training, else ``"reverse"``; where a
+            derivative is missing, the other.
     """
 
     def __init__(self, call: str, mode: Mode) -> None:
@@ -45,7 +46,7 @@ class JacobianMode:
         return self._left[0] == "forward"
 
     def choose(self, outputs: Sequence[Tensor]) -> None:
-        """Decide, if it is not decided, what to begin with."""
+        """Choose the mode to begin with, unless that was done."""
         if self._left:
             return
         training = any(
@@ -55,7 +56,7 @@ class JacobianMode:
         self._left = ["forward", "reverse"] if training else ["reverse", "forward"]
 
     def reject(self, error: MissingDerivative) -> None:
-        """Go on in the other mode, and say so if that is the slower one; raise if there is none."""
+        """Switch to the other mode, with a warning if that is the slower one; raise if there is none."""
         if len(self._left) == 1:
             raise error if self._reason is None else MissingDerivative(f"{self._reason}\n{error}")
         if not self.is_forward:
@@ -68,14 +69,14 @@ class JacobianMode:
 
 
 class _Pulled(NamedTuple):
-    """The product of the transposed Jacobian with cotangents, as a function of these."""
+    """The product of the transposed Jacobian with cotangents, and its graph."""
 
     cotangents: list[Tensor]
-    parts: list[list[Tensor | None]]  # for each variable what came to its inputs
+    parts: list[list[Tensor | None]]  # for each variable the derivatives at its inputs
 
 
 class Jacobian:
-    r"""The Jacobian :math:`J` of outputs :math:`z(\theta)`, whose graph serves any number of products.
+    r"""The Jacobian :math:`J` of outputs :math:`z(\theta)`, as a linear map: one graph for any number of products.
 
     .. math:: J^\top u = \nabla_\theta \langle z, u \rangle, \qquad J v = \nabla_w \langle J^\top w, v \rangle
 
@@ -84,7 +85,7 @@ class Jacobian:
 
     Args:
         evaluation: The model on a batch, with its graph.
-        mode: How; it changes when a derivative is missing.
+        mode: How products are computed; it changes when a derivative is missing.
 
     References:
         Townsend, "A new trick for calculating Jacobian vector products", 2017.

@@ -34,7 +34,7 @@ class Objective:
     Attributes:
         params: The parameters, those that do not require grad replaced by leaves that do.
         is_closure: Whether ``loss_fn`` takes no arguments.
-        padding: Of tables that are taken by rows: which others are looked up, as padding.
+        padding: For tables of which some rows count: which other rows are looked up, as padding.
     """
 
     def __init__(self, loss_fn: LossFn, params: Parameters, args: Sequence[Tree]) -> None:
@@ -54,7 +54,7 @@ class Objective:
         return loss
 
     def find_padding(self, variables: Sequence[Variable]) -> None:
-        """Learn which rows of tables are looked up as padding."""
+        """Find the rows of tables that are looked up as padding."""
         found = zip(self.params, variables, strict=True)
         self.padding = {name: v.lookups.padding for name, v in found if v.lookups is not None}
 
@@ -78,7 +78,7 @@ class Objective:
         ]
 
     def _proxy(self, name: str, table: TableRows, values: Tensor) -> Tensor:
-        """Return what takes the place of a table: its rows, and those of padding, which are constant."""
+        """Return the proxy of a table: its rows, and those of padding, which are constant."""
         padding, whole = self.padding[name], self.params[name]
         assert isinstance(whole, Tensor)
         rows, order = torch.cat([table.rows, padding]).sort()
@@ -100,6 +100,6 @@ def takes_nothing(loss_fn: LossFn) -> bool:
     """Say whether a function is called without arguments: it has none, or none without a default."""
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # of some functions in C nothing is known
+    except (TypeError, ValueError):  # some functions in C have no signature
         return False
     return all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -227,7 +227,7 @@ class Operator:
         dtype = _NUMPY[self.dtype]
         return LinearOperator(self.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)  # type: ignore[reportCallIssue]
 
-    # Estimates and solutions: what functions of a linear map find of this one
+    # Estimates and solutions: functions of a linear map, applied to this one
 
     trace = estimate_trace
     frobenius_norm = estimate_frobenius_norm
@@ -325,7 +325,7 @@ class Operator:
         """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
         return Block(self, self.space.block(name))
 
-    # Life
+    # Lifetime
 
     def close(self) -> None:
         """Free what the operator holds; products raise from now on. Sums, scalings and blocks close their parts."""
@@ -354,7 +354,7 @@ class Operator:
             )
 
     def _refuse_nonfinite(self, vectors: Tensor, products: Tensor) -> None:
-        # Inside a transform numbers cannot be looked at.
+        # Inside a transform values cannot be read.
         if _torch.functorch_is_active() or bool(products.isfinite().all()):
             return
         if not bool(vectors.isfinite().all()):

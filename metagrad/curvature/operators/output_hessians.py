@@ -1,4 +1,4 @@
-"""Matrices of a model's outputs that stand between its Jacobians: Hessians of losses, and Fisher matrices."""
+"""The matrices M in the products J^T M J: Hessians of losses in a model's outputs, and Fisher matrices."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _hessian_by_autodiff(evaluation: Evaluation) -> OutputMatrix:
         behind = [get_gradient_edge(z).node for z in outputs]
         if not set(behind) & set(graph_nodes([loss])):
             raise ValueError(
-                f"{problem.call}: the loss does not depend on what the model returns. It must be a function of "
-                "loss_fn(output, y); what it takes from elsewhere has no part in this matrix."
+                f"{problem.call}: the loss does not depend on what the model returns. It must be a function "
+                "loss_fn(output, y) of the output; what it takes from elsewhere is not part of this matrix."
             )
         refuse_missing(problem.call, loss, order=3 if on_tape else 2, behind=behind)
         gradients = torch.autograd.grad(
@@ -108,7 +108,7 @@ def known_loss(evaluation: Evaluation) -> OutputLoss:
     if evaluation.known is None:
         raise ValueError(
             f"{evaluation.problem.call}: the loss is no likelihood that is known, so there is no distribution to "
-            "take labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
+            "draw labels from. Known are F.cross_entropy, F.nll_loss of log-probabilities, F.mse_loss, "
             "F.gaussian_nll_loss with a given variance, F.binary_cross_entropy and "
             "F.binary_cross_entropy_with_logits, when loss_fn returns what they return. "
             'Multiply the operator, not the loss, by a factor; kind="empirical" takes any loss.'

@@ -1,4 +1,4 @@
-"""A model and a loss on a batch: the outputs that their curvature goes through, and the parameters behind them."""
+"""A model and a loss on a batch: the outputs in which the loss is curved, and the parameters that they depend on."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Problem:
         model: The model.
         loss_fn: The loss.
         params: The parameters by name.
-        sparse: Those of them that are taken by the rows that are looked up.
+        sparse: The names of tables of which only the rows that are looked up count.
         allow_unused: Whether the loss may not depend on some of them.
         create_graph: Whether products will be differentiated.
-        any_split: Take the loss at whatever a known function was called with, also where that is not linear in
-            what the model returns: for the Fisher matrix, which does not depend on it.
+        any_split: Accept a known loss of any function of what the model returns, not only of linear ones: for the
+            Fisher matrix, which does not depend on the split.
     """
 
     call: str
@@ -116,7 +116,7 @@ class Problem:
         own = _own(self.model)
         values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
         training = (module for module in self.model.modules() if module.training)
-        with replaced(self.model, values), own_buffers(training):  # to look at curvature changes no model
+        with replaced(self.model, values), own_buffers(training):  # so that the model does not change
             return self.model(x)
 
     def _variables(self, leaves: Mapping[str, Tensor], loss: Tensor) -> list[Variable]:

@@ -200,7 +200,8 @@ class ParameterSpace:
         ]
         if not chosen:
             raise ValueError(
-                f"H[{prefix!r}]: no parameter has this name, nor is below it. There are {', '.join(self.names)}."
+                f"H[{prefix!r}]: no parameter has this name, nor is below it. The parameters are "
+                f"{', '.join(self.names)}."
             )
         made = ParameterSpace.__new__(ParameterSpace)
         made.dtype, made.device, made.entries, made.slices = self.dtype, self.device, chosen, _slices(chosen)

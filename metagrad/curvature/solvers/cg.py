@@ -30,7 +30,7 @@ from metagrad.curvature.solvers.solution import Result
 
 
 class CGState(NamedTuple):
-    """What conjugate gradients carry from step to step; every row is a right-hand side."""
+    """The state of conjugate gradients; every row is a right-hand side."""
 
     x: Tensor  # iterates, [k, n]
     r: Tensor  # residuals b - A x, [k, n]
@@ -74,7 +74,7 @@ class ConjugateGradients:
     observe: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
     def run(self, b: Tensor, x: Tensor, r: Tensor, max_steps: int, is_sound: Tensor) -> CGState:
-        """Iterate from x with the residual r, in the rows that are sound; the others are not finite."""
+        """Iterate from x with the residual r, in the rows where ``is_sound``; the others are not finite."""
         state = self._initial_state(b, x, r, is_sound)
         for step in range(max_steps):
             if not bool((state.status == RUNNING).any()):
@@ -153,7 +153,7 @@ class ConjugateGradients:
         return z, rz, fill(status, rz <= 0, Result.BREAKDOWN)
 
     def _curvature(self, state: CGState, q: Tensor, pq: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
-        """Return what r^T z is divided by, the p^T A p that may be rounding, and the scale so far."""
+        """Return the divisor of r^T z, the bound below which p^T A p is rounding, and the scale so far."""
         if not self.follows_negative:
             return pq, 0.0, state.scale
         pp = dot(state.p, state.p_image)

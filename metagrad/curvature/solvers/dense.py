@@ -1,4 +1,4 @@
-"""Solving with the matrix itself, written down column by column: for few parameters."""
+"""Solving with the matrix itself, computed column by column: for few parameters."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Dense(Solver):
 
 
 def matrices_of(products: Rows, b: Tensor) -> Tensor:
-    """Write down the matrix of a map, ``[1, n, n]``, or those of the rows of ``b``, ``[k, n, n]``."""
+    """Compute the matrix of a map, ``[1, n, n]``, or those of the rows of ``b``, ``[k, n, n]``."""
     identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
     if not isinstance(products, OwnMatrices):
         return products(identity)[None]

@@ -1,4 +1,4 @@
-r"""Derivatives of a solution by the implicit function theorem, to the order that is asked for.
+r"""Derivatives of a solution by the implicit function theorem, up to a given order.
 
 The solution of :math:`A(\theta) x = b` has :math:`dx = A^{-1} (db - dA \, x)`. For the tape it is written as Newton
 steps from the known solution, a constant,
@@ -7,8 +7,8 @@ steps from the known solution, a constant,
 
 whose values are all x. One derivative is taken through the last step alone: a cotangent g gives
 :math:`u = A^{-1} g` to b, and :math:`-u^T dA \, x` to all that the operator's products depend on, as the graph of
-the product :math:`A(\theta) y_{j-1}` knows it. That gradient depends on :math:`\theta` through u, which is a solution
-like this one, and through :math:`y_{j-1}`, whose derivative the step before knows. So as many steps as derivatives
+the product :math:`A(\theta) y_{j-1}` gives it. That gradient depends on :math:`\theta` through u, which is a solution
+like this one, and through :math:`y_{j-1}`, whose derivative the step before gives. So as many steps as derivatives
 are needed, each with the graph of one product, and each first derivative costs one solve.
 """
 
@@ -81,7 +81,7 @@ def is_batched(x: Tensor) -> bool:
 
 
 def _varies(x: Tensor) -> bool:
-    """Say whether a tensor may have a derivative; inside a transform its outer levels are not to be seen."""
+    """Say whether a tensor may have a derivative; inside a transform, outer levels cannot be seen."""
     is_transformed = _torch.functorch_is_active() or _torch.forward_level() >= 0
     return x.requires_grad or is_transformed
 
@@ -176,11 +176,11 @@ def _differentiable(inverse: Inverse, level: int | None, g: Tensor, u: Tensor, a
 
 
 class _Gate(Function):
-    """Lets cotangents through to the step before only where a gradient is being differentiated.
+    """Passes cotangents to the step before only while a gradient is being differentiated.
 
-    Its second output is the switch. A first gradient gives no cotangent to it, and what arrives for the first output
-    then is A u = g, which the step itself has accounted for. Where :class:`_Switch` has run in the same backward pass
-    there is a gradient being differentiated, and the rest is what it owes to ``before``.
+    Its second output is the switch. In a first backward pass that has no cotangent, and the cotangent of the first
+    output is A u = g, which the step itself has accounted for. Where :class:`_Switch` has run in the same backward
+    pass, a gradient is being differentiated, and the cotangent is passed on to ``before``.
     """
 
     @staticmethod

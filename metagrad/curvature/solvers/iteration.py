@@ -1,4 +1,4 @@
-"""What iterative solvers share: rows that stop one by one, and what they hand back."""
+"""What iterative solvers share: rows that stop one by one, and the result of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a solver hands back, row by row."""
+    """The result of a solver, row by row."""
 
     x: Tensor  # [k, n]
     steps: Tensor  # int64 [k]
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 class Solver:
     """A method of solution: a frozen dataclass of its hyper-parameters.
 
-    One with a ``name`` is known by it to :func:`solve`, from its definition on.
+    Defining a subclass with a ``name`` registers it with :func:`solve`.
 
     Methods:
     - "auto": positive definite; that of "cg", which is called "pcg" where there is a preconditioner
@@ -44,9 +44,9 @@ class Solver:
     known: ClassVar[dict[str, type[Solver]]] = {}
     name: ClassVar[str]
     summary: ClassVar[str]
-    """Which operators it is for, and what it is."""
+    """For which operators it is, and what it does."""
     no_preconditioner: ClassVar[str | None] = None
-    """Why it takes none, and the remedy."""
+    """Why it takes no preconditioner, and what to do instead; empty if it takes one."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -51,7 +51,7 @@ class Rotation(NamedTuple):
 
 
 class MinresState(NamedTuple):
-    """What MINRES carries from step to step."""
+    """The state of MINRES; every row is a right-hand side."""
 
     x: Tensor  # [k, n]
     r: Tensor  # residuals, [k, n]
@@ -201,7 +201,7 @@ def _next_lanczos(
 
 
 def _length(status: Tensor, rows: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norm of rows in that of the preconditioner, and what is wrong with it."""
+    """Return the norm of rows in the preconditioner's norm, and the status: it may be negative or not finite."""
     square = dot(rows, image)
     status = fill(status, ~square.detach().isfinite(), Result.NON_FINITE)
     status = fill(status, square < 0, Result.BREAKDOWN)

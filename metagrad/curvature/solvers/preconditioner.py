@@ -82,7 +82,7 @@ def check_symmetric(
             f"{call}: {name} must map rows {tuple(pair.shape)} to rows of the same shape, got {tuple(images.shape)}."
         )
     if not bool(images.isfinite().all()):
-        return  # the solve says so, with what it knows
+        return  # the solve reports it, with the row and the step
     forth, back = float(pair[0] @ images[1]), float(pair[1] @ images[0])
     scale = float(
         (torch.linalg.vector_norm(pair, dim=1) * torch.linalg.vector_norm(images.flip(0), dim=1)).sum()

@@ -53,7 +53,7 @@ class Result(Enum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the solve ended as it was asked to: by its tolerance, its progress rule or its radius."""
+        """Whether the solve ended by its tolerance, its progress rule or its radius."""
         return self in (Result.CONVERGED, Result.PROGRESS, Result.BOUNDARY)
 
 
@@ -63,7 +63,7 @@ class SolveError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """What a solve cost and met. For a flat right-hand side tensors are without their dimension k.
+    """Statistics of a solve. For a flat right-hand side, tensors do not have the dimension k.
 
     Attributes:
         results: How each right-hand side ended, k of them.
@@ -87,7 +87,7 @@ class Solution:
     """What :func:`solve` returns.
 
     Attributes:
-        value: The solution, in the shape of the right-hand side; where the solve failed, the best that is known.
+        value: The solution, in the shape of the right-hand side; where the solve failed, the last sound iterate.
         result: How it ended; for many right-hand sides, the first failure among them if there is one.
         stats: What it cost.
 

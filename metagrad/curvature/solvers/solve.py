@@ -30,7 +30,7 @@ from metagrad.curvature.solvers.system import (
 )
 
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
-"""Results of values that approximate a solution, so that the implicit function theorem holds as far as they do."""
+"""Results whose value approximates a solution, so that the implicit function theorem holds approximately."""
 
 
 def solve(

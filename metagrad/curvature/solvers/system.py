@@ -51,7 +51,7 @@ class LinearSystem:
 
     @property
     def rows(self) -> Rows:
-        """The products, as solvers are handed them."""
+        """The products, as solvers take them."""
         return self.products if self.undamped.num_matrices is None else OwnMatrices(self.products)
 
     @property

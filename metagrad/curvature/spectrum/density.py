@@ -18,7 +18,7 @@ _CALL = "density(operator)"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Density:
-    r"""A spectral density: each probe's point masses, smoothed by a Gaussian when they are looked at.
+    r"""A spectral density: the point masses of each probe, smoothed by a Gaussian when it is evaluated.
 
     .. math:: \phi(t) = \frac1p \sum_k \sum_j w_{kj} \, g_\sigma(t - \theta_{kj}) \approx
         \frac1n \sum_i g_\sigma(t - \lambda_i), \quad \int \phi = 1

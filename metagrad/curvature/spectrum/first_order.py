@@ -47,7 +47,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
-    """The identity on a gradient that hangs on ``value``, without a derivative."""
+    """The identity on a gradient; it depends on ``value`` in the graph, and raises when it is differentiated."""
 
     generate_vmap_rule = True
 

@@ -87,7 +87,7 @@ def krylov_spaces(
     chunk: str | int | float,
     call: str,
 ) -> Iterator[tuple[Tensor, LanczosState]]:
-    """Draw probes, and run Lanczos from as many at once as a chunk holds the bases of."""
+    """Draw probes, and run Lanczos from as many at once as have their bases in a chunk."""
     n = checked_size(call, operator)
     rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
     for size in piece_sizes(count, rows):

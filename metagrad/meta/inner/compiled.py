@@ -44,7 +44,7 @@ class FlatFunction(NamedTuple):
 
 
 def checked_tensors(results: Sequence[Nested | None]) -> list[Tensor]:
-    """Leave out what is not there; refuse results that compiled code would have to put together."""
+    """Leave out results that are None; refuse those that are not single tensors."""
     for result in results:
         if isinstance(result, Structured):
             kind = type(result.restored()).__name__
@@ -55,7 +55,7 @@ def checked_tensors(results: Sequence[Nested | None]) -> list[Tensor]:
 
 
 def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
-    """Weigh gradients that have one contribution in every place: from the only task, or from the task of the row."""
+    """Weight gradients to each element of which only one task contributes: the only task, or the task of the row."""
     return [
         gradient * weights.view(*weights.shape, *[1] * (gradient.ndim - weights.ndim)) for gradient in grads
     ]
@@ -65,7 +65,7 @@ _QUERY_LOSSES = 2  # among the fields of an evaluation
 
 
 def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
-    """Weigh a gradient to which every task has contributed; all tasks must weigh alike, as in the mean."""
+    """Weight a gradient to which every task contributes; None unless all weights are equal, as in the mean."""
     first, *others = weights.reshape(-1).tolist()
     alike = all(weight == first for weight in others)
     return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
@@ -133,12 +133,12 @@ class CompiledMAML(CompiledStep):
         return super().attempt(without_free_tensors, eager)
 
     def check(self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
-        """Run what is to be compiled as it is; refuse what compiling would lose."""
+        """Run uncompiled what is to be compiled; refuse what compiling would lose."""
         handed = [operand(tensor, True) for tensor in tensors]
         check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call)
 
     def rule(self, rule: Rule, params: Params, steps: int) -> Rule:
-        """Return a rule with every number as a 0-d tensor, so that another one needs no other code.
+        """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.
 
         Raises:
             ValueError: The rule has no value for the last of the steps, which compiled code cannot see.
@@ -154,7 +154,7 @@ class CompiledMAML(CompiledStep):
 
 
 def _take_step(rule: Rule, params: Params, number: int) -> None:
-    """Let a rule take the step of a number, so that it can refuse; the ints of its state count steps."""
+    """Run a rule's step of this number, so that it can raise; the ints of its state count steps."""
     with torch.no_grad():
         state = tree_map(lambda leaf: number if type(leaf) is int else leaf, rule.init(params))
         rule.update({name: torch.zeros_like(p) for name, p in params.items()}, state, params)
@@ -178,7 +178,7 @@ def with_tensors(rule: Rule, params: Params) -> Rule:
 
 
 def refuse_model(model: nn.Module, tables: Sequence[str]) -> None:
-    """Raise for what torch.compile would pass over in silence, or cannot take."""
+    """Raise for what torch.compile would silently ignore, or cannot compile."""
     if tables:
         named = ", ".join(map(repr, dict.fromkeys(tables)))
         raise UncompilableError(f"only the rows of {named} are there, as sparse= says")

@@ -21,7 +21,7 @@ from metagrad.optim.tape_curvature import WeightedLoss
 
 
 def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
-    """Refuse layers that a rule asks for and does not know; name the modules that it moves along the gradient.
+    """Check that a rule of layers supports the model's; warn of modules that it moves along the plain gradient.
 
     Args:
         model: The model.

@@ -38,7 +38,7 @@ from metagrad.sparse.tables.embedding import embedding
 
 
 class Adaptation(NamedTuple):
-    """What an inner loop leaves.
+    """The result of an inner loop.
 
     Attributes:
         params: The adapted parameters, ``[tasks, ...]`` each.
@@ -59,7 +59,7 @@ class Adaptation(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What query examples say of adapted parameters.
+    """The losses and predictions of query examples at adapted parameters.
 
     Attributes:
         losses: The support loss before each step, ``[tasks, steps]``.
@@ -96,7 +96,7 @@ class InnerLoop:
 
     Attributes:
         objective: The loss.
-        rule: What makes a step of a gradient.
+        rule: The functional optimizer that takes the steps.
         steps: How many steps are taken.
         order: 2 differentiates through the gradient, 1 takes it as a constant.
         memory: What :func:`metagrad.unroll` keeps.
@@ -109,7 +109,7 @@ class InnerLoop:
         shared: Parameters that do not adapt, as compiled code is handed them.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
         proximal: The weight of the squared distance to the start in the loss; None has none.
-        hypergradient: The derivative of the minimum, to be taken for that of the steps; None goes through these.
+        hypergradient: The method of implicit differentiation; None differentiates through the steps.
     """
 
     objective: Objective
@@ -238,7 +238,7 @@ class InnerLoop:
         return min(self.truncate, self.steps)
 
     def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
-        """Return what the steps of each task make of table rows that it does not look up, whose gradient is zero.
+        """Return what table rows that a task does not look up become in its steps, with a gradient of zero.
 
         Without weight decay, those are the rows themselves.
 
@@ -279,7 +279,7 @@ class InnerLoop:
         return objective.stacked if self.stacked else objective.single
 
     def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple, Tree]]:
-        """Return what runs the steps, given a state and arguments: traced, eager, or of a compiled step."""
+        """Return the function that runs the steps, given a state and arguments: traced, eager, or compiled."""
         if torch.compiler.is_compiling():
             return functools.partial(_traced, step, times)
         if self.compiled is None:
@@ -394,7 +394,7 @@ def _refuse_inference_mode() -> None:
 
 
 def _traced(step: Step, times: range, state: tuple, *args: object) -> tuple[tuple, Tree]:
-    """Run the loop as part of a graph; what :func:`metagrad.unroll` looks at has been looked at before."""
+    """Run the loop as part of a traced graph; the checks of :func:`metagrad.unroll` were made before."""
     collected, report = [], None
     for t in times:
         state, report = step(state, t, *args)
@@ -439,7 +439,7 @@ def _constant(state: tuple) -> tuple:
 
 
 def with_history_of(starts: Params, values: Params) -> Params:
-    """Return values that pass their cotangents on to what they came from: straight-through, identity Jacobian."""
+    """Return values whose cotangents go to the starts: straight-through, with the identity for the Jacobian."""
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
 
 
@@ -466,7 +466,7 @@ def start_values(params: Params, rows: Params, num_tasks: int | None, *, apart: 
         params: The parameters.
         rows: Of tables, which rows to take instead.
         num_tasks: How many tasks are stacked; None means one, without an axis of its own.
-        apart: Whether other values are computed of the parameters, which an inner gradient is to pass by.
+        apart: Whether other values are computed from the parameters, through which inner gradients must not go.
     """
     apart = apart or bool(rows)
 
@@ -496,12 +496,12 @@ def _repeated(param: Tensor, num_tasks: int) -> Tensor:
     """Give every task the parameter, without a copy."""
     if torch.is_grad_enabled() and not _is_constant(param):
         return param.expand(num_tasks, *param.shape)
-    # A view made without grad mode says that it requires grad, but gradients pass it by.
+    # A view made without grad mode says that it requires grad, but gets no gradient.
     return param.detach().expand(num_tasks, *param.shape).requires_grad_()
 
 
 def _is_constant(param: Tensor) -> bool:
-    """Say whether the tape passes a parameter by; compiled code differentiates by torch.func, which does not ask."""
+    """Say whether a parameter gets no gradient; compiled code differentiates by torch.func, regardless of this."""
     return not param.requires_grad and not torch.compiler.is_compiling()
 
 

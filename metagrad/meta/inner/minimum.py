@@ -1,4 +1,4 @@
-"""Inner problems whose minimum counts, not the steps that lead there: a proximal term, implicit derivatives."""
+"""Inner problems differentiated at their minimum, not through steps: proximal terms, implicit derivatives."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def at_minimum(
 
 
 def check_proximal(weight: object, rule: Rule | None) -> None:
-    """Refuse a weight that is none, and rules to which the term is not known."""
+    """Refuse an invalid weight, and rules whose curvature would leave out the term."""
     if weight is None:
         return
     if isinstance(weight, Tensor):
@@ -84,7 +84,7 @@ def check_hypergradient(
     norm: object,
     is_whole: bool,
 ) -> None:
-    """Refuse what an implicit derivative leaves no meaning to."""
+    """Refuse arguments that have no meaning with an implicit derivative."""
     if method is None:
         return
     check_inverse(CALL, method)

@@ -1,4 +1,4 @@
-"""The linear head that prototypes of the classes make, as what a head starts from in each task."""
+"""A linear head computed from the prototypes of the classes, as the start of a head in each task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Prototypes:
         w_k = 2 c_k, \quad b_k = -\lVert c_k \rVert^2
 
     so that its logits order the classes by the distance of an embedding to their prototypes, as a prototypical
-    network does. The embedding :math:`f_\theta(x)` is what the head is given. Labels are 0 to ways - 1, where the
+    network does. The embedding :math:`f_\theta(x)` is the input of the head. Labels are 0 to ways - 1, where the
     head has ``ways`` outputs, and every class has a support example in every task.
 
     Args:

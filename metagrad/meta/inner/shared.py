@@ -47,7 +47,7 @@ def placed(objective: Objective, values: Params) -> contextlib.AbstractContextMa
 
 
 class SharingCall(NamedTuple):
-    """A function that reads shared parameters as one that is handed them, first; guards match it by value."""
+    """A function that reads shared parameters, with these as its first argument; guards match it by value."""
 
     objective: Objective
     function: Callable[..., Any]

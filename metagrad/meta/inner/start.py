@@ -1,4 +1,4 @@
-"""What parameters start from in each task, where that is not the value of the meta-parameter."""
+"""Task-specific starts: values that parameters start from in each task, instead of the meta-parameters."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _CALL = "MAML(..., start)"
 
 @dataclass(frozen=True)
 class OwnStart:
-    """What some parameters start from in each task: zeros, or functions of its support examples.
+    """The task-specific starts of some parameters: zeros, or functions of the support examples.
 
     Attributes:
         zeros: The names of those that start at zero.
-        functions: What computes others, and their names; None where the function says itself.
-        sparse: The names of tables of which tasks have rows, which start from these, or which they share.
+        functions: Functions that compute starts, each with the names of its parameters, or None if it returns names.
+        sparse: The names of tables of which tasks have rows, to adapt them or to share them.
     """
 
     zeros: tuple[str, ...]
@@ -47,7 +47,7 @@ class OwnStart:
         return [function for _, function in self.functions if isinstance(function, nn.Module)]
 
     def check(self, model: nn.Module, tasks: Tasks) -> None:
-        """Let functions refuse tasks, with all of these before them, as within a vmap they could not."""
+        """Let functions check all tasks, which they cannot do inside a vmap."""
         for _, function in self.functions:
             if (check := getattr(function, "check", None)) is not None:
                 check(model, restored(tasks.support_x), restored(tasks.support_y))

@@ -25,7 +25,7 @@ from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 class Reports(NamedTuple):
-    """What a step says: the support loss before it and the query loss after it, and predictions after the last."""
+    """The reports of a step: the support loss before it, the query loss after it, and predictions after the last."""
 
     support: Tensor
     query: Tensor
@@ -130,7 +130,7 @@ class _Sweep:
         return structure.fill(attached(self, self.variables, outputs, kept=kept, pull=pull))  # type: ignore[arg-type]
 
     def _add(self, t: int, reports: Reports, entry: Params) -> Reports:
-        """Add the gradient of the query losses after a step, and let its graph go."""
+        """Add the gradient of the query losses after a step, and free its graph."""
         if t == 0:
             _refuse_unknown(reports.query, [*self.variables, *entry.values()])
         grads = torch.autograd.grad(reports.query.sum(), self.variables, allow_unused=True)

@@ -1,4 +1,4 @@
-"""Inner loops that are not differentiated through: their meta-gradients are read off the steps they take."""
+"""Inner loops that are not differentiated through: their meta-gradients are computed from the steps they take."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from metagrad.optim.rules import Params, Rule
 
 
 class Trajectory(NamedTuple):
-    """What was found along the steps of tasks.
+    """The result of the steps of tasks.
 
     Attributes:
         params: The adapted parameters.
         losses: The loss before each step, ``[tasks, steps]``.
         used: How many steps were taken, ``[tasks]``, int64.
-        gradients: What tasks give as the gradient of what they start from.
+        gradients: The meta-gradient of each task, with respect to its start.
     """
 
     params: Params
@@ -37,7 +37,7 @@ class Trajectory(NamedTuple):
 
 @dataclass(frozen=True)
 class TrajectoryLoop(InnerLoop):
-    """An inner loop whose meta-gradient comes of :meth:`follow`, and the value of whose loss is that of MAML.
+    """An inner loop whose meta-gradient :meth:`follow` computes; the value of its loss is that of MAML.
 
     Attributes:
         joins: Whether it adapts to query examples too, where the result is differentiated.
@@ -72,7 +72,7 @@ class TrajectoryLoop(InnerLoop):
 
 @dataclass(frozen=True)
 class DisplacementLoop(TrajectoryLoop):
-    """One whose gradient is what it started from less what it came to."""
+    """A loop whose meta-gradient is the start minus the adapted parameters, as Reptile's is."""
 
     def follow(self, params: Params, starts: Params, tasks: Tasks, rule: Rule | None) -> Trajectory:
         """Take the steps."""
@@ -82,7 +82,7 @@ class DisplacementLoop(TrajectoryLoop):
 
 @dataclass(frozen=True)
 class PathLengthLoop(TrajectoryLoop):
-    """One whose gradient is that of the length of its path over the loss, whose later points follow the first.
+    """A loop whose meta-gradient is that of the length of its path, with identity Jacobians, as Leap's is.
 
     Attributes:
         power: Of the length of each step: 1 or 2.
@@ -153,7 +153,7 @@ class _Recorder:
 
 
 def _of_its_own(state: tuple) -> tuple:
-    """Return the state of a loop as variables that know nothing of the step before."""
+    """Return the state of a loop as new leaves, cut from the graph of the step before."""
     if _torch.functorch_is_active():
         return state
     params, *others = tree_map(_detached, state)

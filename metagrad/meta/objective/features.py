@@ -85,7 +85,7 @@ def split_layers(model: nn.Module, adapted: Collection[int], norms: Norms | None
 
 
 def _followers(norms: Norms | None) -> Collection[nn.Module]:
-    """Return the modules that a policy lets depend on more than their input, or that keep statistics."""
+    """Return the modules that keep statistics, or whose result depends on more than their input under a policy."""
     if norms is None:
         return ()
     is_of_the_set = norms.policy == "transductive"

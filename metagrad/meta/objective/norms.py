@@ -1,9 +1,9 @@
-"""Whose statistics normalise: policies for normalisations that keep statistics, such as batch normalisation.
+"""Policies for normalisation layers with running statistics, such as batch normalisation: which statistics they use.
 
-The model stays as it is. While it is called, ``F.batch_norm`` and ``F.instance_norm`` do what the policy says, in
-elementary or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: what is to
-move the running statistics is collected, and they move once, after the tasks of a meta-batch. So recomputation does
-not move them again, and stacked tasks move them as a loop does.
+The model is not changed. While it is called, ``F.batch_norm`` and ``F.instance_norm`` do what the policy says, in
+elementary or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: the updates
+of the running statistics are collected, and applied once, after the tasks of a meta-batch. So recomputation does not
+update them again, and stacked tasks update them as a loop does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool, name: str = "MAML") -> None:
-    """Refuse a policy that is none, or that the model cannot follow."""
+    """Refuse a policy that is unknown, or that does not work with the model."""
     if norm is None:
         return
     call = f"{name}(..., norm"

@@ -16,7 +16,7 @@ _CALL = "MAML(..., query_weights)"
 
 
 def check_query_weights(weights: object, steps: int) -> None:
-    """Refuse what is not a weight for each of the steps, or leaves nothing to learn from."""
+    """Refuse what is not a weight for each of the steps, and weights that are all zero."""
     if weights is None or (callable(weights) and not isinstance(weights, Tensor)):
         return
     if isinstance(weights, Tensor):

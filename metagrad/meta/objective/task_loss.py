@@ -46,8 +46,8 @@ class Objective:
     Attributes:
         model: The module; its own parameters are never written to.
         loss_fn: ``loss_fn(prediction, target)``, a scalar for the examples of one task.
-        labels: The bounds of the labels, which are held to what the model returns. To compiled code they would be
-            constants, so they are checked outside of it.
+        labels: The bounds of the labels, which are checked against what the model returns. In compiled code they
+            would be constants, so they are checked outside of it.
         rows: Which rows of a table its value holds, by the name of the table.
         norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
@@ -180,7 +180,7 @@ def _function_of(loss_fn: LossFn) -> LossFn:
 
 
 def check_labels(labels: Labels | None, prediction_shape: Sequence[int]) -> None:
-    """Refuse labels that are no class of predictions ``[n, ...]``."""
+    """Refuse labels that are not classes of predictions ``[n, ...]``."""
     if labels is None:
         return
     classes = prediction_shape[1] if len(prediction_shape) > 1 else prediction_shape[0]

@@ -28,16 +28,16 @@ class ExamplesLike(Protocol):
 
 
 class BatchLike(Protocol):
-    """Tasks to adapt on and to be judged on, such as :class:`metagrad.tasks.Batch`."""
+    """Tasks to adapt to and to be evaluated on, such as :class:`metagrad.tasks.Batch`."""
 
     @property
     def support(self) -> ExamplesLike:
-        """What a task is adapted on."""
+        """The examples that a model adapts to."""
         ...
 
     @property
     def query(self) -> ExamplesLike:
-        """What the adapted model is judged on."""
+        """The examples that the adapted model is evaluated on."""
         ...
 
 
@@ -79,7 +79,7 @@ class Tasks(NamedTuple):
         return not any(isinstance(part, Structured) for part in self[:4])
 
     def split(self, size: int) -> Iterator[Tasks]:
-        """Yield ``size`` tasks after the other, at the end those that are left; with 1 without the task axis."""
+        """Yield parts of ``size`` tasks, the last perhaps smaller; with 1 single tasks without the task axis."""
         if size >= self.count > 1:
             yield self
             return
@@ -136,7 +136,7 @@ def read_examples(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
 
 
 def _check_tasks(call: str, tasks: Tasks) -> None:
-    """Refuse examples that are none, or that do not fit together."""
+    """Refuse parts that are empty, or whose sizes do not match."""
     pairs = {"support": tasks[:2], "query": tasks[2:4]}
     named = {
         f"{name}.{field}": part
@@ -183,7 +183,7 @@ def num_tasks(value: Nested) -> int:
 
 
 def concatenated(results: Sequence[Any]) -> Any:
-    """Join what parts of the tasks came to, tensor by tensor."""
+    """Concatenate the results of parts of the tasks, tensor by tensor."""
     if len(results) == 1:
         return results[0]
     flat = [tree_flatten(result) for result in results]
@@ -200,7 +200,7 @@ def concatenated(results: Sequence[Any]) -> Any:
 
 
 def stacked(results: Sequence[Any]) -> Any:
-    """Join what single tasks came to, with a task axis in front."""
+    """Stack the results of single tasks, with a task axis in front."""
     return concatenated([with_task_axis(result) for result in results])
 
 

@@ -5,10 +5,10 @@ written out here: a batch of affine maps is one ``baddbmm``, and an activation i
 arithmetic with half of the operations on the tape (vmap turns a linear layer into views, an expansion, a product
 and a sum), which small networks are bound by.
 
-What ``torch.vmap`` computes otherwise than a loop does, without an error, stands in the table ``RULES``. It was found
-by running torch's own operator tests (``OpInfo``) through ``torch.vmap`` and through a loop in float64: values,
-gradients and gradients of a non-linear function of these (torch 2.13). ``tests/meta/test_vmap_rules.py`` does so
-again, and shows the defect of every row, so that it fails once torch has mended it.
+The table ``RULES`` lists what ``torch.vmap`` computes differently from a loop without an error. It was found by
+running torch's own operator tests (``OpInfo``) through ``torch.vmap`` and through a loop in float64: values,
+gradients and gradients of a non-linear function of these (torch 2.13). ``tests/meta/objective/test_vmap_rules.py``
+does so again, and shows the defect of every row, so that it fails once torch has fixed it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def values_for(model: nn.Module, params: Params, rows: Params, tables: Collectio
 
 
 def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextManager[None]:
-    """Put values into the places of parameters, and a table that can be looked up in those of rows."""
+    """Substitute values for parameters, and proxies that can be looked up for tables of which rows are given."""
     return replaced(model, {k: v.proxy() if isinstance(v, TABLES) else v for k, v in values.items()})
 
 
@@ -70,13 +70,13 @@ def call_with(
     norms: NormPass | None = None,
     layers: Sequence[nn.Module] | None = None,
 ) -> Any:
-    """Return what a model makes of its inputs with other values for some of its parameters.
+    """Call a model with other values for some of its parameters.
 
     Args:
         model: The model.
         values: Of parameters, by their ids.
         x: The inputs, or what the first of ``layers`` takes.
-        norms: Whose statistics normalise, if not those that the model takes.
+        norms: The policy of normalisation layers; None leaves that to the model.
         layers: Some layers of the model, to be called one after the other; None calls the model.
     """
     if norms is None:
@@ -155,7 +155,7 @@ def _forward_normalised(
     layers: Sequence[nn.Module] | None,
     tables: Collection[str],
 ) -> Nested:
-    """Do so with norms as a policy says."""
+    """Call a model on stacked tasks, with its normalisation layers under a policy."""
     given = None
     with norms.without_counters():
         if norms.reference is not None:
@@ -297,7 +297,7 @@ def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Say whether calling the module is calling its ``forward``: nobody hooked into it."""
+    """Say whether calling the module is calling its ``forward``: it has no hooks."""
     everywhere = torch.nn.modules.module
     return not (
         module._forward_hooks
@@ -341,7 +341,7 @@ FORMS = {*ELEMENTWISE, nn.Linear, nn.Flatten}
 
 
 class NotStackableError(Exception):
-    """A model cannot be called for stacked tasks; says why, to follow "because"."""
+    """A model cannot be called for stacked tasks; the message is the reason, to follow "because"."""
 
 
 def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
@@ -370,7 +370,7 @@ class Call(NamedTuple):
 
 
 class VmapRule(NamedTuple):
-    """An operation that torch.vmap computes wrongly, or a question that it answers wrongly."""
+    """An operation that torch.vmap computes wrongly, or an attribute that it reports wrongly."""
 
     functions: tuple[Callable[..., Any], ...]
     reason: str  # follows "because"
@@ -412,7 +412,7 @@ RULES: tuple[VmapRule, ...] = (
 
 
 class _Corrections(TorchFunctionMode):
-    """Takes functions that torch.vmap computes wrongly, and passes all others on."""
+    """Replaces or refuses functions that torch.vmap computes wrongly; all others pass."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         handler = _HANDLERS.get(func)

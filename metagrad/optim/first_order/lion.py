@@ -70,7 +70,7 @@ class LionRule(PerParameter):
 
     @property
     def decays_linearly(self) -> bool:
-        """A step with a zero gradient is linear in the parameters, but for the sign of an average of zero: zero."""
+        """A step is linear in the parameters if all gradients have been zero: so is the sign of their average."""
         return True
 
     def slots(self, param: Tensor) -> tuple[Tensor]:

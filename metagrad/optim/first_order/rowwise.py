@@ -115,7 +115,7 @@ class Rowwise(RuleNode):
         )
 
     def _check_zero_gradient(self, units: Params, state: Any) -> None:
-        """Hold the rule to what makes rows without a gradient predictable."""
+        """Check that the rule does not move a row whose gradient is zero, other than by weight decay."""
         with torch.no_grad():
             zeros = {key: torch.zeros_like(unit) for key, unit in units.items()}
             moved, _ = self.rule.update(zeros, state, units, KnownDiagonal(zeros))

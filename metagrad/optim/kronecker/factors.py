@@ -54,8 +54,8 @@ def factors_of(sums: Sums, weight: float | Tensor) -> Factors:
 
     Args:
         sums: Over all examples of a step.
-        weight: What makes :math:`w \sum_n g_n g_n^\top` an average over examples: N for gradients of a mean, whose
-            own is :math:`1 / N`, and 1 for a sum.
+        weight: The factor :math:`w`: N for the gradients of a mean over examples, which have a factor :math:`1 / N`
+            each, so that :math:`w \sum_n g_n g_n^\top` is an average over examples; 1 for those of a sum.
 
     Example:
         >>> from metagrad.optim.kronecker.factors import factors_of, sums_of
@@ -78,7 +78,7 @@ def averaged_factors(old: Factors, new: Factors, count: int, decay: float | Tens
     .. math:: A_k = \epsilon_k A_{k-1} + (1 - \epsilon_k) A, \qquad \epsilon_k = \min(1 - 1 / k, \beta)
 
     Args:
-        old: The averages before; of no consequence at the first.
+        old: The averages before; not used at the first estimate.
         new: Those of the step.
         count: The number k of this estimate, from 1.
         decay: How much is kept, :math:`\beta`.
@@ -148,7 +148,7 @@ def preconditioned(gradient: Tensor, inverses: Factors) -> Tensor:
 
 
 def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
-    r"""Return what a direction is multiplied with, so that predictions do not change by more than allowed.
+    r"""Return the factor of a direction that bounds the change of predictions.
 
     .. math:: \nu = \min\Bigl(1, \sqrt{\kappa / (\eta^2 D^\top \nabla)}\Bigr)
 
@@ -200,14 +200,14 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
 
 
 class Estimate(NamedTuple):
-    """What one step tells of a layer's block of the Fisher matrix."""
+    """The estimate of a layer's block of the Fisher matrix from one step."""
 
     factors: Factors
     squares: Callable[[Factors], Tensor] | None = None  # second moments of gradients in a basis
 
 
 class Block(NamedTuple):
-    """What is kept of a layer's block of the Fisher matrix."""
+    """The state of a layer's block of the Fisher matrix."""
 
     updates: int  # estimates of the factors so far
     inputs: Tensor  # the running averages of the factors

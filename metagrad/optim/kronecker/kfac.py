@@ -21,7 +21,7 @@ from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_opt
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Blocks: TypeAlias = "Mapping[str, Block | EigenBlock]"
-"""What is kept of layers, by the names of their weights."""
+"""The state of layers, by the names of their weights."""
 
 
 class KFACState(NamedTuple):
@@ -33,7 +33,7 @@ class KFACState(NamedTuple):
 
 
 class _Descent(SGDRule):
-    """The rule of the directions, whose errors are K-FAC's."""
+    """SGD along the directions; errors name K-FAC."""
 
     call = "kfac(...)"
 
@@ -56,18 +56,18 @@ class KFACRule(RuleNode):
     parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
     every order, through the factors, their inverses and the clipping.
 
-    In :class:`metagrad.MAML` the curvature is given, and each task has factors of its own. By hand it is a
+    :class:`metagrad.MAML` passes the curvature, and each task has factors of its own. By hand, pass a
     :class:`~metagrad.optim.kronecker.layer_objective.LayerObjective`, or anything with a method
     ``kronecker_factors(request)`` that returns the factors of layers by the names of their weights.
 
     What does not work: grouped convolutions, and layers that are shared or called twice, which are refused by name;
-    ``memory="block"``; ``compile`` in MAML, which says so and runs the steps as they are; the corrected eigenvalues
-    that ``metagrad.optim.KFAC(eigen=True)`` has, for eigenvectors have no derivative where eigenvalues coincide, as
-    those of factors of few examples do.
+    ``memory="block"``; ``compile`` in MAML, which warns and runs the steps uncompiled; the corrected eigenvalues of
+    ``metagrad.optim.KFAC(eigen=True)``, because eigenvectors have no derivative where eigenvalues coincide, as those
+    of factors of few examples do.
 
     Example:
-        The outputs' factor of a loss that is linear is the square of its slope, that of the inputs their square, and
-        the product of both divides the gradient:
+        For a loss that is linear in the output, the factor of the outputs is its slope squared, that of the inputs is
+        the input squared, and the gradient is divided by their product:
 
         >>> from metagrad.optim.kronecker.layer_objective import LayerObjective
         >>> from metagrad.optim.kronecker.kfac import kfac
@@ -258,7 +258,7 @@ class KFACRule(RuleNode):
         return Factors(inputs.to(old.inputs.dtype), outputs.to(old.outputs.dtype))
 
     def _preconditioned(self, step: int, grads: Params, blocks: Blocks, params: Params) -> Params:
-        """Return what the inverse makes of each gradient: of those that are in no layer, the gradient."""
+        """Multiply the gradients of layers with the inverses; the gradients of other parameters pass."""
         parts, damping = dict(grads), at_step("damping", self.damping, step)
         for key, block in blocks.items():
             if block.updates:
@@ -286,7 +286,7 @@ kfac = KFACRule
 
 
 def wide(value: Tensor) -> Tensor:
-    """Return what a gradient holds, in a dtype that has room for its squares."""
+    """Return the values of a gradient, in a dtype that can hold their squares."""
     value = value.values if isinstance(value, RowSparse) else value
     return value.to(torch.promote_types(value.dtype, torch.float32))
 

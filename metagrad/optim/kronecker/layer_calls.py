@@ -1,4 +1,4 @@
-"""What the layers of a model are given in one evaluation of a loss, and where their outputs are on the tape."""
+"""The calls of the layers of a model in one evaluation of a loss: inputs, and gradient edges of the outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL = "kfac(...)"
 class LayerCall(NamedTuple):
     """One call of a layer.
 
-    The output is known by its place on the tape, where a gradient arrives also if somebody writes over the tensor.
+    The output is identified by its gradient edge, where a gradient arrives also if the tensor is overwritten.
     """
 
     inputs: Tensor

@@ -1,4 +1,4 @@
-"""The loss of a model, as rules see it that ask what its layers are given."""
+"""The loss of a model, with the Kronecker factors of its layers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LayerObjective(TapeObjective):
 
     What does not work: layers that are shared, called twice or not at all, grouped convolutions, and calls inside
     transforms of torch.func or checkpoints, which are refused by name; ``torch.compile``. So
-    ``metagrad.unroll(compile=True)`` runs the steps as they are; it refuses a model whose own parameters require
-    grad, for they are not among its arguments.
+    ``metagrad.unroll(compile=True)`` runs the steps uncompiled; it refuses a model whose own parameters require
+    grad, because they are not among its arguments.
 
     Args:
         model: The model :math:`f`.
@@ -109,7 +109,7 @@ class LayerObjective(TapeObjective):
         losses: Sequence[WeightedLoss] | Callable[[], Sequence[WeightedLoss]] = (),
         create_graph: bool = False,
     ) -> LayerObjective:
-        """Make the objective of a loss that was evaluated already, by calls that are known.
+        """Make the objective of a loss that was evaluated before, while its calls were observed.
 
         As for :meth:`TapeObjective.known`; of stacked tasks, the value is ``[tasks]``.
         """

@@ -1,4 +1,4 @@
-"""The layers that K-FAC knows: their inputs and gradients as rows, one for each example and position."""
+"""The layers that K-FAC supports: their inputs and gradients as rows, one for each example and position."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> 
 
 
 def layer_rows(layer: Layer, inputs: Tensor, gradient: Tensor, *, has_bias: bool) -> tuple[Tensor, Tensor]:
-    """Return what a layer was given and the gradient of its output as rows, in float32 or wider."""
+    """Return the input of a layer and the gradient of its output as rows, in float32 or wider."""
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     return input_rows(layer, inputs, has_bias=has_bias).to(dtype), output_rows(layer, gradient).to(dtype)
 
 
 def input_rows(layer: Layer, value: Tensor, *, has_bias: bool) -> Tensor:
-    """Return what a layer multiplies its weights with, ``[examples, positions, inputs]``.
+    """Return the vectors that a layer multiplies with its weight, ``[examples, positions, inputs]``.
 
     Of a convolution these are patches, in the order of its flat weights; a bias adds a column of ones.
     """

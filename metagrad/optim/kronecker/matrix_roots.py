@@ -1,4 +1,4 @@
-"""Roots and eigenvectors of symmetric matrices, which can be differentiated where eigenvalues meet."""
+"""Roots and eigenvectors of symmetric matrices, which can be differentiated where eigenvalues are equal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     eigenbasis by divisions by :math:`\sum_k x_i^k x_j^{p-1-k} > 0`. The solution is differentiated in the same way,
     so that every order is right.
 
-    Eigenvalues below the rounding errors of the largest, n times the machine's precision, are taken as that. The
-    root of zero, which has none, is zero with derivatives of zero: it meets gradients that are zero.
+    Eigenvalues below the rounding errors of the largest, n times the machine precision, are replaced by these. The
+    inverse root of the zero matrix is taken as zero, with derivatives of zero: gradients are zero there as well.
 
     Args:
         matrix: Symmetric and positive semi-definite, ``[..., n, n]``, in float32 or float64.

@@ -89,8 +89,8 @@ class MuonRule(PerParameter):
     )
     ns_dtype: torch.dtype | None = option(
         default=None,
-        doc="The dtype of the iterations; None takes the parameter's. A narrower one is for steps that nobody "
-        "differentiates.",
+        doc="The dtype of the iterations; None takes the parameter's. A narrower one is for steps that are not "
+        "differentiated.",
     )
     maximize: bool = option(
         default=False,

@@ -163,7 +163,7 @@ class ShampooRule(AxisMatrices):
         statistics: Matrices,
         roots: Matrices,
     ) -> tuple[Tensor | Matrices | None, ...]:
-        """Return a parameter and what is carried of it after one step."""
+        """Return a parameter and its state after one step."""
         self.refuse_elements(decay=h.decay, eps=h.eps)
         blocks = self._blocks(g)
         statistics = tuple(self._gathered(*pair, h.decay) for pair in zip(statistics, blocks, strict=True))

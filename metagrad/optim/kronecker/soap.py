@@ -129,7 +129,7 @@ class SOAPRule(AxisMatrices):
         statistics: Matrices,
         bases: Matrices,
     ) -> tuple[Tensor | Matrices, ...]:
-        """Return a parameter and what is carried of it after one step."""
+        """Return a parameter and its state after one step."""
         value, second = self.in_axes(g), self.in_axes(square)
         turned = self._turned(self.axes_of(g))
         if turned:

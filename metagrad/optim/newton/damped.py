@@ -29,7 +29,7 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class Memory(NamedTuple):
-    """What is remembered of the last system."""
+    """The state that one linear system passes to the next."""
 
     solution: Params  # in the shapes of the parameters: where the next one begins
     moves: Params | None  # search directions p of its solve, [tasks, pairs, ...]; zero where there are none
@@ -113,7 +113,7 @@ class NewtonSystem(SecondOrder):
         return step % self.curvature_every == 0
 
     def no_memory(self, params: Params) -> Memory:
-        """Return what there is before the first system."""
+        """Return the state before the first linear system."""
         zeros = {key: torch.zeros_like(p) for key, p in params.items()}
         if self.curvature_every == 1:
             return Memory(zeros, None, None)
@@ -139,7 +139,7 @@ class NewtonSystem(SecondOrder):
         return run, Memory(problem.space.tensors(run.x), *self._remembered(run.pairs, memory))
 
     def recalled(self, problem: Problem, memory: Memory) -> Tensor:
-        """Return the direction that the last solve has taught, ``[tasks, n]``; before any, that of the gradient."""
+        """Return the quasi-Newton direction by the pairs of the last solve, ``[tasks, n]``; see :func:`two_loop`."""
         num_tasks = len(problem.g)
         return two_loop(problem.g, self._rows(memory.moves, num_tasks), self._rows(memory.changes, num_tasks))
 
@@ -217,7 +217,7 @@ class DampedState(NamedTuple):
 
     @property
     def memory(self) -> Memory:
-        """What is remembered of the last system."""
+        """The state from the last system."""
         return Memory(self.solution, self.moves, self.changes)
 
 

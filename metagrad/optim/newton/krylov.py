@@ -13,7 +13,7 @@ from metagrad.curvature.solvers.iteration import dot, initial, norm
 
 
 class Pairs(NamedTuple):
-    """Directions and their products, oldest first; places that nothing has come to are zero, and come before."""
+    """Directions and their products, oldest first; empty places are zero, and come before."""
 
     moves: tuple[Tensor, ...]  # directions p, [tasks, n] each
     changes: tuple[Tensor, ...]  # A p
@@ -55,7 +55,7 @@ def place_given_up(step: int, length: int) -> int | None:
 
     As long as there are empty ones, the first place is. Of a full history, whose steps are multiples of a stride,
     every second is then replaced in turn by the next multiple of twice the stride; so a solve of any length leaves
-    steps that are evenly spread, the first among them, and nobody needs to know the length before.
+    evenly spread steps, the first among them, without knowing its length in advance.
 
     References:
         Morales, Nocedal, "Automatic preconditioning by limited memory quasi-Newton updating", SIAM J. Optim. 10(4),
@@ -87,7 +87,7 @@ def _exchanged(old: tuple[Tensor, ...], place: int, new: Tensor, where: Tensor) 
 
 
 class Krylov(NamedTuple):
-    """What conjugate gradients come to, for each row."""
+    """The result of conjugate gradients, for each row."""
 
     x: Tensor  # [tasks, n]
     model: Tensor  # x^T A x / 2 - b^T x, [tasks]

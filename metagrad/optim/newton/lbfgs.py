@@ -407,7 +407,7 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
         values.
 
     Example:
-        A pair of a quadratic with the Hessian 4 says all there is to know:
+        One pair of a quadratic with the Hessian 4 determines the inverse Hessian:
 
         >>> from metagrad.optim.newton.lbfgs import two_loop
         >>> two_loop(torch.tensor([[8.0]]), torch.tensor([[[1.0]]]), torch.tensor([[[4.0]]]))

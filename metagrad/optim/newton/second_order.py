@@ -1,4 +1,4 @@
-"""What Newton's method and its relatives share: one row for each task, ratios of reduction, and what was done."""
+"""What Newton's method and its relatives share: one row for each task, ratios of reduction, and reports."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Report(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step, and what the quadratic model of the loss says of it."""
+    """A step, with the slope and the curvature of the quadratic model along it."""
 
     d: Tensor  # [tasks, n]
     slope: Tensor  # g^T d, [tasks]
@@ -142,7 +142,7 @@ class Step(NamedTuple):
 
 @functional_optimizer
 class SecondOrder(RuleNode):
-    r"""A rule that takes all parameters of a task for one vector.
+    r"""A rule that treats all parameters of a task as one vector.
 
     The step size and what penalises parameters may differ between them, by dicts: a step is :math:`L d` with one
     direction :math:`d` of all parameters together and the diagonal :math:`L` of their step sizes. Where that does not
@@ -188,7 +188,7 @@ class SecondOrder(RuleNode):
         return True
 
     def multiplies(self, step: int) -> bool:
-        """Say whether a step multiplies with the curvature, of which it may need nothing but the loss elsewhere."""
+        """Say whether a step multiplies with the curvature; if not, it may still evaluate the loss."""
         return True
 
     def space(self, params: Params) -> RowSpace:
@@ -397,7 +397,7 @@ def endings(report: Report) -> list[str]:
 
 
 def check_can_evaluate(call: str, curvature: object, remedy: str) -> None:
-    """Refuse a curvature that does not know the loss elsewhere."""
+    """Refuse a curvature that cannot evaluate the loss at other parameters."""
     if curvature is None:
         raise ValueError(
             f"{call}.update: the loss is needed at other parameters, and curvature is None. Pass "

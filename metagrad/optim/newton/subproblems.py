@@ -135,7 +135,7 @@ def minimize_in_ball(products: Rows, g: Tensor, radius: Tensor, *, rtol: float, 
 
 
 class _Space(NamedTuple):
-    """The last Krylov space of each row, and what the model is solved by there."""
+    """The last Krylov space of each row, and the root that solves the model in it."""
 
     basis: Tensor  # orthonormal rows, [tasks, k, n]
     T: Tensor  # the matrix in the basis, [tasks, k, k]

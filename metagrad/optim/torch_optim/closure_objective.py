@@ -127,7 +127,7 @@ class GraphCurvature:
         return {key: torch.zeros_like(working(p)) for key, p in self._params.items()}
 
     def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
-        """Add up what there is of each loss of known form, in the parameters that it depends on."""
+        """Sum the results for each loss of known form, in the parameters that it depends on."""
         return self._added(result(tape, params) for params, tape in self._tapes_of_parts())
 
     def _tapes_of_parts(self) -> Iterator[tuple[Params, TapeCurvature]]:
@@ -160,7 +160,7 @@ def _in_dtypes_of(params: Params, v: Params) -> Params:
 
 
 class ClosureObjective(GraphCurvature):
-    """The same, with the values of the loss at other parameters, by calling the closure again.
+    """A :class:`GraphCurvature` with the loss at other parameters, by calling the closure again.
 
     Args:
         params: Parameters by name.
@@ -208,7 +208,7 @@ class ClosureObjective(GraphCurvature):
 
     @contextlib.contextmanager
     def _elsewhere(self, params: Params) -> Iterator[None]:
-        """Make a call of the closure one at other parameters, which leaves no trace."""
+        """Substitute other parameters for a call of the closure, and restore buffers, ``.grad`` and generators."""
         with (
             self._random.restored(),
             self._buffers.kept(),
@@ -301,10 +301,10 @@ def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
 
 @contextlib.contextmanager
 def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give parameters other values for a while.
+    """Give parameters other values, within a ``with`` block.
 
-    Their storages are exchanged, not written: graphs of the loss hold the parameters, and shall find them as they
-    were.
+    Their storages are replaced, not written into: graphs of the loss hold the parameters, whose versions must not
+    change.
     """
     kept: dict[str, Any] = {key: p.data for key, p in params.items()}
     try:
@@ -318,7 +318,7 @@ def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
-    """Keep what a closure does to ``.grad`` from it."""
+    """Set ``.grad`` to None within a ``with`` block, and restore it afterwards."""
     kept = [p.grad for p in params]
     try:
         for p in params:

@@ -1,4 +1,4 @@
-"""What makes a ``torch.optim.Optimizer`` of a rule that uses curvature."""
+"""The base class of ``torch.optim`` optimizers whose rule uses curvature."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class Recording(TorchFunctionMode):
-    """For the duration of a closure, hands ``Tensor.backward`` to somebody else, and notes the losses computed.
+    """Redirects ``Tensor.backward`` for the duration of a closure, and records the losses computed.
 
     Args:
         backward: Called as ``backward(loss, gradient, retain_graph, create_graph, inputs)``.
@@ -88,7 +88,7 @@ def weights_of(loss: Tensor, gradient: Tensor | None, parts: Sequence[Tensor]) -
 
 
 def unknown_loss(name: str) -> str:
-    """Say to the user of an optimizer that none of the losses noted has a known form."""
+    """Return the error message that no recorded loss has a known form."""
     *others, last = (f"F.{function.__name__}" for function in KNOWN_LOSSES)
     return (
         f"{name}: the loss contains none whose curvature in the output is known. Compute it inside the closure, or "
@@ -107,14 +107,14 @@ SEED = Option(
 
 
 class CurvatureOptimizer(RuleOptimizer):
-    """An optimizer whose rule asks for curvature, which it takes while the graph of a loss is there.
+    """An optimizer whose rule uses curvature, which is computed while the graph of a loss is alive.
 
-    A closure of the usual form works unchanged: while it runs, ``Tensor.backward`` is handed to the optimizer, which
-    takes a gradient that keeps its graph, observes what the rule asks for, adds the gradient to ``.grad`` and lets
-    go of the graph. Nothing is patched, and no graph outlives the step. Without a closure, ``opt.backward(loss)``
-    does that, or ``with opt.recording():`` around the computation of the loss and its ``backward``. What several
-    backward passes give adds up, as their gradients do, until a step is taken or gradients are set to zero. At steps
-    whose rule needs no curvature, nothing of this happens.
+    A closure of the usual form works unchanged: while it runs, ``Tensor.backward`` is redirected to the optimizer,
+    which computes a gradient that keeps its graph, computes what the rule asks for, adds the gradient to ``.grad``
+    and frees the graph. Nothing is patched, and no graph outlives the step. Without a closure, ``opt.backward(loss)``
+    does that, or ``with opt.recording():`` around the computation of the loss and its ``backward``. The curvature of
+    several backward passes adds up, as their gradients do, until a step is taken or gradients are set to zero. At
+    steps whose rule needs no curvature, nothing of this happens.
 
     What does not work: ``torch.compile`` of the model and fused attention kernels, which cannot be differentiated
     twice; DistributedDataParallel, whose reduction does not see the gradients; and hooks on a parameter, which see
@@ -188,7 +188,7 @@ class CurvatureOptimizer(RuleOptimizer):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Hand every ``Tensor.backward`` inside to the optimizer, as a closure does for its duration."""
+        """Redirect every ``Tensor.backward`` inside to the optimizer, as a closure does for its duration."""
         if not self._is_curvature_due():
             yield
             return
@@ -281,7 +281,7 @@ class CurvatureOptimizer(RuleOptimizer):
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
     ) -> None:
-        """Take what the rule needs of a graph, in addition to what was taken since the last step.
+        """Compute what the rule needs from a graph, and add it to what was computed since the last step.
 
         Args:
             grads: The gradient of each leaf, with its graph if ``_keeps_graph()``.
@@ -297,7 +297,7 @@ class CurvatureOptimizer(RuleOptimizer):
         self._asked_for_graph = False  # by create_graph=True, which is not passed on
 
     def _known_scale(self, of: str) -> Tensor:
-        """Return what a GradScaler has multiplied the loss by."""
+        """Return the scale by which a GradScaler has multiplied the loss."""
         if self.grad_scale is not None:
             self._scale = self.grad_scale
         if self._scale is None:

@@ -1,4 +1,4 @@
-"""What makes a ``torch.optim.Optimizer`` of a rule that works with an estimate of a diagonal."""
+"""The base class of ``torch.optim`` optimizers whose rule uses an estimate of a diagonal."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
                 "and returns it, or opt.backward(loss) in place of loss.backward()."
             )
-        # What no loss depended on has no curvature, as it has no gradient.
+        # A parameter that no loss depended on has no curvature, as it has no gradient.
         return KnownDiagonal(
             {
                 key: working(self._estimates[p] if p in self._estimates else grads[key] * 0)

@@ -1,4 +1,4 @@
-"""K-FAC as an optimizer of torch's kind."""
+"""K-FAC as a ``torch.optim.Optimizer``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     three batches.
 
     What does not work: ``torch.compile`` of the model; DistributedDataParallel gives each process factors of its own
-    batches. On recurrent use of a layer there is the error that says so.
+    batches. Recurrent use of a layer raises.
 
     Raises:
         ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
@@ -85,7 +85,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     """
 
     def _unscaled(self) -> bool:
-        """Learn the scale of the factors, too."""
+        """Unscale the gradients, and note the scale of the factors."""
         is_finite = super()._unscaled()
         if is_finite and (self._calls or self._sums):
             self._known_scale("factors")
@@ -139,7 +139,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         return KFACState(group["step"], velocities, blocks)
 
     def _estimate(self, key: str, rule: KFACRule) -> Estimate:
-        """Return what was seen of a layer since the last step."""
+        """Return the estimate of a layer from the calls since the last step."""
         sums = self._sums[key]
         weight = self._weight(rule, sums.num_examples)
 

@@ -1,4 +1,4 @@
-"""What an optimizer sees of the layers of a model: their inputs, and the gradients of their outputs."""
+"""Hooks on the layers of a model that record their inputs, and the gradients of their outputs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Call:
     """One call of a layer.
 
     Attributes:
-        inputs: What it was given.
-        gradient: That of what it returned, summed over backward passes; None before the first.
-        open_before: The calls of the layer that waited for a gradient when this one was made.
+        inputs: The input of the layer.
+        gradient: That of the output, summed over backward passes; None before the first.
+        open_before: The earlier calls of the layer that had no gradient yet when this one was made.
     """
 
     def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[Call]) -> None:
@@ -38,9 +38,9 @@ class Call:
 
 
 class LayerHook:
-    """A forward hook that tells an optimizer of a layer's calls for as long as there is that optimizer.
+    """A forward hook that reports a layer's calls to an optimizer, as long as that exists.
 
-    A copy, as of a model that is copied or pickled, tells nobody: the optimizer's own copy sets hooks of its own.
+    A copied hook, as of a model that is copied or pickled, is inert: a copy of the optimizer sets its own hooks.
     """
 
     def __init__(self, optimizer: LayerOptimizer | None = None, name: str = "") -> None:
@@ -77,9 +77,9 @@ class _Noting:
 
 
 class LayerOptimizer(CurvatureOptimizer):
-    """An optimizer that hooks tell what the layers of a model are given, and what gradients come back.
+    """An optimizer that records the inputs of a model's layers and the gradients of their outputs, by hooks.
 
-    Layers go by the names of their weights. They are observed at the steps whose number is a multiple of
+    Layers are identified by the names of their weights. They are observed at the steps whose number is a multiple of
     ``curvature_every`` of a layer's group, and wherever the state of a layer has no ``updates`` yet. With
     ``fisher="empirical"`` the gradients are those of every backward pass; with ``"sampled"``, those for labels that
     are drawn. Calls are kept until the next call of the layer, which is that of the next micro-batch, and as sums
@@ -143,7 +143,7 @@ class LayerOptimizer(CurvatureOptimizer):
         return {self._names.get(p, key): p for key, p in super()._named(index).items()}
 
     def _called(self, name: str, inputs: Tensor) -> Call | None:
-        """Return a note of a layer's call, if its gradient is wanted."""
+        """Record a layer's call, if its gradient is needed."""
         group = self._group_of(self._layers[name].weight)
         # As the rule's `needs_curvature`, which is not made at each call of a layer.
         if group is None or (group["step"] % group["curvature_every"] and not self._lacks_factors(name)):

@@ -1,4 +1,4 @@
-"""L-BFGS as an optimizer of torch's kind."""
+"""L-BFGS as a ``torch.optim.Optimizer``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LBFGS(
         **NewtonOptimizer.options,
     }
     _known: object = None
-    """What the closures have in common that return the loss that they differentiate, and no graph of the gradient."""
+    """Identifies, by their code, closures that are known to return the loss that they differentiate."""
 
     def _forget(self) -> None:
         super()._forget()
@@ -108,7 +108,7 @@ class LBFGS(
         return super()._is_curvature_due() if closure is None else self._known != _code_of(closure)
 
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
-        """Call the closure, and observe what it differentiates, unless that is known to be what it returns."""
+        """Call the closure, and record what it differentiates, unless that is known to be what it returns."""
         is_observed = self._is_curvature_due()
         result = super()._evaluated(closure)
         if is_observed:
@@ -238,7 +238,7 @@ class LBFGS(
 
 
 def _code_of(closure: Callable[..., Any]) -> object:
-    """Return what closures have in common that are defined anew at every step."""
+    """Return the code of a closure, which identifies closures that are defined anew at every step."""
     return getattr(closure, "__code__", closure)
 
 

@@ -31,7 +31,7 @@ class History:
         products: The upper triangle of s_i^T y_j, ``[k, k]``.
 
     Example:
-        A pair of a quadratic with the Hessian 4 says all there is to know:
+        One pair of a quadratic with the Hessian 4 determines the inverse Hessian:
 
         >>> from metagrad.optim.torch_optim.lbfgs_descent import History
         >>> history = History(torch.tensor([8.0]))

@@ -24,7 +24,7 @@ _ALL = "all"
 
 @dataclass(frozen=True)
 class Change:
-    """What a step makes of some parameters and of what is kept of them, computed and not yet written.
+    """The new values and states of some parameters after a step, computed and not yet written.
 
     Attributes:
         params: The parameters.

@@ -1,4 +1,4 @@
-"""What makes a ``torch.optim.Optimizer`` of a rule that takes all parameters of a group for one vector."""
+"""The base class of ``torch.optim`` optimizers whose rule treats all parameters as one vector."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class WrittenLoss(OutputLoss):
-    r"""A loss of an output :math:`z` that is known by its values: its Hessian is differentiated for each product.
+    r"""A loss of an output :math:`z`, given as a function; each product with its Hessian differentiates it.
 
-    What distribution it is the likelihood of is not known, so that there is no Fisher matrix.
+    The distribution of which it is the likelihood is not known, so there is no Fisher matrix.
 
     Args:
         loss_fn: An output to a loss of one element.
@@ -108,7 +108,7 @@ MINIBATCH_OPTIONS: Mapping[str, Option] = {
 
 
 class NewtonOptimizer(CurvatureOptimizer):
-    r"""An optimizer whose rule multiplies with the curvature of a loss, and looks at the loss again after a step.
+    r"""An optimizer whose rule multiplies with the curvature of a loss, and evaluates the loss again after a step.
 
     The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as
     the rule asks: there ``backward`` does nothing (of L-BFGS it computes the gradients of the line search), ``.grad``
@@ -419,7 +419,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             self._forget()
 
     def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, str]]:
-        """Return where a step leads from where all parameters are, and what it was like."""
+        """Return the new values of all parameters after a step, with its report and the name of its direction."""
         for index in range(1, len(self.param_groups)):
             self._check_agreement(index)
         group, rule = self.param_groups[0], self._rule_of_all(params)

@@ -1,4 +1,4 @@
-"""What makes a ``torch.optim.Optimizer`` of a rule."""
+"""The base class of ``torch.optim`` optimizers whose steps are those of a rule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FAILED_FACTORISATIONS = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # ty
 
 
 class Option(NamedTuple):
-    """An argument of an optimizer that its rule does not know."""
+    """An argument of an optimizer that is no field of its rule."""
 
     default: Any
     doc: str
@@ -71,10 +71,10 @@ class Work(NamedTuple):
 class RuleOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose steps are those of a rule.
 
-    ``class Lion(RuleOptimizer, rule=LionRule)`` is all that a subclass has to say: its arguments are the fields of
-    the rule, with their defaults and documentation, and its ``options``. Hyper-parameters live in ``param_groups``
-    alone, where schedulers find them, and a rule is made of a group's at each step. The rule does the arithmetic;
-    here are the parameters, written in place, the state, and what ``torch.optim`` promises of both.
+    ``class Lion(RuleOptimizer, rule=LionRule)`` defines a subclass: its arguments are the fields of the rule, with
+    their defaults and documentation, and its ``options``. Hyper-parameters are stored in ``param_groups`` alone,
+    where schedulers find them; each step makes a rule of those of a group. The rule does the arithmetic; this class
+    writes the parameters in place, keeps the state, and implements the rest of ``torch.optim``'s interface.
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
@@ -100,7 +100,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         ),
         "nonfinite": NONFINITE,
     }
-    """What a group has besides the fields of the rule."""
+    """The options of a group besides the fields of the rule."""
     moves: ClassVar[tuple[str, str]] = (
         "params",
         "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.",
@@ -110,7 +110,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""
     _losses: Sequence[Tensor] = ()
-    """What is known of the loss of this step."""
+    """The losses of this step."""
 
     def __init_subclass__(
         cls, rule: type | None = None, without: Sequence[str] = (), **defaults: Any
@@ -234,7 +234,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
         if changes is None or not self._are_finite([pair for change in changes for pair in change.tensors()]):
             return
-        # What is computed as it is written comes last: an error before leaves everything as it was.
+        # Changes that are computed while they are written come last: an error before leaves everything as it was.
         for change in sorted(changes, key=lambda change: isinstance(change, Later)):
             change.write(self.state)
         for group in self.param_groups:
@@ -251,7 +251,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return Work(group, params, grads)
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a step of a group is made of, and must be finite: gradients, and curvature where there is."""
+        """Yield the inputs of a group's step, which must be finite: gradients, and curvature if there is one."""
         for key, g in work.grads.items():
             yield f"the gradient of {key!r}", g
 
@@ -331,7 +331,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         return Later(write)
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> Hashable:
-        """Return what parameters have in common that are moved as one vector; None of one that is not."""
+        """Return a key that parameters moved as one vector have in common; None for one that is moved by itself."""
         # A rule with batch_ndim treats the dimensions behind the first two of a parameter in a way of its own.
         if not self.elementwise or (hasattr(rule, "batch_ndim") and param.ndim > 2):
             return None
@@ -394,7 +394,7 @@ def _kind(name: str, options: Mapping[str, Option]) -> Any:
 
 
 def _numbers(loss: object) -> list[Tensor]:
-    """Return what can be looked at of what a closure returns."""
+    """Return the tensors in the result of a closure that can be checked."""
     if isinstance(loss, Tensor):
         return [loss.detach()] if loss.is_floating_point() else []
     return [torch.tensor(loss)] if isinstance(loss, float) else []

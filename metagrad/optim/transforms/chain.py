@@ -1,4 +1,4 @@
-"""A rule that sees gradients through transforms."""
+"""Chains: a rule after transforms of the gradients."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
 
 
 def shown(*tensors: Tensor) -> Sequence[Tensor]:
-    """Let function modes see what a rule is applied to: what a checkpoint does not see there is lost to it."""
+    """Show function modes the operands of a rule: a checkpoint finds the tensors that a function reads by them."""
     return [tensor.view_as(tensor) for tensor in tensors] if _torch.num_function_modes() else tensors
 
 

@@ -1,4 +1,4 @@
-"""The numbers: sparse products and segment sums without derivatives, by the fastest kernel at hand.
+"""Sparse products and segment sums without derivatives, by the fastest kernel available.
 
 float32 and float64 go to torch's CSR products (MKL, cuSPARSE), which allocate nothing but the result; other dtypes
 are gathered, multiplied and added in slices of bounded size, half precision in float32. Measured on two cores, 64k
@@ -103,7 +103,7 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
 
 
 def _announce_csr() -> None:
-    """Let torch say once, to nobody, that its CSR tensors are in beta: ours never reach a user."""
+    """Trigger torch's one warning that CSR tensors are in beta, and silence it: they never reach a user here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.zeros(1, dtype=torch.int64), [], [], (0, 0))

@@ -1,4 +1,4 @@
-"""Entries as users hold them, brought into the order of a pattern: sorted, checked, duplicates added."""
+"""Entries in any order, brought into the order of a pattern: sorted, checked, duplicates added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boundary to torch's sparse tensors and to SciPy: numbers cross it, derivatives do not."""
+"""Conversion from and to torch's sparse tensors and SciPy's: of values, without derivatives."""
 
 from __future__ import annotations
 

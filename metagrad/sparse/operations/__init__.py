@@ -1,1 +1,1 @@
-"""What is computed with sparse matrices: a closed family of kernels, and what is composed from it."""
+"""Operations on sparse matrices, composed from a family of kernels that is closed under differentiation."""

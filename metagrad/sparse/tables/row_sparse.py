@@ -1,4 +1,4 @@
-"""Tensors of which few rows are not zero: what the gradient of an embedding table is.
+"""Row-sparse tensors, of which few rows are not zero, such as the gradient of an embedding table.
 
 Two operations are closed under differentiation, and everything else is composed from them: to gather rows from a
 table, and to scatter rows into one. The derivative of each is the other, so the gradient of a table, of any
@@ -93,7 +93,7 @@ class RowSparse(Rows):
     It stands where a gradient stands: in ``.grad``, where it accumulates, and in what ``torch.autograd.grad``
     returns, where it can be differentiated again, at every order. Its linear arithmetic, products, positive
     powers, sums and norms keep to the rows; ``dense - lr * x`` is dense; ``dense.add_(x, alpha=-lr)`` writes the
-    rows alone. An operation that it does not know raises, for it would be dense.
+    rows alone. Any other operation raises, because its result would be dense.
 
     Args:
         rows: Which rows are kept, ``[R]``, int64, ascending and without duplicates. Of a stack of tables,

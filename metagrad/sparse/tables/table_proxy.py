@@ -1,4 +1,4 @@
-"""A tensor in the place of an embedding table, which can be looked up and nothing else."""
+"""A proxy for an embedding table, which supports lookups and nothing else."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ def _refuse(function: str, table: TableProxy, max_norm: float | None, scale_grad
         )
     if scale_grad_by_freq:
         raise ValueError(
-            f"sparse=[{table._name!r}]: {function}(scale_grad_by_freq=True) changes the gradient by a factor that "
-            "its own derivative does not know. Construct the embedding without it."
+            f"sparse=[{table._name!r}]: {function}(scale_grad_by_freq=True) scales the gradient by a factor that is "
+            "missing from the second derivative. Construct the embedding without it."
         )
 
 

@@ -181,7 +181,7 @@ class FewShot:
         return Batch(*(part._replace(x=self._converted(part.x)) for part in batch))
 
     def _find_classes(self, labels: Any, wanted: Any, small: str) -> None:
-        """Group items by class, and hold the numbers of both to what tasks need."""
+        """Group items by class, and check that there are as many of both as tasks need."""
         call, fewest = self._call, self.composition.fewest_examples
         codes, known = read_labels(call, self.dataset, labels)
         if wanted is None and self.split is not None:
@@ -219,7 +219,7 @@ class FewShot:
         where = torch.device("cpu") if self._x is None else self.device
         self._groups = Groups(self._codes, self.num_classes, where)
         self._batches = Batches(Items(self.dataset, transform))
-        # No method of self: what refers to itself is freed late, and its workers then wait for seconds.
+        # Not a method of self: a reference cycle is freed late, and its workers then wait for seconds.
         self._plan = functools.partial(_plan, self._groups, self.composition)
         if workers and self._x is None:
             self._ahead = Ahead(self._batches, self._plan, workers=workers, prefetch=prefetch)

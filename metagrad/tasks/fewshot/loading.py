@@ -188,7 +188,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def as_it_is(value: Any) -> Any:
-    """Return what is given; a function of a module, so that workers can be told of it."""
+    """Return the argument; a module-level function, which can be pickled for worker processes."""
     return value
 
 

@@ -517,7 +517,7 @@ def test_a_parameter_that_is_read_behind_its_module_is_refused():
 def test_a_block_that_writes_into_what_it_is_handed_is_refused():
     (model, loss_fn, x, y, _), params = made(mlp)
     loss = chain(model, loss_fn, blocks=list(model), example=x)
-    with pytest.raises(ValueError, match=r"block '3': writes in place into what it is handed.*inplace=False"):
+    with pytest.raises(ValueError, match=r"block '3': writes in place into its input.*inplace=False"):
         block_gradient(loss, params, x, y)
 
 

@@ -309,7 +309,7 @@ def test_a_free_tensor_that_requires_grad_is_refused():
     scale = torch.tensor(2.0, requires_grad=True)
     w = torch.ones(2, requires_grad=True)
     with pytest.raises(
-        ValueError, match=r"requires grad is read without being handed over.*Pass it as an arg"
+        ValueError, match=r"requires grad is read without being an argument.*Pass it as an arg"
     ):
         mg.unroll(lambda w, t: (w * scale, None), w, steps=2, compile={"backend": "aot_eager"})
 

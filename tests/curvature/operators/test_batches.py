@@ -191,7 +191,7 @@ def test_rows_that_were_not_there_before_are_refused():
     batches = [(torch.tensor([[9], [5]]), torch.tensor([0, 1]))]
     G = ggn(model, F.cross_entropy, dict(model.named_parameters()), batches)
     batches[0] = (torch.tensor([[9], [6]]), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"looks rows of '0.weight' up that no batch did before"):
+    with pytest.raises(ValueError, match=r"looks up rows of '0.weight' that no batch did before"):
         G @ torch.ones(13)
 
 

@@ -411,7 +411,7 @@ CG = hypergrad.CG(steps=5)
         ({"compile": "whole"}, ValueError, r"hypergradient, compile\): .* compile=True can"),
         ({"hypergradient": hypergrad.Nystrom(2)}, ValueError, "Nystrom approximates one Hessian"),
         ({"hypergradient": hypergrad.Unroll(SGD, 1)}, TypeError, "expected an implicit method, CG"),
-        ({"hypergradient": hypergrad.FirstOrder()}, ValueError, "takes the minimum for a constant"),
+        ({"hypergradient": hypergrad.FirstOrder()}, ValueError, "treats the minimum as a constant"),
         ({"proximal": None}, ValueError, "does not depend on where the steps begin.* Pass proximal"),
         ({"proximal": -1.0}, ValueError, r"proximal\): expected None or a number above 0, got -1.0"),
         ({"proximal": torch.ones(2)}, ValueError, r"proximal\): expected one number, got shape \(2,\)"),
