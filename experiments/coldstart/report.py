@@ -60,17 +60,17 @@ def _error_rows(found: dict[str, list[Result]]) -> list[list[str]]:
         if name in found:
             columns = zip(*(one["errors"] for one in found[name]), strict=True)
             rows.append([title, *(f"{statistics.mean(column):.4f}" for column in columns)])
-            if name != FLOOR and (differences := differences_of(found, name)):
+            if differences := differences_of(found, name):
                 rows.append(["", *(spread(column) for column in differences)])
     return rows
 
 
 def differences_of(found: dict[str, list[Result]], name: str) -> list[list[float]]:
-    """Return by how many thousandths a method errs more than biases, of each seed, by how many ratings are seen."""
-    floors = {one["seed"]: one["errors"] for one in found.get(FLOOR, [])}
+    """Return by how many thousandths a method errs more than biases: of each seed, by how many ratings are seen."""
+    floors = {} if name == FLOOR else {one["seed"]: one["errors"] for one in found.get(FLOOR, [])}
     each = [
         [1000 * (own - floor) for own, floor in zip(one["errors"], floors[one["seed"]], strict=True)]
-        for one in found[name]
+        for one in found.get(name, [])
         if one["seed"] in floors
     ]
     return [list(column) for column in zip(*each, strict=True)]
@@ -95,39 +95,48 @@ def _mean(own: list[Result], key: str, digits: int) -> str:
 
 
 def figures(results: list[Result], config: ColdStartConfig, folder: Path) -> list[Path]:
-    """Draw errors over ratings seen, and time and memory of a meta-step over rows."""
+    """Draw differences from biases over ratings seen, and time and memory of a meta-step over rows."""
     path, found = folder / "coldstart.png", by_cell(results)
     with figure(path, columns=3, size=(11.5, 3.6)) as axes:
         errors, time, memory = axes[0]
-        for name, (title, color) in METHODS.items():
-            if name in found:
-                _draw_errors(errors, found, name, title, color, config.shots)
+        for place, (name, (title, color)) in enumerate(METHODS.items()):
+            if differences := differences_of(found, name):
+                _draw_errors(errors, differences, 0.1 * (place - 3), color, title)
             for kind, style in (("rows", "-"), ("dense", "--")):
                 own = [one for one in results if one["cell"].startswith(f"{kind}/{name}/")]
                 _draw_sizes(time, own, "ms", color, style)
                 _draw_sizes(memory, own, "peak_mib", color, style)
+        floor = zip(*(one["errors"] for one in found[FLOOR]), strict=True)
+        labels = [
+            f"{seen}\n{statistics.mean(own):.4f}" for seen, own in zip(config.shots, floor, strict=True)
+        ]
+        errors.set_xticks(range(len(labels)), labels)
+        errors.axhline(0, color=MUTED, linewidth=1.2)
         errors.set(
-            xlabel="Ratings of the student that are seen",
-            ylabel="RMSE",
-            title="InstEval, new students",
+            xlabel="Ratings of the student that are seen; RMSE of biases",
+            ylabel="Thousandths of RMSE above biases",
         )
-        errors.set_xticks(range(len(config.shots)), list(map(str, config.shots)))
-        time.set(ylabel="CPU time of a meta-gradient (ms)", title="Time, by rows of the table")
-        memory.set(ylabel="Peak of a meta-gradient (MiB)", title="Memory, dashed with whole tables")
+        errors.set_title("New students of InstEval, range of seeds")
+        time.set(ylabel="CPU time (ms)", title="A meta-gradient; dashed: whole tables")
+        memory.set(ylabel="Peak memory (MiB)", title="A meta-gradient; dashed: whole tables")
         for axis in (time, memory):
             scale = {"xscale": "log", "yscale": "log"} if axis.lines else {}
-            axis.set(xlabel="Rows", **scale)
+            axis.set(xlabel="Rows of the table of lecturers", **scale)
         for axis in axes[0]:
             axis.grid(axis="y")
         legend_below(errors, columns=6)
     return [path]
 
 
-def _draw_errors(
-    axis: Any, found: dict[str, list[Result]], name: str, title: str, color: str, shots: list[int]
-) -> None:
-    means = [statistics.mean(column) for column in zip(*(one["errors"] for one in found[name]), strict=True)]
-    axis.plot(range(len(shots)), means, color=color, marker="o", markersize=4, label=title)
+def _draw_errors(axis: Any, differences: list[list[float]], shift: float, color: str, title: str) -> None:
+    """Draw the mean of each column, and the range of seeds; columns are moved aside, so that none hides another."""
+    x = [place + shift for place in range(len(differences))]
+    axis.vlines(
+        x, [min(own) for own in differences], [max(own) for own in differences], color=color, alpha=0.35
+    )
+    axis.plot(
+        x, [statistics.mean(own) for own in differences], color=color, marker="o", markersize=4, label=title
+    )
 
 
 def _draw_sizes(axis: Any, own: list[Result], key: str, color: str, style: str) -> None:
