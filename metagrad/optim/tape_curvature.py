@@ -75,6 +75,7 @@ class TapeCurvature:
         self._losses = losses
         self._create_graph = create_graph
         self._generators = generators
+        self._recorded: dict[Tensor, tuple[Tensor, list[Tensor | None]]] = {}  # by output
 
     def products(self, v: Params, *, retain_graph: bool = True) -> Params:
         """Multiply the Hessian with ``v``, of the structure of the parameters.
@@ -170,11 +171,20 @@ class TapeCurvature:
 
     def _pushed_forward(self, output: Tensor, v: Params) -> Tensor:
         """Multiply the Jacobian of an output with ``v``, by differentiating its transpose's product."""
-        cotangent = torch.zeros_like(output, requires_grad=True)
-        transposed = graph_vjp([output], [*self._params.values()], [cotangent], create_graph=True)
+        cotangent, transposed = self._transposed(output)
         along = [v[key] for key in self._params]
-        (pushed,) = graph_vjp(transposed, [cotangent], along, create_graph=self._create_graph)
+        (pushed,) = graph_vjp(
+            transposed, [cotangent], along, create_graph=self._create_graph, retain_graph=True
+        )
         return cotangent.detach() if pushed is None else pushed
+
+    def _transposed(self, output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+        """Return a cotangent and its product with the transposed Jacobian, linear in it; recorded once."""
+        if output not in self._recorded:
+            cotangent = torch.zeros_like(output, requires_grad=True)
+            product = graph_vjp([output], [*self._params.values()], [cotangent], create_graph=True)
+            self._recorded[output] = (cotangent, product)
+        return self._recorded[output]
 
     def _pulled_back(
         self, outputs: list[Tensor], cotangents: list[Tensor], *, retain_graph: bool = True

@@ -128,18 +128,20 @@ class GraphCurvature:
 
     def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
         """Sum the results for each loss of known form, in the parameters that it depends on."""
-        return self._added(result(tape, params) for params, tape in self._tapes_of_parts())
+        return self._added(result(tape, params) for params, tape in self._tapes_of_parts)
 
-    def _tapes_of_parts(self) -> Iterator[tuple[Params, TapeCurvature]]:
+    @functools.cached_property
+    def _tapes_of_parts(self) -> list[tuple[Params, TapeCurvature]]:
+        """The curvature of each loss of known form, in the parameters that it depends on."""
+        found = []
         for one in self._curved:
             for part in one.parts:
                 params = {key: p for key, p in self._params.items() if p in part.leaves and p in one.grads}
                 grads = {key: one.grads[p] for key, p in params.items()}
                 if params:
-                    yield (
-                        params,
-                        TapeCurvature(params, grads, losses=[part.loss], generators=self._generators),
-                    )
+                    tape = TapeCurvature(params, grads, losses=[part.loss], generators=self._generators)
+                    found.append((params, tape))
+        return found
 
     def _added(self, parts: Iterable[Params]) -> Params:
         total: dict[str, Tensor] = {}
