@@ -35,7 +35,7 @@ from experiments.files import write_text
 from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.mirror import open_mirror
-from experiments.optimizers.building import stepper
+from experiments.optimizers.building import Stepper
 from experiments.optimizers.compare import read_curve
 from experiments.optimizers.schema import OptimizersConfig, register_optimizers, typed
 from experiments.optimizers.training import Run, flops_of_gradient, train
@@ -89,7 +89,7 @@ def start(config: OptimizersConfig, now: Problem, journal: Journal) -> Run:
     examples = batches(now.train, config.batch_size or workload.batch_size, config.seed)
     every = config.budget / config.evaluations
     return Run(
-        now, stepper(config.optimizer, now, config.allow), examples, unit, config.budget, every, journal
+        now, Stepper(config.optimizer, now, config.allow), examples, unit, config.budget, every, journal
     )
 
 

@@ -16,8 +16,8 @@ from experiments.schema import Optimizer
 Step = Callable[[Examples], Tensor]
 
 
-def stepper(config: Optimizer, problem: Problem, allow: Sequence[str] = ()) -> Step:
-    """Return what takes a step on a batch, and returns the loss before it.
+class Stepper:
+    """Take a step on a batch, and return the loss before it.
 
     Args:
         config: The optimizer.
@@ -26,27 +26,37 @@ def stepper(config: Optimizer, problem: Problem, allow: Sequence[str] = ()) -> S
 
     Raises:
         ValueError: The optimizer does not fit the model, or refuses its arguments.
-    """
-    optimizer = _built(config, problem.model, allow)
 
-    def closure_of(examples: Examples) -> Callable[[], Tensor]:
+    Attributes:
+        work: Calls of the closure and products with curvature so far.
+    """
+
+    def __init__(self, config: Optimizer, problem: Problem, allow: Sequence[str] = ()) -> None:
+        self._optimizer = _built(config, problem.model, allow)
+        self._problem = problem
+        self._size = config.curvature_batch if isinstance(config, OfCurvature) else None
+        self.work = 0
+
+    def __call__(self, examples: Examples) -> Tensor:
+        """Take the step."""
+        closure = self._closure_of(examples)
+        if self._size is None:
+            loss = self._optimizer.step(closure)
+        else:
+            part = Examples(examples.x[: self._size], examples.y[: self._size])
+            loss = self._optimizer.step(closure, curvature=self._closure_of(part))
+        self.work += getattr(self._optimizer, "stats", {}).get("products", 0)
+        return loss
+
+    def _closure_of(self, examples: Examples) -> Callable[[], Tensor]:
         def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = problem.loss(examples)
+            self.work += 1
+            self._optimizer.zero_grad()
+            loss = self._problem.loss(examples)
             loss.backward()
             return loss
 
         return closure
-
-    size = config.curvature_batch if isinstance(config, OfCurvature) else None
-    if size is None:
-        return lambda examples: optimizer.step(closure_of(examples))
-
-    def step(examples: Examples) -> Tensor:
-        part = Examples(examples.x[:size], examples.y[:size])
-        return optimizer.step(closure_of(examples), curvature=closure_of(part))
-
-    return step
 
 
 class Together:

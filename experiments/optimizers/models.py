@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from metagrad.models import MLP
+
 INPUTS_OF_A_UNIT = 15
 
 
@@ -40,6 +42,11 @@ class Autoencoder(nn.Sequential):
             if fan_out != sizes[-1]:
                 layers += [nn.Sigmoid()]
         super().__init__(*layers[:-1])
+
+
+def double_mlp(sizes: Sequence[int]) -> MLP:
+    """Return a network of tanh units in float64; of two sizes, an affine map."""
+    return MLP(sizes, nn.Tanh).double()
 
 
 def sparse_linear(fan_in: int, fan_out: int) -> nn.Linear:

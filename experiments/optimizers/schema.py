@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from experiments.config import check_least, converted, register
+from experiments.config import SCHEMAS, check_least, converted, register
 from experiments.schema import MLP, Conv4, Device, Logger, Model, Optimizer, key
 
 if TYPE_CHECKING:
@@ -37,8 +37,15 @@ class Workload:
     name: str = key("What tuned settings are looked up by.")
     batch_size: int = key("Examples whose gradient is the unit of cost.")
     budget: float = key("Gradient-equivalents that are spent.")
+
+
+@dataclass
+class OfDrawings(Workload):
+    """A workload whose examples are drawings."""
+
     judged: int = key("Training examples that the loss is measured on.")
     data: Characters = field(default_factory=Characters)
+    penalty: float = key("The loss contains so much of half the sum of squared parameters.", 0.0)
 
 
 @dataclass
@@ -49,30 +56,48 @@ class AutoencoderModel(Model):
 
 
 @dataclass
-class Reconstruction(Workload):
+class Reconstruction(OfDrawings):
     """An autoencoder of drawings."""
 
     model: AutoencoderModel = field(default_factory=AutoencoderModel)
 
 
 @dataclass
-class MLPClassification(Workload):
+class MLPClassification(OfDrawings):
     """A classifier of drawings as vectors."""
 
     model: MLP = field(default_factory=MLP)
 
 
 @dataclass
-class ConvClassification(Workload):
+class ConvClassification(OfDrawings):
     """A convolutional classifier of drawings."""
 
     model: Conv4 = field(default_factory=Conv4)
+
+
+@dataclass
+class TransformerClassification(OfDrawings):
+    """A classifier of drawings that are cut into patches."""
+
+    model: Model = field(default_factory=SCHEMAS["model"]["transformer"])
+
+
+@dataclass
+class Physics(Workload):
+    """A physics-informed network that solves Poisson's equation in the unit square."""
+
+    points: int = key("Collocation points: the square of it inside, and four times as many on the boundary.")
+    model: MLP = field(default_factory=MLP)
 
 
 WORKLOADS: dict[str, type[Workload]] = {
     "autoencoder": Reconstruction,
     "classifier": MLPClassification,
     "conv4": ConvClassification,
+    "logistic": MLPClassification,
+    "pinn": Physics,
+    "transformer": TransformerClassification,
 }
 
 
@@ -119,15 +144,22 @@ def typed(config: DictConfig, overrides: Collection[str] = ()) -> OptimizersConf
     """
     resolved = converted("optimizers", _tuned(config, overrides))
     check_least("optimizers", _counts(resolved))
-    held_out = resolved.workload.data.held_out
-    if not held_out < NUM_DRAWINGS:
-        raise ValueError(
-            f"optimizers: workload.data.held_out must be below {NUM_DRAWINGS}, the drawings of a character, got "
-            f"{held_out}."
-        )
+    _check_data(resolved.workload)
     if not resolved.budget > 0:
         raise ValueError(f"optimizers: budget must be above 0 gradient-equivalents, got {resolved.budget}.")
     return resolved
+
+
+def _check_data(workload: Workload) -> None:
+    if not isinstance(workload, OfDrawings):
+        return
+    if not workload.data.held_out < NUM_DRAWINGS:
+        raise ValueError(
+            f"optimizers: workload.data.held_out must be below {NUM_DRAWINGS}, the drawings of a character, got "
+            f"{workload.data.held_out}."
+        )
+    if not workload.penalty >= 0:
+        raise ValueError(f"optimizers: workload.penalty must be at least 0, got {workload.penalty}.")
 
 
 def _tuned(config: DictConfig, overrides: Collection[str]) -> DictConfig:
@@ -148,8 +180,17 @@ def _counts(config: OptimizersConfig) -> dict[str, tuple[int, int]]:
         "threads": (1 if config.threads is None else config.threads, 1),
         "evaluations": (config.evaluations, 1),
         "workload.batch_size": (workload.batch_size, 1),
+        "batch_size": (1 if batch_size is None else batch_size, 1),
+        **_counts_of(workload),
+    }
+
+
+def _counts_of(workload: Workload) -> dict[str, tuple[int, int]]:
+    if isinstance(workload, Physics):
+        return {"workload.points": (workload.points, 1)}
+    assert isinstance(workload, OfDrawings)
+    return {
         "workload.judged": (workload.judged, 1),
         "workload.data.count": (workload.data.count, 1),
         "workload.data.held_out": (workload.data.held_out, 1),
-        "batch_size": (1 if batch_size is None else batch_size, 1),
     }

@@ -11,8 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.build import build, generator, in_keys
-from experiments.optimizers.schema import Characters, Reconstruction, Workload
-from experiments.schema import Conv4
+from experiments.optimizers import poisson
+from experiments.optimizers.schema import (
+    Characters,
+    ConvClassification,
+    OfDrawings,
+    Physics,
+    Reconstruction,
+    TransformerClassification,
+    Workload,
+)
 from metagrad.tasks import Omniglot
 
 CHUNK = 1000  # examples that are judged at once
@@ -35,6 +43,7 @@ class Problem:
     train: Examples
     judged: Examples
     test: Examples
+    penalty: float = 0.0
 
     def loss(self, examples: Examples) -> Tensor:
         """Return the mean loss: the cross-entropy of classes, or of an image's pixels, summed over them."""
@@ -42,7 +51,10 @@ class Problem:
         if self.reconstructs:
             total = F.binary_cross_entropy_with_logits(output, examples.y, reduction="sum")
             return total / len(examples.x)
-        return F.cross_entropy(output, examples.y)
+        loss = F.cross_entropy(output, examples.y)
+        if not self.penalty:
+            return loss
+        return loss + self.penalty / 2 * sum(p.square().sum() for p in self.model.parameters())
 
     @torch.no_grad()
     def judge(self) -> dict[str, float]:
@@ -63,19 +75,43 @@ class Problem:
         return metrics
 
 
+class PhysicsProblem(Problem):
+    """A network that solves Poisson's equation: its loss is of residuals, its test the distance from the solution."""
+
+    def loss(self, examples: Examples) -> Tensor:
+        """Return the mean of squared residuals, inside and on the boundary."""
+        residuals = poisson.residuals(self.model, *examples)
+        return F.mse_loss(residuals, torch.zeros_like(residuals))
+
+    def judge(self) -> dict[str, float]:
+        """Measure the loss, and the relative error of the solution in the L2 norm."""
+        with torch.enable_grad():
+            loss = self.loss(self.judged).item()
+        with torch.no_grad():
+            wrong = self.model(self.test.x)[:, 0] - self.test.y
+        return {"loss/train": loss, "error/test": (wrong.norm() / self.test.y.norm()).item()}
+
+
 def problem(config: Workload, seed: int, device: torch.device, allow: Sequence[str] = ()) -> Problem:
     """Build the model of a workload, the same for every optimizer of a seed, and load its data."""
     model = build(config.model, allow=allow).to(device)  # type: ignore[reportAttributeAccessIssue]
+    if isinstance(config, Physics):
+        train, test = (
+            Examples(*(part.to(device) for part in both)) for both in poisson.points(config.points)
+        )
+        return PhysicsProblem(model, False, train, train, test)
+    assert isinstance(config, OfDrawings)
     reconstructs = isinstance(config, Reconstruction)
-    images = drawings(config.data).to(device)
+    images = drawings(config.data).to(device, next(model.parameters()).dtype)
     kept = images.shape[1] - config.data.held_out
-    is_flat = not isinstance(config.model, Conv4)  # type: ignore[reportAttributeAccessIssue]
+    is_flat = not isinstance(config, (ConvClassification, TransformerClassification))
     train, test = (
         _examples(part, reconstructs=reconstructs, is_flat=is_flat)
         for part in images.split([kept, config.data.held_out], dim=1)
     )
     chosen = torch.randperm(len(train.x), generator=generator(seed, "validation"))[: config.judged].to(device)
-    return Problem(model, reconstructs, train, Examples(train.x[chosen], train.y[chosen]), test)
+    judged = Examples(train.x[chosen], train.y[chosen])
+    return Problem(model, reconstructs, train, judged, test, config.penalty)
 
 
 def drawings(config: Characters) -> Tensor:

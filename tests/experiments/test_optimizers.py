@@ -29,7 +29,7 @@ from experiments.metrics import read_rows
 from experiments.optimizer_schemas import OPTIMIZERS
 from experiments.optimizers import workload
 from experiments.optimizers.__main__ import run_job, start
-from experiments.optimizers.building import split_for_muon, stepper
+from experiments.optimizers.building import Stepper, split_for_muon
 from experiments.optimizers.compare import by_workload, finished, label_of, read_curve, report, table
 from experiments.optimizers.cost import FlopCounter
 from experiments.optimizers.models import INPUTS_OF_A_UNIT, Autoencoder, sparse_linear
@@ -61,6 +61,8 @@ SMALL = {
     "autoencoder": ("workload.model.sizes=[784,20,6]",),
     "classifier": ("workload.model.sizes=[784,12,4]",),
     "conv4": ("workload.model.hidden=4",),
+    "transformer": ("workload.model.width=8", "workload.model.depth=1"),
+    "logistic": (),
 }
 
 
@@ -175,14 +177,14 @@ def test_a_gradient_is_a_forward_and_a_backward_product(linear):
 def test_a_step_of_the_first_order_costs_a_gradient(config, linear, name):
     now, examples = linear
     others = ["optimizer.line_search_fn=null"] if name == "lbfgs" else []
-    step = stepper(config(f"optimizer={name}", *others).optimizer, now)
+    step = Stepper(config(f"optimizer={name}", *others).optimizer, now)
     assert counted(step, examples) == flops_of_gradient(now, examples)
 
 
 def test_a_step_of_kfac_is_counted_by_hand(config, linear):
     now, examples = linear
     every = ("optimizer.curvature_every=2", "optimizer.inverse_every=4", "optimizer.eigen=false")
-    step = stepper(config("optimizer=kfac", "optimizer.fisher=empirical", *every).optimizer, now)
+    step = Stepper(config("optimizer=kfac", "optimizer.fisher=empirical", *every).optimizer, now)
     gradient = 2 * PRODUCT
     factors = 2 * BATCH * (INPUTS**2 + OUTPUTS**2)
     inverses = sum(round(n**3 / 3) + round(2 * n**3 / 3) for n in (INPUTS, OUTPUTS))
@@ -204,7 +206,7 @@ def test_a_step_of_newtons_method_costs_products(config, linear, products):
         "optimizer.adapt=false",
         "optimizer.warm_start=0",
     ).optimizer
-    cost = counted(stepper(settings, now), examples)
+    cost = counted(Stepper(settings, now), examples)
     assert cost >= 2 * PRODUCT + products * 2 * PRODUCT
     assert cost <= 2 * PRODUCT + products * 4 * PRODUCT
 
@@ -213,7 +215,7 @@ def test_curvature_of_a_part_costs_a_part(config, linear):
     now, examples = linear
     half = [
         counted(
-            stepper(
+            Stepper(
                 config("optimizer=gauss_newton", f"optimizer.curvature_batch={size}", *FIXED).optimizer, now
             ),
             examples,
@@ -240,7 +242,7 @@ def test_counting_changes_no_number(config, name):
     for is_counted in (False, True):
         torch.manual_seed(0)
         now = problem(settings.workload, 0, CPU)
-        step = stepper(settings.optimizer, now)
+        step = Stepper(settings.optimizer, now)
         stream = batches(now.train, 8, 0)
         for _ in range(2):
             counted(step, next(stream)) if is_counted else step(next(stream))
@@ -468,6 +470,9 @@ def test_what_is_tuned_is_checked_as_other_settings_are():
         ("autoencoder", "adam"),
         ("classifier", "muon"),
         ("conv4", "kfac"),
+        slow("transformer", "kfac"),
+        slow("logistic", "newton_cg"),
+        slow("pinn", "lbfgs"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:KFAC")
@@ -475,7 +480,7 @@ def test_the_files_compose_and_are_built(config, kind, name):
     settings = config(f"workload={kind}", f"optimizer={name}", base=())
     assert json.dumps(settings.tuned)
     model = build(settings.workload.model)
-    stepper(settings.optimizer, Problem(model, False, *[Examples(torch.ones(1), torch.ones(1))] * 3))
+    Stepper(settings.optimizer, Problem(model, False, *[Examples(torch.ones(1), torch.ones(1))] * 3))
 
 
 @pytest.mark.parametrize("name", FILES)
