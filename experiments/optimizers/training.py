@@ -6,15 +6,21 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from experiments.build import device
 from experiments.journal import Journal
-from experiments.optimizers.building import Step
+from experiments.optimizers.building import Step, Stepper
 from experiments.optimizers.cost import FlopCounter
-from experiments.optimizers.workload import Examples, Problem
+from experiments.optimizers.schema import OptimizersConfig
+from experiments.optimizers.workload import Examples, Problem, batches, problem
+
+COUNTED_STEPS, COUNTED_SECONDS = 10, 0.5
+"""Operations are counted on so many steps, or for so long, beside the run: counting takes longer than they do."""
 
 
 @dataclass
@@ -60,14 +66,11 @@ def advance(run: Run) -> bool:
     """Take one step; return whether the loss before it was finite."""
     examples, began = next(run.batches), time.perf_counter()
     with FlopCounter() as counter:
-        try:
-            loss = run.step(examples).item()
-        except torch.linalg.LinAlgError:  # type: ignore[reportPrivateImportUsage]  # what decompositions make of numbers that are not finite
-            loss = math.nan
+        is_finite = stepped(run.step, examples)
     run.seconds += time.perf_counter() - began
     run.steps += 1
     run.gradients += counter.flops / run.unit
-    return math.isfinite(loss)
+    return is_finite
 
 
 def _record(run: Run) -> bool:
@@ -78,3 +81,68 @@ def _record(run: Run) -> bool:
     metrics["gradient_equivalents"] = run.gradients
     run.journal.write(run.steps, metrics, {"time/training(s)": run.seconds})
     return True
+
+
+class Start(NamedTuple):
+    """A run that has not begun."""
+
+    problem: Problem
+    step: Stepper
+    batches: Iterator[Examples]
+
+
+def start(settings: OptimizersConfig, seed: int) -> Start:
+    """Build the model of a seed, the same for every optimizer, its data and an optimizer."""
+    torch.manual_seed(seed)
+    now = problem(settings.workload, seed, device(settings))  # type: ignore[reportArgumentType]
+    examples = batches(now.train, settings.batch_size or settings.workload.batch_size, seed)
+    return Start(now, Stepper(settings.optimizer, now), examples)
+
+
+def raced(run: Start, seconds: float, evaluations: int) -> tuple[dict[str, list[float]], bool]:
+    """Train for so many seconds; return what was measured, by name, and whether every loss was finite."""
+    curve: dict[str, list[float]] = {}
+    spent, steps = 0.0, 0
+
+    def record() -> None:
+        for name, value in {
+            "step": steps,
+            "seconds": spent,
+            "work": run.step.work,
+            **run.problem.judge(),
+        }.items():
+            curve.setdefault(name, []).append(value)
+
+    record()
+    while spent < seconds:
+        examples, began = next(run.batches), time.process_time()
+        is_finite = stepped(run.step, examples)
+        spent, steps = spent + time.process_time() - began, steps + 1
+        if not is_finite:
+            return curve, False
+        if spent >= min(seconds, seconds / evaluations * len(curve["step"])):
+            record()
+    return curve, math.isfinite(curve["loss/train"][-1])
+
+
+def stepped(step: Step, examples: Examples) -> bool:
+    """Take a step; say whether the loss before it was finite."""
+    try:
+        return math.isfinite(step(examples).item())
+    except torch.linalg.LinAlgError:  # type: ignore[reportPrivateImportUsage]  # what decompositions make of numbers that are not finite
+        return False
+
+
+def gradients_of_work(settings: OptimizersConfig, seed: int) -> float:
+    """Count the operations of some first steps, in gradients for each call of the closure or product."""
+    run = start(settings, seed)
+    unit = flops_of_gradient(
+        run.problem, next(batches(run.problem.train, settings.workload.batch_size, seed))
+    )
+    began = time.process_time()
+    with FlopCounter() as counter:
+        for _ in range(COUNTED_STEPS):
+            stepped(run.step, next(run.batches))
+            if time.process_time() - began > COUNTED_SECONDS:
+                break
+    return counter.flops / unit / run.step.work

@@ -357,7 +357,7 @@ def test_a_decomposition_of_what_is_not_finite_is_divergence(config, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not FILE.is_file(), reason="$METAGRAD_DATA/omniglot/omniglot_105_bits.npz is missing")
 def test_kfac_is_ahead_of_adam_on_the_deep_autoencoder(trained, tmp_path, monkeypatch, characters):
-    """At a sixth of the budget; the whole of it is in experiments/README.md."""
+    """At a sixth of the budget; the whole of it is in docs/optimizers_compared.md."""
     monkeypatch.setattr(workload, "drawings", characters)  # Omniglot's own
     settings = ("logger=none", "device=cpu", "budget=80", "evaluations=1")
     losses = [

@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from experiments.optimizers import poisson, summary
 from experiments.optimizers.models import double_mlp
-from experiments.optimizers.study import cells, check, gradients_of_work, raced, settings_of, start, study
+from experiments.optimizers.study import cells, check, settings_of, study
+from experiments.optimizers.training import gradients_of_work, raced, start
 from tests.experiments.conftest import REPOSITORY
 
 
@@ -35,9 +36,10 @@ def test_the_gradient_of_the_residuals_is_that_of_the_textbook():
     model = double_mlp([2, 5, 1])
     (x, y), _ = poisson.points(3)
     own = torch.autograd.grad(poisson.residuals(model, x, y).square().mean(), list(model.parameters()))
-    t = torch.tanh(x @ model[0].weight.T + model[0].bias)
-    u = t @ model[2].weight[0] + model[2].bias
-    laplace = (-2 * t * (1 - t * t) * model[0].weight.square().sum(1)) @ model[2].weight[0]
+    first, bias, last, shift = model.parameters()
+    t = torch.tanh(x @ first.T + bias)
+    u = t @ last[0] + shift
+    laplace = (-2 * t * (1 - t * t) * first.square().sum(1)) @ last[0]
     inside = torch.arange(len(x)) < 9
     right = -2 * math.pi**2 * torch.sin(math.pi * x[:, 0]) * torch.sin(math.pi * x[:, 1])
     loss = (laplace - right)[inside].square().mean() + u[~inside].square().mean()
@@ -62,6 +64,7 @@ BAD = [
     ({"optimizers": ["none"]}, r"optimizers_study: trials\.pinn has no \['none'\]"),
     ({"trials": {"pinn": {"adam": ["a"], "sgd": ["a", "b"]}}}, r"as many trials on pinn, got \{'adam': 1,"),
     ({"seconds": {"pinn": 0.0}}, r"optimizers_study: seconds\.pinn must be above 0, got 0\.0\."),
+    ({"trial_part": 0.0}, r"optimizers_study: trial_part must be above 0 and at most 1, got 0\.0\."),
     ({"evaluations": 0}, r"optimizers_study: evaluations must be at least 1, got 0"),
 ]
 
