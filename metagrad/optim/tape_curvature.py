@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, graph_vjp, transposed_product
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
@@ -75,7 +75,7 @@ class TapeCurvature:
         self._losses = losses
         self._create_graph = create_graph
         self._generators = generators
-        self._recorded: dict[Tensor, tuple[Tensor, list[Tensor | None]]] = {}  # by output
+        self._recorded: dict[Tensor, TransposedProduct] = {}  # by output
 
     def products(self, v: Params, *, retain_graph: bool = True) -> Params:
         """Multiply the Hessian with ``v``, of the structure of the parameters.
@@ -170,21 +170,12 @@ class TapeCurvature:
         return losses
 
     def _pushed_forward(self, output: Tensor, v: Params) -> Tensor:
-        """Multiply the Jacobian of an output with ``v``, by differentiating its transpose's product."""
-        cotangent, transposed = self._transposed(output)
-        along = [v[key] for key in self._params]
-        (pushed,) = graph_vjp(
-            transposed, [cotangent], along, create_graph=self._create_graph, retain_graph=True
-        )
-        return cotangent.detach() if pushed is None else pushed
-
-    def _transposed(self, output: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Return a cotangent and its product with the transposed Jacobian, linear in it; recorded once."""
+        """Multiply the Jacobian of an output with ``v``; its transposed product is recorded once."""
         if output not in self._recorded:
-            cotangent = torch.zeros_like(output, requires_grad=True)
-            product = graph_vjp([output], [*self._params.values()], [cotangent], create_graph=True)
-            self._recorded[output] = (cotangent, product)
-        return self._recorded[output]
+            self._recorded[output] = transposed_product([output], [*self._params.values()])
+        tangents = [v[key] for key in self._params]
+        (pushed,) = self._recorded[output].jvp(tangents, create_graph=self._create_graph, retain_graph=True)
+        return torch.zeros_like(output) if pushed is None else pushed
 
     def _pulled_back(
         self, outputs: list[Tensor], cotangents: list[Tensor], *, retain_graph: bool = True

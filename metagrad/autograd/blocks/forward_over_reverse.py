@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.lint import findings
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.graph_vjp import graph_jvp, graph_vjp
 from metagrad.autograd.recompute.checkpoint import vjp
 from metagrad.autograd.recompute.replay import Call
 from metagrad.core.graph import graph_nodes
@@ -166,12 +166,8 @@ def _push(stage: Stage, tensors: list[Tensor], directions: Maybe) -> tuple[Seque
         inputs = [t.detach().requires_grad_(d is not None) for t, d in zip(tensors, directions, strict=True)]
         outputs = stage.call(inputs)
         refuse_defects(stage.name, outputs, order=2)
-        cotangents = [torch.zeros_like(o, requires_grad=o.requires_grad) for o in outputs]
-        pulled = graph_vjp(outputs, [inputs[i] for i in moving], cotangents, create_graph=True)
-        heads = [i for i, output in enumerate(outputs) if output.requires_grad]
-        rates = graph_vjp(pulled, [cotangents[i] for i in heads], [directions[i] for i in moving])
-    found: dict[int, Tensor | None] = dict(zip(heads, rates, strict=True))
-    return outputs, [found.get(i) for i in range(len(outputs))]
+        rates = graph_jvp(outputs, [inputs[i] for i in moving], [directions[i] for i in moving])
+    return outputs, rates
 
 
 def _pull_both(

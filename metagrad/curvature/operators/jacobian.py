@@ -6,12 +6,13 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, named_if_missing, refuse_missing
+from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
 from metagrad.core.graph import graph_nodes
@@ -68,13 +69,6 @@ class JacobianMode:
         self._reason = error
 
 
-class _Pulled(NamedTuple):
-    """The product of the transposed Jacobian with cotangents, and its graph."""
-
-    cotangents: list[Tensor]
-    parts: list[list[Tensor | None]]  # for each variable the derivatives at its inputs
-
-
 class Jacobian:
     r"""The Jacobian :math:`J` of outputs :math:`z(\theta)`, as a linear map: one graph for any number of products.
 
@@ -99,7 +93,7 @@ class Jacobian:
         self.chosen: Sequence[int] = range(len(self.variables))
         self._evaluation = evaluation
         self._autocast = AutocastState()
-        self._pulled: _Pulled | None = None
+        self._transposed: TransposedProduct | None = None
         mode.choose(self.outputs)
         if self.create_graph:
             # In forward mode as well: the derivative of layer_norm's product with a tangent is wrong (torch 2.13).
@@ -144,31 +138,25 @@ class Jacobian:
         )
 
     def _reverse(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
-        pulled = self._record()
+        cotangents, products = self._record()
         with torch.set_grad_enabled(self.create_graph), named_if_missing(self.mode.call):
-            parts = [part for i in self.chosen for part in pulled.parts[i]]
+            parts = grouped(self.variables, products)
             gathered = zip(self.chosen, vectors, strict=True)
             found = batched_grad(
-                parts,
-                pulled.cotangents,
+                [part for i in self.chosen for part in parts[i]],
+                cotangents,
                 [at for i, vector in gathered for at in self.variables[i].gather(vector)],
                 together=together,
                 create_graph=self.create_graph,
             )
-        return filled(found, pulled.cotangents, len(vectors[0]))
+        return filled(found, cotangents, len(vectors[0]))
 
-    def _record(self) -> _Pulled:
+    def _record(self) -> TransposedProduct:
         """Record the backward pass for cotangents that are variables, once."""
-        if self._pulled is None:
+        if self._transposed is None:
             self._refuse_missing(order=2)
-            with torch.enable_grad():
-                cotangents = [torch.zeros_like(z, requires_grad=True) for z in self.outputs]
-                inputs = inputs_of(self.variables)
-                stacks = [c.unsqueeze(0) for c in cotangents]
-                found = batched_grad(self.outputs, inputs, stacks, together=False, create_graph=True)
-                rows = [None if g is None else g.squeeze(0) for g in found]
-            self._pulled = _Pulled(cotangents, grouped(self.variables, rows))
-        return self._pulled
+            self._transposed = transposed_product(self.outputs, inputs_of(self.variables))
+        return self._transposed
 
     def _refuse_missing(self, order: int) -> None:
         behind = end_nodes(self.variables)
