@@ -94,7 +94,7 @@ class MemoryTracker:
     def __init__(self, device: torch.device | str | None = None, method: Method = "auto") -> None:
         self.device = _check_device(device)
         self.method = _check_method(method, self.device)
-        self._run: Run | None = None
+        self._run: TrackedRun | None = None
 
     def __enter__(self) -> MemoryTracker:
         """Open."""
@@ -109,7 +109,7 @@ class MemoryTracker:
                 "MemoryTracker: expected a tracker that was never opened, but this one has measured its run; "
                 "make a new one for a new run."
             )
-        self._run = Run(self.device, self.method)
+        self._run = TrackedRun(self.device, self.method)
         _open = (self, threading.get_ident())
         return self
 
@@ -216,7 +216,7 @@ class MemoryTracker:
                 f"which is around it; {_ORDER}"
             )
 
-    def _open_run(self, step: tuple[str, int | None]) -> Run:
+    def _open_run(self, step: tuple[str, int | None]) -> TrackedRun:
         if self._run is not None and current() is self:
             return self._run
         state = (
@@ -227,7 +227,7 @@ class MemoryTracker:
             "enter phases inside `with tracker:`, in the same thread."
         )
 
-    def _peak_holder(self, run: Run) -> str:
+    def _peak_holder(self, run: TrackedRun) -> str:
         phase: Phase = run.peak_holder()
         where = f"in {label(phase.path)}" if phase.path else "outside of every phase"
         nbytes = run.at_peak(phase)
@@ -236,7 +236,7 @@ class MemoryTracker:
         return f"the largest part of it made {where} ({format_bytes(nbytes)})"
 
 
-class Run:
+class TrackedRun:
     """The phases of one run and their numbers. It is open from the start until `close`."""
 
     def __init__(self, device: torch.device, method: str) -> None:

@@ -36,7 +36,7 @@ from metagrad.meta.objective.query_weights import (
     weighted,
     weights_at,
 )
-from metagrad.meta.objective.task_loss import LossFn, Objective, label_bounds
+from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
@@ -342,7 +342,7 @@ class MAML(nn.Module):
         if is_block and not tasks.are_tensors:
             raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
         inner = InnerLoop(
-            Objective(
+            TaskLoss(
                 self.model,
                 self.loss_fn,
                 label_bounds(self.loss_fn, *tasks.targets),

@@ -35,7 +35,7 @@ class Densified:
     nbytes: int = 0
 
 
-class Stats:
+class KernelStats:
     """What the kernels did between opening and closing; :func:`stats` makes it."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Stats:
         self.densified: dict[str, Densified] = {}
         self._dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()  # multiplications
         self._inside = 0.0  # seconds of the timings that the current one contains
-        self._outer: Stats | None = None
+        self._outer: KernelStats | None = None
         self._was_opened = False
 
-    def __enter__(self) -> Stats:
+    def __enter__(self) -> KernelStats:
         """Start counting."""
         if self._was_opened:
             raise RuntimeError("stats(): expected statistics that were never opened; call stats() anew.")
@@ -118,7 +118,7 @@ class Stats:
     def __str__(self) -> str:
         return _table(self)
 
-    def _absorb(self, other: Stats) -> None:
+    def _absorb(self, other: KernelStats) -> None:
         for name in ("calls", "seconds", "merges", "_dense_work"):
             getattr(self, name).update(getattr(other, name))
         self.nbytes += other.nbytes
@@ -129,11 +129,11 @@ class Stats:
             total.nbytes += made.nbytes
 
 
-_SCOPE: Scope[Stats] = Scope("stats")
+_SCOPE: Scope[KernelStats] = Scope("stats")
 current_stats = _SCOPE.get
 
 
-def stats() -> Stats:
+def stats() -> KernelStats:
     """Count what the sparse kernels do inside a ``with`` block, in this thread and the backward passes it runs.
 
     ``print(s)`` shows a table and ``s.as_dict()`` the numbers:
@@ -165,7 +165,7 @@ def stats() -> Stats:
         >>> s.calls["product"], s.nbytes, s.dense_nbytes
         (2, 32, 40)
     """
-    return Stats()
+    return KernelStats()
 
 
 def timed(kind: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -232,7 +232,7 @@ def _caller() -> str:
     return "a backward pass" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _table(found: Stats) -> str:
+def _table(found: KernelStats) -> str:
     numbers = found.as_dict()
     products, dense = found.seconds["product"], found.dense_seconds()
     lines = [

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from metagrad.autograd.checks.lint_rules import RULES, Kind, Rule
+from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
 from metagrad.core.graph import graph_nodes
 
 HIGHEST_ORDER = 3
@@ -121,5 +121,5 @@ def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rules_of(name: str) -> tuple[Rule, ...]:
+def _rules_of(name: str) -> tuple[LintRule, ...]:
     return tuple(rule for rule in RULES if fnmatchcase(name, rule.node))

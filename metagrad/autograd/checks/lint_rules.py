@@ -18,7 +18,7 @@ from metagrad.autograd.checks import nodes
 Kind = Literal["cut", "dense", "error", "wrong"]
 
 
-class Rule(NamedTuple):
+class LintRule(NamedTuple):
     """A defect of one backward node."""
 
     node: str  # pattern of Node.name(), as fnmatch reads it; ? is the number of an overload
@@ -47,18 +47,20 @@ _EARLIER = "Lint the loss whose gradient this is: the operation that cannot go o
 _COO_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COO))
 _COMPRESSED_FACTOR = nodes.both(nodes.needs_gradient(1), nodes.layout_in("_saved_mat1", nodes.COMPRESSED))
 
-_KNOWN: tuple[Rule, ...] = (
+_KNOWN: tuple[LintRule, ...] = (
     # Sparse tensors. The gradient of their values is read by `_values()`, which detaches; a gradient is put back
     # on a pattern by `sparse_mask`, which has one derivative and no second.
-    Rule(
+    LintRule(
         "SparseCooTensorWithDimsAndTensorsBackward?",
         "cut",
         2,
         "torch.sparse_coo_tensor(indices, values)",
         _VALUES,
     ),
-    Rule("SparseCompressedTensorBackward?", "error", 2, "torch.sparse_csr_tensor and its relatives", _VALUES),
-    Rule(
+    LintRule(
+        "SparseCompressedTensorBackward?", "error", 2, "torch.sparse_csr_tensor and its relatives", _VALUES
+    ),
+    LintRule(
         "ValuesBackward?",
         "cut",
         2,
@@ -66,7 +68,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         nodes.layout_in("_saved_self", nodes.COMPRESSED),
     ),
-    Rule(
+    LintRule(
         "ValuesBackward?",
         "cut",
         3,
@@ -74,7 +76,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         nodes.layout_in("_saved_self", nodes.COO),
     ),
-    Rule(
+    LintRule(
         "ToDenseBackward?",
         "error",
         3,
@@ -82,8 +84,8 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         nodes.layout_in("_saved_self", nodes.COO | nodes.COMPRESSED),
     ),
-    Rule("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()", _VALUES),
-    Rule(
+    LintRule("SparseMaskBackward?", "error", 2, "Tensor.sparse_mask, or the gradient of to_dense()", _VALUES),
+    LintRule(
         "SparseAddmmBackward?",
         "error",
         1,
@@ -91,7 +93,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         _COMPRESSED_FACTOR,
     ),
-    Rule(
+    LintRule(
         "SparseAddmmBackward?",
         "error",
         3,
@@ -99,7 +101,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         _COO_FACTOR,
     ),
-    Rule(
+    LintRule(
         "SparseAddmmBackward?",
         "dense",
         1,
@@ -107,7 +109,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         _COO_FACTOR,
     ),
-    Rule(
+    LintRule(
         "MmBackward?",
         "dense",
         1,
@@ -115,7 +117,7 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         nodes.both(nodes.needs_gradient(0), nodes.without_strides("_saved_self_sym_strides")),
     ),
-    Rule(
+    LintRule(
         "AddmmBackward?",
         "dense",
         1,
@@ -123,14 +125,14 @@ _KNOWN: tuple[Rule, ...] = (
         _VALUES,
         nodes.both(nodes.needs_gradient(1), nodes.without_strides("_saved_mat1_sym_strides")),
     ),
-    Rule("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors", _VALUES),
-    Rule("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm", _VALUES),
-    Rule("SparseSoftmaxBackward?", "error", 2, "torch.sparse.softmax", _VALUES),
-    Rule("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax", _VALUES),
-    Rule("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)", _VALUES),
-    Rule("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)", _VALUES),
+    LintRule("SparseSparseMatmulBackward?", "error", 2, "a product of two sparse tensors", _VALUES),
+    LintRule("SparseSampledAddmmBackward?", "error", 2, "torch.sparse.sampled_addmm", _VALUES),
+    LintRule("SparseSoftmaxBackward?", "error", 2, "torch.sparse.softmax", _VALUES),
+    LintRule("SparseLogSoftmaxBackward?", "error", 2, "torch.sparse.log_softmax", _VALUES),
+    LintRule("SparseSumBackward?", "error", 2, "torch.sparse.sum(a, dim)", _VALUES),
+    LintRule("SparseMmReduceImplBackward?", "error", 2, "torch.sparse.mm(a, b, reduce)", _VALUES),
     # Look-ups and segments.
-    Rule(
+    LintRule(
         "EmbeddingBackward?",
         "cut",
         3,
@@ -138,7 +140,7 @@ _KNOWN: tuple[Rule, ...] = (
         "Leave sparse at False.",
         nodes.flag("_saved_sparse"),
     ),
-    Rule(
+    LintRule(
         "EmbeddingBackward?",
         "wrong",
         2,
@@ -146,7 +148,7 @@ _KNOWN: tuple[Rule, ...] = (
         "Leave it at False, and take row / count + (row - row / count).detach() of the rows looked up.",
         nodes.flag("_saved_scale_grad_by_freq"),
     ),
-    Rule(
+    LintRule(
         "GatherBackward?",
         "cut",
         3,
@@ -154,9 +156,9 @@ _KNOWN: tuple[Rule, ...] = (
         "Leave sparse_grad at False.",
         nodes.flag("_saved_sparse_grad"),
     ),
-    Rule("EmbeddingBagBackward?", "error", 2, "F.embedding_bag", _BAG),
-    Rule("EmbeddingBagBackwardBackward?", "error", 1, "the gradient of F.embedding_bag", _BAG),
-    Rule(
+    LintRule("EmbeddingBagBackward?", "error", 2, "F.embedding_bag", _BAG),
+    LintRule("EmbeddingBagBackwardBackward?", "error", 1, "the gradient of F.embedding_bag", _BAG),
+    LintRule(
         "SegmentReduceBackward?",
         "error",
         2,
@@ -164,53 +166,53 @@ _KNOWN: tuple[Rule, ...] = (
         "Repeat the segment's number for each element, and use index_add.",
     ),
     # Distances, losses, activations, random numbers.
-    Rule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES, until="2.14"),
-    Rule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES, until="2.14"),
-    Rule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES, until="2.14"),
-    Rule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES, until="2.14"),
-    Rule("PdistBackward?", "wrong", 3, "F.pdist", _DISTANCES, since="2.14"),  # NaN
-    Rule("CtcLossBackward?", "error", 2, "F.ctc_loss", _CTC),
-    Rule(
+    LintRule("CdistBackward?", "error", 2, "torch.cdist", _DISTANCES, until="2.14"),
+    LintRule("CdistBackwardBackward?", "error", 1, "the gradient of torch.cdist", _DISTANCES, until="2.14"),
+    LintRule("PdistBackward?", "error", 2, "F.pdist", _DISTANCES, until="2.14"),
+    LintRule("PdistBackwardBackward?", "error", 1, "the gradient of F.pdist", _DISTANCES, until="2.14"),
+    LintRule("PdistBackward?", "wrong", 3, "F.pdist", _DISTANCES, since="2.14"),  # NaN
+    LintRule("CtcLossBackward?", "error", 2, "F.ctc_loss", _CTC),
+    LintRule(
         "MultiMarginLossBackward?",
         "error",
         2,
         "F.multi_margin_loss",
         "Write it out with gather and clamp_min.",
     ),
-    Rule(
+    LintRule(
         "MultilabelMarginLossBackward?",
         "error",
         2,
         "F.multilabel_margin_loss",
         "Write it out with gather and clamp_min, or use F.multilabel_soft_margin_loss.",
     ),
-    Rule(
+    LintRule(
         "GeneratedBackwardFor_torch_nn__linear_cross_entropy*",
         "cut",
         2,
         "F.linear_cross_entropy(..., options=...)",
         "Leave options at None, which computes F.cross_entropy(F.linear(...)).",
     ),
-    Rule("HardsigmoidBackward?", "error", 2, "F.hardsigmoid", "Write it as F.relu6(x + 3) / 6."),
-    Rule(
+    LintRule("HardsigmoidBackward?", "error", 2, "F.hardsigmoid", "Write it as F.relu6(x + 3) / 6."),
+    LintRule(
         "LogcumsumexpBackward?",
         "wrong",
         3,
         "torch.logcumsumexp (its third derivative is nan)",
         "Stack torch.logsumexp of the prefixes, or subtract the maximum and take cumsum().log().",
     ),
-    Rule(
+    LintRule(
         "MaskedSoftmaxBackward?",
         "error",
         2,
         "torch._masked_softmax",
         "Use torch.softmax of torch.where(mask, x, -inf).",
     ),
-    Rule(
+    LintRule(
         "StandardGammaBackward?", "error", 2, "rsample() of Gamma and the distributions made from it", _SAMPLE
     ),
-    Rule("StandardGammaGradBackward?", "error", 1, "the gradient of rsample() of a Gamma", _SAMPLE),
-    Rule(
+    LintRule("StandardGammaGradBackward?", "error", 1, "the gradient of rsample() of a Gamma", _SAMPLE),
+    LintRule(
         "FakeQuantizeLearnablePer*AffineBackward?",
         "error",
         2,
@@ -218,9 +220,9 @@ _KNOWN: tuple[Rule, ...] = (
         "Write it out with a straight-through round: x + (x.round() - x).detach().",
     ),
     # Normalisation and convolution.
-    Rule("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm", _LAYER_NORM),
-    Rule("NativeLayerNormBackwardBackward?", "wrong", 2, "the gradient of F.layer_norm", _LAYER_NORM),
-    Rule(
+    LintRule("NativeLayerNormBackward?", "wrong", 3, "F.layer_norm", _LAYER_NORM),
+    LintRule("NativeLayerNormBackwardBackward?", "wrong", 2, "the gradient of F.layer_norm", _LAYER_NORM),
+    LintRule(
         "NativeBatchNormBackward?",
         "wrong",
         3,
@@ -228,7 +230,7 @@ _KNOWN: tuple[Rule, ...] = (
         _BATCH_NORM,
         nodes.flag("_saved_training"),
     ),
-    Rule(
+    LintRule(
         "NativeBatchNormBackwardBackward?",
         "wrong",
         2,
@@ -236,14 +238,14 @@ _KNOWN: tuple[Rule, ...] = (
         _BATCH_NORM,
         nodes.flag("_saved_train"),
     ),
-    Rule(
+    LintRule(
         "WeightNormInterfaceBackward?",
         "wrong",
         2,
         "torch.nn.utils.weight_norm",
         "Write it out: g * v / torch.linalg.vector_norm(v, dim=..., keepdim=True).",
     ),
-    Rule(
+    LintRule(
         "ConvolutionBackward?",
         "error",
         3,
@@ -251,7 +253,7 @@ _KNOWN: tuple[Rule, ...] = (
         _OUTPUT_PADDING,
         nodes.pads_its_output,
     ),
-    Rule(
+    LintRule(
         "ConvolutionBackwardBackward?",
         "error",
         2,
@@ -259,9 +261,11 @@ _KNOWN: tuple[Rule, ...] = (
         _OUTPUT_PADDING,
         nodes.pads_its_output,
     ),
-    Rule("ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel", _MATH),
+    LintRule(
+        "ScaledDotProduct*Backward?", "error", 2, "F.scaled_dot_product_attention by a fused kernel", _MATH
+    ),
     # Python functions.
-    Rule(
+    LintRule(
         "*Backward",
         "cut",
         2,
@@ -269,7 +273,7 @@ _KNOWN: tuple[Rule, ...] = (
         "Write its backward with differentiable operations on ctx.saved_tensors, and drop the decorator.",
         nodes.is_once_differentiable,
     ),
-    Rule(
+    LintRule(
         "GetDataBackward",
         "cut",
         2,
@@ -277,28 +281,30 @@ _KNOWN: tuple[Rule, ...] = (
         "Use torch.where, or the masked reductions of metagrad.sparse.",
         nodes.is_of_masked_tensor,
     ),
-    Rule(
+    LintRule(
         "CheckpointFunctionBackward",
         "error",
         1,
         "torch.utils.checkpoint with use_reentrant=True",
         "Use metagrad.checkpoint.",
     ),
-    Rule("CompiledFunctionBackward", "error", 2, "torch.compile", _EAGER),
-    Rule(
+    LintRule("CompiledFunctionBackward", "error", 2, "torch.compile", _EAGER),
+    LintRule(
         "CompiledFunctionBackwardBackward", "error", 1, "the gradient of a torch.compile'd function", _EAGER
     ),
     # What torch puts into a gradient's graph where a derivative is missing.
-    Rule(
+    LintRule(
         "torch::autograd::NotImplemented", "error", 1, "a gradient without a derivative of its own", _EARLIER
     ),
-    Rule("torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function", _EARLIER),
+    LintRule(
+        "torch::autograd::Error", "error", 1, "the gradient of a once_differentiable function", _EARLIER
+    ),
     # Nodes that only CUDA makes: not run, but read in torch's derivatives.yaml, where the derivative of the
     # backward is marked as not implemented, or is the batch_norm one above, or uses a saved raw gradient.
-    Rule("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel", _MATH),
-    Rule("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN", _NATIVE_RNN),
-    Rule("CudnnRnnBackwardBackward?", "error", 1, "the gradient of an RNN by cuDNN", _NATIVE_RNN),
-    Rule(
+    LintRule("*AttentionForwardBackward?", "error", 2, "attention by a fused kernel", _MATH),
+    LintRule("CudnnRnnBackward?", "error", 2, "an RNN by cuDNN", _NATIVE_RNN),
+    LintRule("CudnnRnnBackwardBackward?", "error", 1, "the gradient of an RNN by cuDNN", _NATIVE_RNN),
+    LintRule(
         "CudnnBatchNormBackward?",
         "wrong",
         3,
@@ -306,14 +312,14 @@ _KNOWN: tuple[Rule, ...] = (
         _BATCH_NORM,
         nodes.flag("_saved_training"),
     ),
-    Rule(
+    LintRule(
         "CudnnBatchNormBackwardBackward?",
         "wrong",
         2,
         "the gradient of F.batch_norm in training, by cuDNN",
         _BATCH_NORM,
     ),
-    Rule("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN", _CTC),
+    LintRule("CudnnCtcLossBackward?", "cut", 2, "F.ctc_loss by cuDNN", _CTC),
 )
 
 RULES = tuple(rule for rule in _KNOWN if rule.since <= torch.__version__ < rule.until)

@@ -18,7 +18,7 @@ from metagrad.curvature.operators.output_hessians import (
     observed_scores,
     sampled_scores,
 )
-from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
+from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
 
 Kind = Literal["exact", "sampled", "empirical"]
 
@@ -113,10 +113,10 @@ def fisher(
         raise ValueError(f"{call}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}.")
     if samples < 1:
         raise ValueError(f"{call}: samples must be 1 or more, got {samples}.")
-    problem = Problem(call, model, loss_fn, params, sparse, allow_unused, create_graph, any_split=True)
+    problem = ModelProblem(call, model, loss_fn, params, sparse, allow_unused, create_graph, any_split=True)
     labels = _Labels(generator if kind == "sampled" else torch.Generator())
 
-    def output_matrix_of(evaluation: Evaluation) -> OutputMatrix:
+    def output_matrix_of(evaluation: ModelEvaluation) -> OutputMatrix:
         if kind == "exact":
             return fisher_of_outputs(evaluation)
         if kind == "empirical":

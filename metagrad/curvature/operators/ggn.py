@@ -20,7 +20,7 @@ from metagrad.curvature.operators.batches import (
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.output_hessians import OutputMatrix, loss_hessian
-from metagrad.curvature.operators.problem import Evaluation, LossFn, Model, Parameters, Problem
+from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
 from metagrad.curvature.operators.space import ParameterSpace
 
 
@@ -104,7 +104,7 @@ def ggn(
         2020, section 8.
     """
     call = "ggn(model, loss_fn, params, data)"
-    problem = Problem(call, model, loss_fn, params, sparse, allow_unused, create_graph)
+    problem = ModelProblem(call, model, loss_fn, params, sparse, allow_unused, create_graph)
     return operator_of(
         problem,
         loss_hessian,
@@ -117,7 +117,7 @@ def ggn(
     )
 
 
-class GaussNewton(LossOperator):
+class GaussNewtonOperator(LossOperator):
     r""":math:`J^\top M J` of one batch, with a matrix :math:`M` of the outputs; made by :func:`ggn` and ``fisher``.
 
     Attributes:
@@ -126,7 +126,7 @@ class GaussNewton(LossOperator):
 
     def __init__(
         self,
-        evaluation: Evaluation,
+        evaluation: ModelEvaluation,
         output_matrix: OutputMatrix,
         *,
         mode: JacobianMode,
@@ -175,8 +175,8 @@ class GaussNewton(LossOperator):
 
 
 def operator_of(
-    problem: Problem,
-    output_matrix_of: Callable[[Evaluation], OutputMatrix],
+    problem: ModelProblem,
+    output_matrix_of: Callable[[ModelEvaluation], OutputMatrix],
     data: Batch | Iterable[Batch],
     *,
     mode: Mode,
@@ -190,9 +190,9 @@ def operator_of(
     how = JacobianMode(problem.call, mode)
     size = checked_bytes(problem.call, "chunk", chunk)
 
-    def operator_for(batch: Batch) -> GaussNewton:
+    def operator_for(batch: Batch) -> GaussNewtonOperator:
         evaluation = problem.evaluate(batch)
-        return GaussNewton(
+        return GaussNewtonOperator(
             evaluation, output_matrix_of(evaluation), mode=how, chunk=size, reduction=reduction
         )
 
@@ -211,7 +211,7 @@ def operator_of(
     )
 
 
-def count_of(evaluation: Evaluation, reduction: Reduction | None) -> float | Tensor | None:
+def count_of(evaluation: ModelEvaluation, reduction: Reduction | None) -> float | Tensor | None:
     """Return what the mean of a batch divides by; None if the loss is a sum."""
     call, known = evaluation.problem.call, evaluation.known
     if callable(reduction):

@@ -16,7 +16,7 @@ from metagrad.autograd.derivatives.variables import coordinates, differentiated,
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
-from metagrad.curvature.operators.objective import LossFn, Objective, Parameters, takes_nothing
+from metagrad.curvature.operators.objective import BatchLoss, LossFn, Parameters, takes_nothing
 from metagrad.curvature.operators.operator import LossOperator, Named, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -129,7 +129,7 @@ def hessian(
         )
 
     def operator_for(batch: Batch) -> HessianOperator:
-        objective = Objective(loss, params, _arguments(batch))
+        objective = BatchLoss(loss, params, _arguments(batch))
         value = objective.here()
         if mode == "reverse":
             return _with_graph(value, objective.params, how)
@@ -244,7 +244,7 @@ class _Evaluated(HessianOperator):
     """Products for which the loss is evaluated again: forward over reverse, of all of it or block by block."""
 
     def __init__(
-        self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: Objective, how: _How
+        self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: BatchLoss, how: _How
     ) -> None:
         super().__init__(space, loss, gradient)
         self._objective = objective
@@ -293,7 +293,7 @@ def _with_graph(loss: Tensor, params: Parameters, how: _How) -> HessianOperator:
     return _Linearized(ParameterSpace.of(params, variables), lin, how.chunk)
 
 
-def _evaluated(loss: Tensor, objective: Objective, how: _How) -> HessianOperator:
+def _evaluated(loss: Tensor, objective: BatchLoss, how: _How) -> HessianOperator:
     variables = find_variables(_CALL, loss, objective.params, how.sparse)
     # What torch cuts or gets wrong; a missing derivative raises when it is needed.
     order = 3 if how.create_graph else 2

@@ -16,7 +16,7 @@ from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transpose
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
 from metagrad.core.graph import graph_nodes
-from metagrad.curvature.operators.problem import Evaluation
+from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]
 
@@ -85,7 +85,7 @@ class Jacobian:
         Townsend, "A new trick for calculating Jacobian vector products", 2017.
     """
 
-    def __init__(self, evaluation: Evaluation, mode: JacobianMode) -> None:
+    def __init__(self, evaluation: ModelEvaluation, mode: JacobianMode) -> None:
         self.outputs = evaluation.outputs
         self.variables = evaluation.variables
         self.mode = mode

@@ -25,7 +25,7 @@ LossFn: TypeAlias = Callable[..., Tensor]
 Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 
 
-class Objective:
+class BatchLoss:
     """A loss function, its parameters, and one batch.
 
     Random numbers are drawn again as they were, and autocast is as it was when the objective was made, so every

@@ -323,7 +323,7 @@ class Operator:
 
     def __getitem__(self, name: str) -> Operator:
         """Return the diagonal block of one parameter, or of all below a name: ``H["head"]``."""
-        return Block(self, self.space.block(name))
+        return DiagonalBlock(self, self.space.block(name))
 
     # Lifetime
 
@@ -448,7 +448,7 @@ class Identity(Operator):
         return vectors.clone()
 
 
-class Block(Operator):
+class DiagonalBlock(Operator):
     """A diagonal block of an operator."""
 
     def __init__(self, operator: Operator, space: ParameterSpace) -> None:

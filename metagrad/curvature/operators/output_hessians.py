@@ -14,13 +14,13 @@ from metagrad.autograd.derivatives.variables import batched_grad
 from metagrad.core.graph import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.jacobian import filled
-from metagrad.curvature.operators.problem import Evaluation
+from metagrad.curvature.operators.problem import ModelEvaluation
 
 OutputMatrix: TypeAlias = Callable[[list[Tensor], bool], list[Tensor]]
 """``output_matrix(vectors, together)``: multiply stacks ``[m, *output.shape]`` by a matrix of the outputs."""
 
 
-def loss_hessian(evaluation: Evaluation) -> OutputMatrix:
+def loss_hessian(evaluation: ModelEvaluation) -> OutputMatrix:
     """Return the Hessian of the loss in the outputs, in closed form if there is one."""
     known, on_tape = evaluation.known, evaluation.problem.create_graph
     if known is None:
@@ -33,7 +33,7 @@ def loss_hessian(evaluation: Evaluation) -> OutputMatrix:
     return multiply
 
 
-def _hessian_by_autodiff(evaluation: Evaluation) -> OutputMatrix:
+def _hessian_by_autodiff(evaluation: ModelEvaluation) -> OutputMatrix:
     problem, on_tape = evaluation.problem, evaluation.problem.create_graph
     with torch.enable_grad():
         outputs = [z.view_as(z) if on_tape else z.detach().requires_grad_() for z in evaluation.outputs]
@@ -57,7 +57,7 @@ def _hessian_by_autodiff(evaluation: Evaluation) -> OutputMatrix:
     return multiply
 
 
-def fisher_of_outputs(evaluation: Evaluation) -> OutputMatrix:
+def fisher_of_outputs(evaluation: ModelEvaluation) -> OutputMatrix:
     r"""Return :math:`F_L`, the expectation over the predictive distribution in closed form."""
     known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
 
@@ -68,7 +68,9 @@ def fisher_of_outputs(evaluation: Evaluation) -> OutputMatrix:
     return multiply
 
 
-def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Generator | None) -> OutputMatrix:
+def sampled_scores(
+    evaluation: ModelEvaluation, samples: int, generator: torch.Generator | None
+) -> OutputMatrix:
     r"""Return :math:`\frac{1}{M} \sum_m \sum_n s_n g_{nm} g_{nm}^\top` for labels that are drawn M times."""
     known, on_tape = known_loss(evaluation), evaluation.problem.create_graph
     if bool(known.output.isnan().any()):
@@ -80,7 +82,7 @@ def sampled_scores(evaluation: Evaluation, samples: int, generator: torch.Genera
     return _outer_products([scores], known.num_data, on_tape)
 
 
-def observed_scores(evaluation: Evaluation, count: float | Tensor | None) -> OutputMatrix:
+def observed_scores(evaluation: ModelEvaluation, count: float | Tensor | None) -> OutputMatrix:
     r"""Return :math:`\sum_n s_n g_n g_n^\top` for the labels in the data.
 
     The gradient of the loss in the output is :math:`s_n g_n`.
@@ -103,7 +105,7 @@ def observed_scores(evaluation: Evaluation, count: float | Tensor | None) -> Out
     return _outer_products(scores, _num_rows(evaluation), on_tape)
 
 
-def known_loss(evaluation: Evaluation) -> OutputLoss:
+def known_loss(evaluation: ModelEvaluation) -> OutputLoss:
     """Return the loss as a likelihood, or raise."""
     if evaluation.known is None:
         raise ValueError(
@@ -132,7 +134,7 @@ def _outer_products(scores: Sequence[Tensor], num_data: int, on_tape: bool) -> O
     return multiply
 
 
-def _num_rows(evaluation: Evaluation) -> int:
+def _num_rows(evaluation: ModelEvaluation) -> int:
     if evaluation.known is not None:
         return evaluation.known.num_data
     sizes = {len(z) if z.ndim else 1 for z in evaluation.outputs}

@@ -29,7 +29,7 @@ LossFn: TypeAlias = "Callable[[Tree, Tree], Tensor]"
 
 
 @dataclass(frozen=True)
-class Problem:
+class ModelProblem:
     """What is differentiated, without its data.
 
     Attributes:
@@ -62,7 +62,7 @@ class Problem:
                     f"{self.call}: the model has no parameters named {', '.join(map(repr, unknown))}."
                 )
 
-    def evaluate(self, batch: Tree) -> Evaluation:
+    def evaluate(self, batch: Tree) -> ModelEvaluation:
         """Run model and loss on a batch ``(x, y)``.
 
         Raises:
@@ -80,7 +80,7 @@ class Problem:
         if known is not None and not (self.any_split or is_linear_in(known.output, tensors_in(output))):
             known = None
         outputs = [known.output] if known is not None else self._differentiable(output)
-        return Evaluation(self, (x, y), loss, output, outputs, known, variables, random)
+        return ModelEvaluation(self, (x, y), loss, output, outputs, known, variables, random)
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -142,7 +142,7 @@ class Problem:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class ModelEvaluation:
     """A problem on one batch, with its graph.
 
     Attributes:
@@ -156,7 +156,7 @@ class Evaluation:
         random: The state of the random generators that the model began with.
     """
 
-    problem: Problem
+    problem: ModelProblem
     batch: tuple[Tree, Tree]
     loss: Tensor
     output: Tree

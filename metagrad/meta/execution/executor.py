@@ -18,7 +18,7 @@ from metagrad.meta.inner.compiled import refuse_model
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, phase, start_values
 from metagrad.meta.inner.shared import SharingCall, shared_values
 from metagrad.meta.objective.features import split_layers
-from metagrad.meta.objective.task_loss import Objective
+from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.meta.objective.tasks import Tasks, concatenated, num_tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
@@ -125,7 +125,7 @@ class TaskExecutor:
         split = split_layers(inner.objective.model, own, None if norms is None else norms.norms)
         if split is None:
             return inner, parts
-        first = Objective(
+        first = TaskLoss(
             inner.objective.model,
             inner.objective.loss_fn,
             layers=split.shared,

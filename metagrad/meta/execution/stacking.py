@@ -27,7 +27,7 @@ from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
-from metagrad.meta.objective.task_loss import Objective
+from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import NotStackableError
 from metagrad.optim.rules import Params
@@ -232,7 +232,7 @@ class Comparison:
         start: What parameters start from in each task; None means from the meta-parameters.
     """
 
-    objective: Objective
+    objective: TaskLoss
     params: Params
     tasks: Tasks
     sparse: Sequence[str]

@@ -30,7 +30,7 @@ from metagrad.meta.inner.minimum import Proximal, at_minimum
 from metagrad.meta.inner.shared import SharingCall, placed
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
-from metagrad.meta.objective.task_loss import Loss, Objective
+from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
@@ -112,7 +112,7 @@ class InnerLoop:
         hypergradient: The method of implicit differentiation; None differentiates through the steps.
     """
 
-    objective: Objective
+    objective: TaskLoss
     rule: Rule
     steps: int
     order: int
@@ -217,7 +217,7 @@ class InnerLoop:
         return [*([] if norms is None else [norms]), *([] if self.start is None else self.start.modules)]
 
     @property
-    def compared(self) -> Objective:
+    def compared(self) -> TaskLoss:
         """The loss of what tasks start from, by which it is found out whether they may be stacked."""
         return self.objective
 

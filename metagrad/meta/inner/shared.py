@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from metagrad.core.substitution import put
-from metagrad.meta.objective.task_loss import Objective
+from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.optim.rules import Params
 
 
-def shared_values(objective: Objective, adapted: Collection[str]) -> Params:
+def shared_values(objective: TaskLoss, adapted: Collection[str]) -> Params:
     """Return the parameters that the layers and the loss read, require grad and do not adapt, by all of their names.
 
     Args:
@@ -31,7 +31,7 @@ def shared_values(objective: Objective, adapted: Collection[str]) -> Params:
     }
 
 
-def placed(objective: Objective, values: Params) -> contextlib.AbstractContextManager[None]:
+def placed(objective: TaskLoss, values: Params) -> contextlib.AbstractContextManager[None]:
     """Put values into the places of parameters, which are known by their names."""
     if not values:
         return contextlib.nullcontext()
@@ -49,7 +49,7 @@ def placed(objective: Objective, values: Params) -> contextlib.AbstractContextMa
 class SharingCall(NamedTuple):
     """A function that reads shared parameters, with these as its first argument; guards match it by value."""
 
-    objective: Objective
+    objective: TaskLoss
     function: Callable[..., Any]
 
     def __call__(self, shared: Params, *args: Any) -> Any:
@@ -58,7 +58,7 @@ class SharingCall(NamedTuple):
             return self.function(*args)
 
 
-def _roots(objective: Objective) -> list[tuple[str, nn.Module]]:
+def _roots(objective: TaskLoss) -> list[tuple[str, nn.Module]]:
     pairs = (("model", objective.model), ("loss_fn", objective.loss_fn))
     return [(name, module) for name, module in pairs if isinstance(module, nn.Module)]
 

@@ -55,7 +55,7 @@ _NORMS = (_torch.BatchNorm, _torch.InstanceNorm)
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
-class Split(NamedTuple):
+class SplitLayers(NamedTuple):
     """The layers of a chain.
 
     Attributes:
@@ -67,7 +67,9 @@ class Split(NamedTuple):
     adapted: tuple[nn.Module, ...]
 
 
-def split_layers(model: nn.Module, adapted: Collection[int], norms: Norms | None = None) -> Split | None:
+def split_layers(
+    model: nn.Module, adapted: Collection[int], norms: Norms | None = None
+) -> SplitLayers | None:
     """Split the layers of a chain before the first that depends on adapted parameters; None if there is none before.
 
     Args:
@@ -80,7 +82,7 @@ def split_layers(model: nn.Module, adapted: Collection[int], norms: Norms | None
         is_shared = not any(id(p) in adapted for p in layer.parameters())
         if not is_shared or not all(_is_function(m) and m not in kept for m in layer.modules()):
             own = layers[number:] if _only_reads(layer) else [_COPY, *layers[number:]]
-            return Split(tuple(layers[:number]), tuple(own)) if number else None
+            return SplitLayers(tuple(layers[:number]), tuple(own)) if number else None
     return None
 
 

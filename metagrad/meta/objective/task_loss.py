@@ -30,7 +30,7 @@ Loss = Callable[..., tuple[Tensor, Nested]]
 _ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
 
 
-class Labels(NamedTuple):
+class LabelBounds(NamedTuple):
     """The bounds of the class labels in a batch."""
 
     lowest: int
@@ -40,7 +40,7 @@ class Labels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Objective:
+class TaskLoss:
     """``loss_fn(model(x), y)`` as a function of the model's parameters.
 
     Attributes:
@@ -57,7 +57,7 @@ class Objective:
 
     model: nn.Module
     loss_fn: LossFn
-    labels: Labels | None = None
+    labels: LabelBounds | None = None
     rows: Params = field(default_factory=dict)
     norms: NormPass | None = None
     name: str = "MAML"
@@ -100,7 +100,7 @@ class Objective:
             predictions.append(structured(prediction, RESULT))
         return stacked(predictions)
 
-    def under(self, norms: NormPass | None) -> Objective:
+    def under(self, norms: NormPass | None) -> TaskLoss:
         """Return the objective in another pass."""
         return self if norms is None else dataclasses.replace(self, norms=norms)
 
@@ -142,7 +142,7 @@ class Objective:
             )
 
 
-def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
+def label_bounds(loss_fn: LossFn, *targets: Nested) -> LabelBounds | None:
     """Read the bounds of the class labels; None if the loss does not take any."""
     index = ignored_label(loss_fn)
     labels = [target for target in targets if isinstance(target, Tensor) and not target.is_floating_point()]
@@ -151,7 +151,7 @@ def label_bounds(loss_fn: LossFn, *targets: Nested) -> Labels | None:
     ignored = [target == index for target in labels]
     bounds = [torch.aminmax(torch.where(out, 0, target)) for out, target in zip(ignored, labels, strict=True)]
     leaves_out = any(bool(out.any()) for out, target in zip(ignored, labels, strict=True) if target.ndim == 2)
-    return Labels(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)), leaves_out)
+    return LabelBounds(int(min(low for low, _ in bounds)), int(max(high for _, high in bounds)), leaves_out)
 
 
 def ignored_label(loss_fn: LossFn) -> int | None:
@@ -179,7 +179,7 @@ def _function_of(loss_fn: LossFn) -> LossFn:
     return loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
 
 
-def check_labels(labels: Labels | None, prediction_shape: Sequence[int]) -> None:
+def check_labels(labels: LabelBounds | None, prediction_shape: Sequence[int]) -> None:
     """Refuse labels that are not classes of predictions ``[n, ...]``."""
     if labels is None:
         return

@@ -358,7 +358,7 @@ def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
     return torch.vmap(call, randomness="different")  # type: ignore[reportReturnType]
 
 
-class Call(NamedTuple):
+class TorchCall(NamedTuple):
     """The arguments of a call of a torch function."""
 
     args: tuple
@@ -374,10 +374,10 @@ class VmapRule(NamedTuple):
 
     functions: tuple[Callable[..., Any], ...]
     reason: str  # follows "because"
-    applies: Callable[[Call], bool]
+    applies: Callable[[TorchCall], bool]
 
 
-def _always(call: Call) -> bool:
+def _always(call: TorchCall) -> bool:
     return True
 
 
@@ -428,7 +428,7 @@ def _requires_grad(func: Callable[..., bool], args: tuple, kwargs: dict[str, Any
 
 def _embedding(func: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
     """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
-    call = Call(args, kwargs)
+    call = TorchCall(args, kwargs)
     first, second = call.argument(0, _NAMES[func][0]), call.argument(1, _NAMES[func][1])
     ids, table = (first, second) if func is F.embedding else (second, first)
     padding = call.argument(2, "padding_idx")
@@ -447,7 +447,7 @@ _NONE = {F.embedding: None, torch.embedding: -1}
 def _refusing(rules: list[VmapRule]) -> Callable[..., Any]:
     def handler(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         for rule in rules:
-            if rule.applies(Call(args, kwargs)):
+            if rule.applies(TorchCall(args, kwargs)):
                 raise NotStackableError(rule.reason)
         return func(*args, **kwargs)
 

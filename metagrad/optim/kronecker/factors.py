@@ -199,14 +199,14 @@ def scaling_of(inputs: Tensor, gradients: Tensor, basis: Factors, max_elements: 
     return torch.stack([(some_g.mT @ some_a).square().sum(0) for some_a, some_g in chunks]).sum(0)
 
 
-class Estimate(NamedTuple):
+class FactorEstimate(NamedTuple):
     """The estimate of a layer's block of the Fisher matrix from one step."""
 
     factors: Factors
     squares: Callable[[Factors], Tensor] | None = None  # second moments of gradients in a basis
 
 
-class Block(NamedTuple):
+class FisherBlock(NamedTuple):
     """The state of a layer's block of the Fisher matrix."""
 
     updates: int  # estimates of the factors so far
@@ -226,13 +226,13 @@ class Block(NamedTuple):
         return Factors(self.input_inverse, self.output_inverse)
 
     def renewed(
-        self, new: Estimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
-    ) -> Block:
+        self, new: FactorEstimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
+    ) -> FisherBlock:
         """Return the block after an estimate; with new inverses if they are due, and at the first."""
         count = self.updates + 1
         factors = averaged_factors(self.factors, new.factors, count, decay)
         inverses = inverses_of(factors, damping) if is_due or count == 1 else self.inverses
-        return Block(count, *factors, *inverses)
+        return FisherBlock(count, *factors, *inverses)
 
     def direction(self, gradient: Tensor, damping: float | Tensor) -> Tensor:
         """Multiply a gradient ``[*tasks, outputs, inputs]`` with the inverses, which are damped already."""
@@ -253,7 +253,7 @@ class EigenBlock(NamedTuple):
     scaling: Tensor = torch.zeros(())  # the running average of S in this basis, [outputs, inputs]
 
     def renewed(
-        self, new: Estimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
+        self, new: FactorEstimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
     ) -> EigenBlock:
         """Return the block after an estimate; in a new basis if it is due, and at the first."""
         assert new.squares is not None

@@ -14,13 +14,13 @@ from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
-from metagrad.optim.kronecker.factors import Block, EigenBlock, Estimate, Factors, kl_length
+from metagrad.optim.kronecker.factors import EigenBlock, FactorEstimate, Factors, FisherBlock, kl_length
 from metagrad.optim.kronecker.layers import joined, split
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
-Blocks: TypeAlias = "Mapping[str, Block | EigenBlock]"
+Blocks: TypeAlias = "Mapping[str, FisherBlock | EigenBlock]"
 """The state of layers, by the names of their weights."""
 
 
@@ -176,7 +176,7 @@ class KFACRule(RuleNode):
         """Return the state before the first step."""
         _, momentum = self.descent.init(params)
         blocks = {
-            key: Block(0, *self.zeros(key, params) * 2)
+            key: FisherBlock(0, *self.zeros(key, params) * 2)
             for key in params
             if self._may_be_layer(key, params[key])
         }
@@ -187,10 +187,10 @@ class KFACRule(RuleNode):
     ) -> tuple[Params, KFACState]:
         """Take one step; ``curvature`` is a :class:`~metagrad.optim.curvature.LayerCurvature`."""
         gradients = checked_gradients(self.call, grads, params, takes_rows=True)
-        estimates: Iterable[tuple[str, Estimate]] = ()
+        estimates: Iterable[tuple[str, FactorEstimate]] = ()
         if self.needs_curvature(state.step):
             factors = checked_factors(self.call, curvature, self.request)
-            estimates = ((key, Estimate(Factors(*pair))) for key, pair in factors.items())
+            estimates = ((key, FactorEstimate(Factors(*pair))) for key, pair in factors.items())
         directions, state = self.directions(gradients, state, params, estimates)
         directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
         moved, (step, momentum) = self.descent.update(
@@ -199,7 +199,7 @@ class KFACRule(RuleNode):
         return moved, KFACState(step, momentum, state.blocks)
 
     def directions(
-        self, grads: Params, state: KFACState, params: Params, estimates: Iterable[tuple[str, Estimate]]
+        self, grads: Params, state: KFACState, params: Params, estimates: Iterable[tuple[str, FactorEstimate]]
     ) -> tuple[Params, KFACState]:
         """Return the direction of each parameter, and the state in which ``descent`` moves them.
 
@@ -235,7 +235,7 @@ class KFACRule(RuleNode):
         outputs, inputs = (zero.expand(*matrix.shape[:-2], size, size) for size in matrix.shape[-2:])
         return Factors(inputs, outputs)
 
-    def _renewed(self, state: KFACState, estimates: Iterable[tuple[str, Estimate]]) -> Blocks:
+    def _renewed(self, state: KFACState, estimates: Iterable[tuple[str, FactorEstimate]]) -> Blocks:
         decay, damping = (at_step(name, getattr(self, name), state.step) for name in ("decay", "damping"))
         is_due, blocks = state.step % self.inverse_every == 0, dict(state.blocks)
         for key, new in estimates:
@@ -244,7 +244,7 @@ class KFACRule(RuleNode):
                 blocks[key] = blocks[key].renewed(new, decay, damping, is_due=is_due)  # type: ignore[arg-type]
         return blocks
 
-    def _fitting(self, key: str, old: Block | EigenBlock, new: Factors) -> Factors:
+    def _fitting(self, key: str, old: FisherBlock | EigenBlock, new: Factors) -> Factors:
         """Return new factors in the dtype of those before; without the last input if its bias is not adapted here."""
         inputs, outputs = new
         if inputs.shape[-1] == old.inputs.shape[-1] + 1:

@@ -17,11 +17,11 @@ from metagrad.optim.newton.lbfgs import two_loop
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
-    Problem,
+    NewtonStep,
     Report,
     RowSpace,
     SecondOrder,
-    Step,
+    StepProblem,
     check_can_evaluate,
     no_report,
 )
@@ -121,7 +121,9 @@ class NewtonSystem(SecondOrder):
         pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in params.items()}
         return Memory(zeros, pairs, dict(pairs))
 
-    def solved(self, problem: Problem, damping: Tensor, step: int, memory: Memory) -> tuple[Krylov, Memory]:
+    def solved(
+        self, problem: StepProblem, damping: Tensor, step: int, memory: Memory
+    ) -> tuple[Krylov, Memory]:
         """Solve the system of a step; the damping is ``[tasks, 1]`` or ``[tasks, n]``."""
         metric = None if self.preconditioner is None else self._metric(problem, damping, step)
         run = conjugate_gradients(
@@ -138,18 +140,18 @@ class NewtonSystem(SecondOrder):
             run = run._replace(products=run.products + self.samples)
         return run, Memory(problem.space.tensors(run.x), *self._remembered(run.pairs, memory))
 
-    def recalled(self, problem: Problem, memory: Memory) -> Tensor:
+    def recalled(self, problem: StepProblem, memory: Memory) -> Tensor:
         """Return the quasi-Newton direction by the pairs of the last solve, ``[tasks, n]``; see :func:`two_loop`."""
         num_tasks = len(problem.g)
         return two_loop(problem.g, self._rows(memory.moves, num_tasks), self._rows(memory.changes, num_tasks))
 
-    def _start(self, problem: Problem, step: int, memory: Memory) -> Tensor | None:
+    def _start(self, problem: StepProblem, step: int, memory: Memory) -> Tensor | None:
         decay = self.value("warm_start", step)
         if step == 0 or not is_used(decay):
             return None
         return problem.space.each(decay)[:, None] * problem.space.rows(memory.solution)
 
-    def _metric(self, problem: Problem, damping: Tensor, step: int) -> Tensor:
+    def _metric(self, problem: StepProblem, damping: Tensor, step: int) -> Tensor:
         r"""Return Martens' preconditioner :math:`(D + \lambda I)^\alpha`, ``[tasks, n]``."""
         request, space = Diagonal(self.diagonal, self.samples), problem.space
         if not hasattr(problem.objective, "diagonal"):
@@ -264,11 +266,11 @@ class Damped(NewtonSystem):
         """Return the products that a step takes, None of one that takes none."""
         return self.matrix if self.multiplies(step) else None
 
-    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
+    def bound(self, problem: StepProblem, step: NewtonStep, number: int) -> Tensor:
         """Return how much of a step is allowed, ``[tasks]``, before the loss is looked at."""
         return torch.ones_like(step.slope)
 
-    def _solved_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
+    def _solved_step(self, problem: StepProblem, state: DampedState) -> tuple[Params, Any]:
         each = problem.space.each
         factor, added = each(state.factor), each(state.added)
         given = self.column("damping", state.step, problem.space)
@@ -292,11 +294,11 @@ class Damped(NewtonSystem):
             state.step + 1, *memory, problem.for_task(factor), problem.for_task(added), report
         )
 
-    def _recalled_step(self, problem: Problem, state: DampedState) -> tuple[Params, Any]:
+    def _recalled_step(self, problem: StepProblem, state: DampedState) -> tuple[Params, Any]:
         d = self.recalled(problem, state.memory)
         s = problem.scaled(d)
         # With the matrix of BFGS, -g^T d is its d^T (B + damping I) d.
-        step = Step(s, dot(problem.g, s), problem.lr.amax(1) ** 2 * -dot(problem.g, d))
+        step = NewtonStep(s, dot(problem.g, s), problem.lr.amax(1) ** 2 * -dot(problem.g, d))
         length = self.bound(problem, step, state.step)
         step = step.times(length)
         if self.adapt:
@@ -307,7 +309,7 @@ class Damped(NewtonSystem):
         )
 
     def _adapted(
-        self, factor: Tensor, added: Tensor, damping: Tensor, ratio: Tensor, step: Step
+        self, factor: Tensor, added: Tensor, damping: Tensor, ratio: Tensor, step: NewtonStep
     ) -> tuple[Tensor, Tensor]:
         """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
         # Scalars alone would give numbers in float32.
@@ -320,7 +322,7 @@ class Damped(NewtonSystem):
         return factor, torch.where(begins, first, added * change)
 
 
-def searched(problem: Problem, step: Step, after: Tensor) -> Tensor:
+def searched(problem: StepProblem, step: NewtonStep, after: Tensor) -> Tensor:
     """Halve steps until the loss has fallen by enough; a length is constant where it does not jump."""
     slope = step.slope.detach()
     length = torch.ones_like(slope)

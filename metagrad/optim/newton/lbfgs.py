@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import divide, dot
-from metagrad.optim.newton.second_order import Problem, Report, SecondOrder, check_can_evaluate, no_report
+from metagrad.optim.newton.second_order import Report, SecondOrder, StepProblem, check_can_evaluate, no_report
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 _DECREASE, _CURVATURE = 1e-4, 0.9
@@ -345,7 +345,7 @@ class LBFGSRule(SecondOrder):
             )
         check_can_evaluate(self.call, curvature, "set line_search_fn=None")
 
-    def _searched(self, problem: Problem, d: Tensor) -> Searched:
+    def _searched(self, problem: StepProblem, d: Tensor) -> Searched:
         g, value = problem.g, problem.value
         if not (torch.is_grad_enabled() and g.requires_grad):
             g, d, value = g.detach(), d.detach(), value.detach()

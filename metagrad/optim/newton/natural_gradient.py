@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.newton.damped import Damped
-from metagrad.optim.newton.second_order import Problem, Step
+from metagrad.optim.newton.second_order import NewtonStep, StepProblem
 from metagrad.optim.rule import Hyperparameter, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import MINIBATCH_OPTIONS, NewtonOptimizer
 
@@ -62,7 +62,7 @@ class NaturalGradientRule(Damped):
     call, matrix, diagonal = "natural_gradient(...)", "fisher_products", "gauss_newton"
     above_zero = ("max_divergence",)
 
-    def bound(self, problem: Problem, step: Step, number: int) -> Tensor:
+    def bound(self, problem: StepProblem, step: NewtonStep, number: int) -> Tensor:
         """Return the part of a step at which the divergence of predictions reaches its bound, at most 1."""
         whole = torch.ones_like(step.slope)
         if self.max_divergence is None:

@@ -123,7 +123,7 @@ class Report(NamedTuple):
     length: Tensor  # of the direction that was taken: 1 the whole, 0 none; times the (largest) step size
 
 
-class Step(NamedTuple):
+class NewtonStep(NamedTuple):
     """A step, with the slope and the curvature of the quadratic model along it."""
 
     d: Tensor  # [tasks, n]
@@ -135,9 +135,9 @@ class Step(NamedTuple):
         """The change of the model."""
         return self.slope + self.curved / 2
 
-    def times(self, length: Tensor) -> Step:
+    def times(self, length: Tensor) -> NewtonStep:
         """Return the step multiplied by a length for each task."""
-        return Step(length[:, None] * self.d, length * self.slope, length**2 * self.curved)
+        return NewtonStep(length[:, None] * self.d, length * self.slope, length**2 * self.curved)
 
 
 @functional_optimizer
@@ -216,13 +216,13 @@ class SecondOrder(RuleNode):
 
     def problem(
         self, grads: Params, params: Params, curvature: object | None, matrix: str | None, step: int
-    ) -> Problem:
+    ) -> StepProblem:
         """Write gradient, matrix and loss of a step as those of rows; None is of a step without a matrix."""
         gradients = checked_gradients(self.call, grads, params)
         space, sign = self.space(params), -1 if self.maximize else 1
         decay = self.column("weight_decay", step, space) if is_used(self.weight_decay) else None
         multiply = _no_products if matrix is None else self._multiplied(space, curvature, matrix)
-        problem = Problem(
+        problem = StepProblem(
             space,
             sign * space.rows(gradients),
             multiply,
@@ -257,7 +257,7 @@ class SecondOrder(RuleNode):
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class StepProblem:
     """The loss of one step, to be minimised, in rows."""
 
     space: RowSpace
@@ -268,7 +268,7 @@ class Problem:
     lr: Tensor  # step sizes, [tasks, 1] or [tasks, n]
     decay: Tensor | None  # of the penalty decay |w|^2 / 2, likewise
 
-    def penalised(self) -> Problem:
+    def penalised(self) -> StepProblem:
         """Return the problem whose gradient and matrix are those of the loss with its penalty."""
         decay, products = self.decay, self.products
         if decay is None:
@@ -276,7 +276,7 @@ class Problem:
         g = self.g + decay * self.space.place
         return replace(self, g=g, products=lambda rows: products(rows) + decay * rows)
 
-    def restricted(self) -> Problem:
+    def restricted(self) -> StepProblem:
         """Return the problem in the parameters that move: those of step size 0 stay where they are."""
         if self.lr.shape[1] == 1 or self.lr.requires_grad or bool((self.lr != 0).all()):
             return self
@@ -327,12 +327,12 @@ class Problem:
         climbs = dot(self.g, self.lr * d).detach() > 0
         return torch.where(climbs[:, None], least, self.lr) * d
 
-    def step(self, d: Tensor, curved: Tensor) -> Step:
+    def step(self, d: Tensor, curved: Tensor) -> NewtonStep:
         """Return the step in a direction; ``curved`` is d^T B d, and known of the step by one product if need be."""
         s = self.scaled(d)
         if self.lr.shape[1] == 1:
-            return Step(s, dot(self.g, s), self.lr[:, 0] ** 2 * curved)
-        return Step(s, dot(self.g, s), dot(s, self.products(s)))
+            return NewtonStep(s, dot(self.g, s), self.lr[:, 0] ** 2 * curved)
+        return NewtonStep(s, dot(self.g, s), dot(s, self.products(s)))
 
     @property
     def products_of_step(self) -> int:

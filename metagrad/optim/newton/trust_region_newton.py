@@ -13,9 +13,9 @@ from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradien
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
     MOST_FACTOR,
-    Problem,
     Report,
     SecondOrder,
+    StepProblem,
     check_can_evaluate,
     no_report,
     norm,
@@ -153,7 +153,7 @@ class TrustRegionNewtonRule(SecondOrder):
             state.step + 1, problem.for_task(factor), report
         )
 
-    def _minimum(self, problem: Problem, radius: Tensor) -> Krylov:
+    def _minimum(self, problem: StepProblem, radius: Tensor) -> Krylov:
         """Minimise the model in the region; where conjugate gradients leave it, in a Krylov space on its boundary."""
         run = conjugate_gradients(
             problem.products,

@@ -18,7 +18,7 @@ from metagrad.optim.objective import fisher_products
 from metagrad.optim.probes import Generators, drawn_like, torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import Recording
+from metagrad.optim.torch_optim.curvature_optimizer import LossRecorder
 from metagrad.optim.torch_optim.move import working
 
 
@@ -238,7 +238,7 @@ class ClosureObjective(GraphCurvature):
                 if g is not None:
                     grads[key] = grads[key] + working(g)
 
-        with self._elsewhere(params), Recording(backward, note_losses=False):
+        with self._elsewhere(params), LossRecorder(backward, note_losses=False):
             self._closure()
         return total, grads
 

@@ -22,7 +22,7 @@ from metagrad.optim.torch_optim.optimizer import Option, ParameterGroups, RuleOp
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
-class Recording(TorchFunctionMode):
+class LossRecorder(TorchFunctionMode):
     """Redirects ``Tensor.backward`` for the duration of a closure, and records the losses computed.
 
     Args:
@@ -198,7 +198,7 @@ class CurvatureOptimizer(RuleOptimizer):
             self._asked_for_graph = self._asked_for_graph or create_graph
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
-        mode = Recording(backward, note_losses=self.notes_losses)
+        mode = LossRecorder(backward, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
             with mode:

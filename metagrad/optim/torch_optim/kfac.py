@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.optim.kronecker.factors import Block, EigenBlock, Estimate, Factors, factors_of, scaling_of
+from metagrad.optim.kronecker.factors import (
+    EigenBlock,
+    FactorEstimate,
+    Factors,
+    FisherBlock,
+    factors_of,
+    scaling_of,
+)
 from metagrad.optim.kronecker.kfac import Blocks, KFACRule, KFACState
 from metagrad.optim.kronecker.layers import Layer
 from metagrad.optim.rule import Params
@@ -129,7 +136,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     def _state_before(
         self, group: Group, rule: KFACRule, params: Params, kept: Mapping[str, ParameterState]
     ) -> KFACState:
-        kind, blocks = EigenBlock if group["eigen"] else Block, {}
+        kind, blocks = EigenBlock if group["eigen"] else FisherBlock, {}
         for key in self._layers_of(params):
             if self._lacks_factors(key):
                 blocks[key] = kind(0, *rule.zeros(key, params) * 2)
@@ -138,7 +145,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         velocities = {key: own["momentum"] for key, own in kept.items() if "momentum" in own}
         return KFACState(group["step"], velocities, blocks)
 
-    def _estimate(self, key: str, rule: KFACRule) -> Estimate:
+    def _estimate(self, key: str, rule: KFACRule) -> FactorEstimate:
         """Return the estimate of a layer from the calls since the last step."""
         sums = self._sums[key]
         weight = self._weight(rule, sums.num_examples)
@@ -146,7 +153,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         def squares(basis: Factors) -> Tensor:
             return weight * torch.stack([scaling_of(*rows, basis) for rows in self._rows(key)]).sum(0)
 
-        return Estimate(factors_of(sums, weight), squares)
+        return FactorEstimate(factors_of(sums, weight), squares)
 
     def _weight(self, rule: KFACRule, num_examples: int) -> float:
         """Return the weight of squared gradients, without the scale of a GradScaler."""

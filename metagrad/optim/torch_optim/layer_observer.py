@@ -18,7 +18,7 @@ from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimi
 from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option
 
 
-class Call:
+class ObservedCall:
     """One call of a layer.
 
     Attributes:
@@ -27,12 +27,12 @@ class Call:
         open_before: The earlier calls of the layer that had no gradient yet when this one was made.
     """
 
-    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[Call]) -> None:
+    def __init__(self, inputs: Tensor, open_before: weakref.WeakSet[ObservedCall]) -> None:
         self.inputs = inputs
         self.gradient: Tensor | None = None
         self.open_before = open_before
 
-    def overlaps(self, other: Call) -> bool:
+    def overlaps(self, other: ObservedCall) -> bool:
         """Say whether both calls were made before either had a gradient."""
         return self in other.open_before or other in self.open_before
 
@@ -65,7 +65,7 @@ class LayerHook:
 
 
 class _Noting:
-    def __init__(self, optimizer: weakref.ref[LayerOptimizer] | None, name: str, call: Call) -> None:
+    def __init__(self, optimizer: weakref.ref[LayerOptimizer] | None, name: str, call: ObservedCall) -> None:
         self.optimizer = optimizer
         self.name = name
         self.call = call
@@ -142,7 +142,7 @@ class LayerOptimizer(CurvatureOptimizer):
         """Return the parameters of a group by their names in the model, which tell the bias of a weight."""
         return {self._names.get(p, key): p for key, p in super()._named(index).items()}
 
-    def _called(self, name: str, inputs: Tensor) -> Call | None:
+    def _called(self, name: str, inputs: Tensor) -> ObservedCall | None:
         """Record a layer's call, if its gradient is needed."""
         group = self._group_of(self._layers[name].weight)
         # As the rule's `needs_curvature`, which is not made at each call of a layer.
@@ -151,11 +151,11 @@ class LayerOptimizer(CurvatureOptimizer):
         if not group["eigen"]:
             self._reduce(name)  # a micro-batch before: what is left of it are sums
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
-        call = Call(inputs.detach(), weakref.WeakSet(waiting))
+        call = ObservedCall(inputs.detach(), weakref.WeakSet(waiting))
         waiting.add(call)
         return call
 
-    def _returned(self, name: str, call: Call, gradient: Tensor) -> None:
+    def _returned(self, name: str, call: ObservedCall, gradient: Tensor) -> None:
         """Take the gradient of what a call returned."""
         if not (self._draws or self.param_groups[0]["fisher"] == "empirical"):
             return
@@ -194,8 +194,8 @@ class LayerOptimizer(CurvatureOptimizer):
 
     def _forget(self) -> None:
         super()._forget()
-        self._waiting: dict[str, weakref.WeakSet[Call]] = {}
-        self._calls: dict[str, list[Call]] = {}
+        self._waiting: dict[str, weakref.WeakSet[ObservedCall]] = {}
+        self._calls: dict[str, list[ObservedCall]] = {}
         self._sums: dict[str, Sums] = {}
         self._draws = False
 

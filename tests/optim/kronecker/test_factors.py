@@ -9,7 +9,7 @@ from torch import nn
 
 from metagrad.optim.kronecker.factors import (
     EigenBlock,
-    Estimate,
+    FactorEstimate,
     Factors,
     Sums,
     added,
@@ -173,7 +173,7 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
 
 def test_a_block_in_a_basis_is_the_damped_inverse():
     factors, a, g = factors_at_random()
-    new = Estimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
+    new = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
     empty = EigenBlock(0, *factors * 2)
     vectors = torch.kron(*reversed(eigenvectors_of(factors)))
     scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
@@ -185,8 +185,10 @@ def test_a_block_in_a_basis_is_the_damped_inverse():
 
 def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():
     factors, a, g = factors_at_random()
-    twice = Estimate(Factors(*(2 * factor for factor in factors)), lambda basis: 18 * scaling_of(a, g, basis))
-    once = Estimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
+    twice = FactorEstimate(
+        Factors(*(2 * factor for factor in factors)), lambda basis: 18 * scaling_of(a, g, basis)
+    )
+    once = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
     first = EigenBlock(0, *factors * 2).renewed(once, 0.6, 0.0, is_due=False)
     second = first.renewed(twice, 0.6, 0.0, is_due=False)
     assert second.input_basis is first.input_basis

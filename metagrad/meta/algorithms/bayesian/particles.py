@@ -18,7 +18,7 @@ from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.inner.loop import InnerLoop
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm, NormPass, statistical_norms
-from metagrad.meta.objective.task_loss import LossFn, Objective, check_labels
+from metagrad.meta.objective.task_loss import LossFn, TaskLoss, check_labels
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, stacked
 from metagrad.meta.objective.vmap import RESULT
 from metagrad.meta.selection import Adapt
@@ -64,7 +64,7 @@ def mean_of_particles(outputs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class ParticleObjective(Objective):
+class ParticleObjective(TaskLoss):
     """The loss of the particles ``[particles, ...]`` of each task.
 
     Attributes:
@@ -80,7 +80,7 @@ class ParticleObjective(Objective):
     ) -> tuple[Tensor, Nested]:
         """Return the loss (a scalar, or ``[particles]``) and predictions ``[particles, n, ...]`` of one task."""
         each = (tree_map(operator.itemgetter(m), params) for m in range(self.particles))
-        losses, predictions = zip(*(Objective.single(self, own, x, y, norms) for own in each), strict=True)
+        losses, predictions = zip(*(TaskLoss.single(self, own, x, y, norms) for own in each), strict=True)
         return self._reduced(torch.stack(losses)), stacked(predictions)
 
     def stacked(
@@ -88,18 +88,18 @@ class ParticleObjective(Objective):
     ) -> tuple[Tensor, Nested]:
         """Return losses ``[tasks]`` or ``[tasks, particles]``, and predictions ``[tasks, particles, n, ...]``."""
         x, y = self._repeated((x, y))
-        losses, predictions = Objective.stacked(self._flat(norms), _flat(params), x, y)
+        losses, predictions = TaskLoss.stacked(self._flat(norms), _flat(params), x, y)
         return self._reduced(self._by_task(losses)), self._by_task(predictions)
 
     def predict(self, params: Params, x: Nested, chunk: int) -> Nested:
         """Return the predictions ``[tasks, particles, n, ...]``; with a ``chunk`` of 1 one after the other."""
         return self._by_task(
-            Objective.predict(self._flat(self.norms), _flat(params), self._repeated(x), chunk)
+            TaskLoss.predict(self._flat(self.norms), _flat(params), self._repeated(x), chunk)
         )
 
-    def of_one(self) -> Objective:
+    def of_one(self) -> TaskLoss:
         """Return the loss of one particle, which tasks do not count."""
-        return Objective(**{item.name: getattr(self, item.name) for item in fields(Objective)})
+        return TaskLoss(**{item.name: getattr(self, item.name) for item in fields(TaskLoss)})
 
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of predictions ``[particles, n, ...]``."""
@@ -108,7 +108,7 @@ class ParticleObjective(Objective):
     def _reduced(self, losses: Tensor) -> Tensor:
         return losses.sum(-1) if self.sums else losses
 
-    def _flat(self, norms: NormPass | None) -> Objective:
+    def _flat(self, norms: NormPass | None) -> TaskLoss:
         """Return the objective, in a pass, of which each particle is a task."""
         if norms is None:
             norms = self.norms

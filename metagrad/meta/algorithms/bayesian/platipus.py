@@ -13,13 +13,13 @@ from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, Particl
 from metagrad.meta.inner.loop import Evaluation, gradients_of, phase, start_values
 from metagrad.meta.inner.start import to_differentiate
 from metagrad.meta.objective.norms import Norm
-from metagrad.meta.objective.task_loss import LossFn, Objective
+from metagrad.meta.objective.task_loss import LossFn, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks
 from metagrad.meta.selection import Adapt
 from metagrad.optim.rules import Params, Rule
 
 
-class Gaussian(NamedTuple):
+class DiagonalGaussian(NamedTuple):
     """Independent normal distributions of the entries of parameters, ``[tasks, ...]`` or of one task."""
 
     mean: Params
@@ -32,7 +32,7 @@ class Gaussian(NamedTuple):
             for name, mean in self.mean.items()
         }
 
-    def divergence(self, other: Gaussian, num_axes: int) -> Tensor:
+    def divergence(self, other: DiagonalGaussian, num_axes: int) -> Tensor:
         """Return the Kullback-Leibler divergence from another one; of tasks that are an axis, of each."""
         total = []
         for name, mean in self.mean.items():
@@ -61,10 +61,10 @@ class StartDistribution(nn.Module):
             [nn.Parameter(torch.full_like(p.detach(), 2 * math.log(std))) for p in params.values()]
         )
 
-    def about(self, params: Params, grads: Params) -> Gaussian:
+    def about(self, params: Params, grads: Params) -> DiagonalGaussian:
         """Return the distribution whose means are a gradient step from parameters."""
         mean = {name: p - self.rate * grads[name] for name, p in params.items()}
-        return Gaussian(mean, dict(zip(params, self.log_variances, strict=True)))
+        return DiagonalGaussian(mean, dict(zip(params, self.log_variances, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class VariationalLoop(ParticleLoop):
         bound = each.mean(-1) + self.temperature * divergence
         return Evaluation(losses, used, of_mixture(each, self.temperature), predictions, path, bound)
 
-    def _after(self, distribution: StartDistribution, params: Params, x: Any, y: Any) -> Gaussian:
+    def _after(self, distribution: StartDistribution, params: Params, x: Any, y: Any) -> DiagonalGaussian:
         """Return the distribution about a gradient step on examples."""
         create_graph, objective = self.order == 2 and torch.is_grad_enabled(), self.objective.of_one()
         means = start_values(params, {}, self._num_tasks(x), apart=True)
@@ -118,7 +118,7 @@ class VariationalLoop(ParticleLoop):
             grads = {name: g.detach() for name, g in grads.items()}
         return distribution.about(means, grads)
 
-    def _drawn(self, gaussian: Gaussian, params: Params, tasks: Tasks) -> Params:
+    def _drawn(self, gaussian: DiagonalGaussian, params: Params, tasks: Tasks) -> Params:
         samples = gaussian.samples(tasks.noise, int(self.stacked))
         return {name: to_differentiate(value, params[name]) for name, value in samples.items()}
 
@@ -126,7 +126,7 @@ class VariationalLoop(ParticleLoop):
         return num_tasks(x) if self.stacked else None
 
     @property
-    def compared(self) -> Objective:
+    def compared(self) -> TaskLoss:
         """The loss of the means, which samples have an axis beside."""
         return self.objective.of_one()
 

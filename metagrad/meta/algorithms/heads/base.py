@@ -20,7 +20,7 @@ from metagrad.meta.execution.stacking import Comparison, Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
-from metagrad.meta.objective.task_loss import LossFn, Objective
+from metagrad.meta.objective.task_loss import LossFn, TaskLoss
 from metagrad.meta.objective.tasks import (
     BatchLike,
     ExamplesLike,
@@ -175,7 +175,7 @@ def checked_positive(call: str, name: str, value: float) -> float:
 
 
 @dataclass(frozen=True)
-class _HeadObjective(Objective):
+class _HeadObjective(TaskLoss):
     """The loss of a head as a function of what was fitted: the embedding is shared by all tasks."""
 
     head: HeadAlgorithm = field(kw_only=True)
@@ -253,7 +253,7 @@ class _HeadExecutor(TaskExecutor):
     def comparison(self, tasks: Tasks) -> Comparison:
         """Return what shows whether tasks may be stacked: the embedding alone, which they share."""
         objective = self.inner.objective
-        embedding = Objective(objective.model, _probe, name=objective.name, norms=objective.norms)
+        embedding = TaskLoss(objective.model, _probe, name=objective.name, norms=objective.norms)
         return Comparison(embedding, {}, tasks, self.sparse, order=2)
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:

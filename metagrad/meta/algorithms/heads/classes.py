@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.structured import Nested, restored
-from metagrad.meta.objective.task_loss import Labels, LossFn, ignored_label
+from metagrad.meta.objective.task_loss import LabelBounds, LossFn, ignored_label
 from metagrad.meta.objective.tasks import Tasks
 
 PADDING = -100
@@ -29,9 +29,9 @@ class Classes(NamedTuple):
     is_padded: bool
 
     @property
-    def labels(self) -> Labels:
+    def labels(self) -> LabelBounds:
         """The bounds of the labels."""
-        return Labels(0, self.ways - 1, self.is_padded)
+        return LabelBounds(0, self.ways - 1, self.is_padded)
 
 
 def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
