@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from experiments import help
 from experiments.attack import __main__ as attack
+from experiments.attack.images import __main__ as attack_images
 from experiments.config import SCHEMAS
 from experiments.curvature.schema import register_curvature
 from experiments.job import launch
@@ -27,6 +28,7 @@ PROGRAMS = {
     ),
     "optimizers": ({"workload", "optimizer", "logger"}, "workload.judged"),
     attack.study.name: ({"logger", "preset"}, "surrogate.steps"),
+    attack_images.study.name: ({"logger", "preset"}, "defence.cure"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Adversarial examples of first and second order, and defences that penalise derivatives in the input."""
