@@ -101,7 +101,9 @@ def _by_epsilon(axis: Any, found: dict[str, list[Result]], config: ImagesConfig)
         axis.plot(
             x, list(map(statistics.mean, columns)), color=color, marker="o", markersize=3.5, label=title
         )
-    axis.set(xlabel="What a pixel may change by", ylabel="Accuracy under all attacks (%)", ylim=(0, 100))
+    axis.set(
+        xlabel="What a pixel may change by", ylabel="Accuracy under all attacks (%)", ylim=(0, 100), xticks=x
+    )
     axis.set_title("Defences")
     axis.grid(axis="y")
     axis.legend(fontsize=8)
