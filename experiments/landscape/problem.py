@@ -93,8 +93,8 @@ def objective(run: RunConfig, problem: Problem) -> Tensor:
         return loss + run.penalty * H.trace(method="hutchinson", probes=1).value
 
 
-def stepper(run: RunConfig, problem: Problem, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Return what takes a step on all examples."""
+def stepper(run: RunConfig, problem: Problem, optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    """Return what takes a step on all examples, and returns what it descends before it."""
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -102,4 +102,4 @@ def stepper(run: RunConfig, problem: Problem, optimizer: torch.optim.Optimizer) 
         value.backward()
         return value
 
-    return lambda: optimizer.step(closure)  # type: ignore[reportReturnType, reportArgumentType]
+    return lambda: optimizer.step(closure).item()  # type: ignore[reportArgumentType, reportAttributeAccessIssue]

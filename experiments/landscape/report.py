@@ -29,7 +29,7 @@ HEADER = [
 
 def report(results: list[Result], config: LandscapeConfig) -> str:
     """Return the table as markdown."""
-    data, rows = config.data, []
+    data, rows, seeds = config.data, [], len({one["seed"] for one in results})
     for name, repeated in by_cell(results).items():
         run = config.runs[name]
         spectra = [one["spectra"][-1] for one in repeated]
@@ -53,7 +53,7 @@ def report(results: list[Result], config: LandscapeConfig) -> str:
             "",
             f"{data.count} characters of Omniglot, {data.shots} drawings of each to train on; a tanh network of "
             f"{', '.join(map(str, config.hidden))} hidden units, squared errors, {config.steps} steps on all "
-            f"examples, {len({one['seed'] for one in results})} seeds, each with characters of its own. Mean and "
+            f"examples, with characters of its own for each of {seeds} seed(s). Mean and "
             "standard deviation over seeds at the last step; of the loss the geometric mean, of the difference of "
             "accuracies that of the same seed. The interval is that of one estimate of the trace. The last column is "
             "the median over the second half of the preconditioned sharpness over the edge of stability.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from experiments.study import Result, Work
     from metagrad.curvature import Operator
 
+DIVERGED = 100  # times the first loss
+
 
 def train(config: LandscapeConfig, run: RunConfig, work: Work) -> Result:
     """Train, and return what was measured: `path` every few steps, `spectra` at some."""
@@ -29,15 +30,22 @@ def train(config: LandscapeConfig, run: RunConfig, work: Work) -> Result:
     marks = {round(i * config.steps / (config.full - 1)) for i in range(config.full)}
     for number in trange(config.steps + 1, unit="step", disable=None, dynamic_ncols=True, leave=False):
         if number:
-            step()
+            refuse_divergence(run, number, step(), path[0]["loss"])
         if number % config.every == 0 or number in marks:
             path.append({"step": number, **along(config, run, problem, optimizer, number)})
             work.log(number, {name: value for name, value in path[-1].items() if value is not None})
-            if not math.isfinite(path[-1]["loss"]):
-                break
         if number in marks:
             spectra.append({"step": number, **spectrum(config, problem, work)})
     return {**path[-1], "path": path, "spectra": spectra}
+
+
+def refuse_divergence(run: RunConfig, step: int, loss: float, first: float) -> None:
+    """Raise an error for a run that has become much worse than it began: its numbers would soon not be finite."""
+    if not loss < DIVERGED * first:
+        raise ValueError(
+            f"landscape: {run.title}: the loss before step {step} is {loss:.3g}, and was {first:.3g} before the "
+            f"first. Lower the lr of the run, which is {run.lr:g}."
+        )
 
 
 def along(

@@ -17,6 +17,7 @@ from experiments.help import CONF
 from experiments.landscape import problem as problems
 from experiments.landscape.__main__ import study
 from experiments.landscape.problem import Problem, objective, optimizer_of, stepper
+from experiments.landscape.run import refuse_divergence
 from experiments.landscape.schema import Characters, LandscapeConfig, Method, RunConfig, check
 from experiments.landscape.stability import edge, preconditioned
 from experiments.schema import Logger, LoggerName
@@ -177,6 +178,16 @@ def test_there_must_be_so_many_characters(monkeypatch):
     monkeypatch.setattr(problems.mg.tasks, "Omniglot", lambda **options: SimpleNamespace(num_classes=3))
     with pytest.raises(ValueError, match=r"landscape: data.count must be at most 3, got 4\."):
         problems.images(Characters(4, 10, 14), 0)
+
+
+def test_a_run_that_diverges_is_an_error():
+    run = RunConfig("descent", Method.gd, 8.0)
+    refuse_divergence(run, 3, 4.0, 1.0)
+    for loss in (200.0, float("nan")):
+        with pytest.raises(
+            ValueError, match=r"landscape: descent: the loss before step 3 .* Lower the lr .* 8\."
+        ):
+            refuse_divergence(run, 3, loss, 1.0)
 
 
 @pytest.mark.slow
