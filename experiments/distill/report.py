@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from experiments.distill.sets import IMAGES
-from experiments.plots.style import BLUE, CYCLE, MUTED, VERMILION, figure
+from experiments.plots.style import BLUE, CYCLE, MUTED, VERMILION, figure, legend_below
 from experiments.study import Result, by_cell, spread
 from experiments.table_report import markdown
 
@@ -116,7 +116,7 @@ def figure_of(results: list[Result], config: DistillConfig, folder: Path) -> lis
         _draw_costs(axes[1, 1], peaks, 1 / MIB, "Peak of a meta-gradient (MiB)")
         _draw_costs(axes[1, 2], costs_of(results, "seconds"), 1, "Time of a meta-gradient (CPU s)")
         if peaks:
-            axes[1, 1].legend(fontsize=8)
+            legend_below(axes[1, 1], columns=8)
     return [path]
 
 
@@ -132,7 +132,7 @@ def _draw_images(axis: Any, file: Path | None, config: DistillConfig) -> None:
         0, (config.classes, config.per_class)
     )
     picture = tiles.transpose(1, 2).flatten(2).flatten(0, 1)
-    axis.imshow(picture.numpy(), cmap="RdBu", vmin=-LIMIT, vmax=LIMIT)
+    axis.imshow(picture.numpy(), cmap="RdBu", vmin=-LIMIT, vmax=LIMIT, interpolation="nearest")
 
 
 def _draw_accuracies(axis: Any, sets: dict[str, list[Result]], networks: Sequence[str]) -> None:
