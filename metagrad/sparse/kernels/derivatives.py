@@ -19,7 +19,7 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.sparse.kernels import products as kernels
-from metagrad.sparse.kernels.tangents import Bilinear, Kernel, bilinear_tangent, nestable
+from metagrad.sparse.kernels.tangents import Bilinear, Kernel, nestable
 from metagrad.sparse.pattern import Pattern, Segments
 
 
@@ -87,11 +87,6 @@ class _SpMM(Bilinear):
         return None, None, d_values, d_dense
 
     @staticmethod
-    @nestable
-    def jvp(ctx, _pattern, _transposed, d_values, d_dense):
-        return bilinear_tangent(_SpMM, ctx, d_values, d_dense)
-
-    @staticmethod
     def vmap(info, in_dims, pattern, transposed, values, dense):
         values, dense = _batch_first(values, in_dims[2]), _batch_first(dense, in_dims[3])
         return matmul(pattern, values, dense, transposed=transposed), 0
@@ -111,11 +106,6 @@ class _SDDMM(Bilinear):
         d_a = matmul(pattern, grad, b) if ctx.needs_input_grad[1] else None
         d_b = matmul(pattern, grad, a, transposed=True) if ctx.needs_input_grad[2] else None
         return None, d_a, d_b
-
-    @staticmethod
-    @nestable
-    def jvp(ctx, _pattern, d_a, d_b):
-        return bilinear_tangent(_SDDMM, ctx, d_a, d_b)
 
     @staticmethod
     def vmap(info, in_dims, pattern, a, b):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd import Function
@@ -51,7 +51,14 @@ class Kernel(Function):
 
 
 class Bilinear(Kernel):
-    """A rule ``apply(*structure, first, second)`` that is linear in each of its last two arguments."""
+    """A rule ``apply(*structure, first, second)`` that is linear in each of its last two arguments.
+
+    A subclass writes ``forward``, ``backward`` and ``vmap``; its tangent follows from the rule itself.
+    """
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls.jvp = staticmethod(nestable(functools.partial(_bilinear_tangent, cls)))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -61,8 +68,9 @@ class Bilinear(Kernel):
         ctx.save_for_forward(first, second)
 
 
-def bilinear_tangent(rule: type[Bilinear], ctx, d_first: Tensor | None, d_second: Tensor | None) -> Tensor:
+def _bilinear_tangent(rule: type[Bilinear], ctx: Any, *tangents: Tensor | None) -> Tensor:
     """Differentiate a bilinear rule in forward mode."""
+    *_, d_first, d_second = tangents
     first, second = map(primal, ctx.saved_tensors)
     if d_second is None:
         return rule.apply(*ctx.structure, d_first, second)

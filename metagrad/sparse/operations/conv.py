@@ -18,7 +18,7 @@ from torch.autograd import Function
 from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.kernels.derivatives import shown
-from metagrad.sparse.kernels.tangents import Bilinear, bilinear_tangent, nestable
+from metagrad.sparse.kernels.tangents import Bilinear
 
 _CALL = "conv(x, weight, rulebook, bias)"
 _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
@@ -245,11 +245,6 @@ class _Convolve(Bilinear):
         return None, d_x, d_w
 
     @staticmethod
-    @nestable
-    def jvp(ctx, _rulebook, d_x, d_w):
-        return bilinear_tangent(_Convolve, ctx, d_x, d_w)
-
-    @staticmethod
     def vmap(info, in_dims, rulebook, x, w):
         return _each(_Convolve, info.batch_size, in_dims, rulebook, x, w), 0
 
@@ -273,11 +268,6 @@ class _Correlate(Bilinear):
         d_x = _Convolve.apply(*ctx.structure, g, _adjoint(grad)) if ctx.needs_input_grad[1] else None
         d_g = _Convolve.apply(*ctx.structure, x, grad) if ctx.needs_input_grad[2] else None
         return None, d_x, d_g
-
-    @staticmethod
-    @nestable
-    def jvp(ctx, _rulebook, d_x, d_g):
-        return bilinear_tangent(_Correlate, ctx, d_x, d_g)
 
     @staticmethod
     def vmap(info, in_dims, rulebook, x, g):
