@@ -39,7 +39,7 @@ class Tabular:
             order. A mapping from the names of a model's arguments to such makes a dict of them.
         y: The column to predict: [tasks, rows, 1] of floating type, or classes.
         shots: Rows of a task to adapt to.
-        queries: Rows of a task to be judged on.
+        queries: Rows of a task to be evaluated on.
         classify: Whether y are classes, [tasks, rows] int64, numbered in sorted order.
         standardize: Whether columns in lists, and y if it is a number, are shifted and scaled to mean 0 and
             variance 1 over the rows of the training tasks, or without a split of the tasks given.

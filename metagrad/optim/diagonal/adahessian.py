@@ -18,7 +18,7 @@ from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
 
 class AdaHessianState(NamedTuple):
-    """What :class:`AdaHessianRule` carries from step to step."""
+    """The state of :class:`AdaHessianRule`."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes of the parameters

@@ -15,7 +15,7 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class AdadeltaState(NamedTuple):
-    """What :class:`AdadeltaRule` carries from step to step."""
+    """The state of :class:`AdadeltaRule`."""
 
     step: int  # steps taken
     square: Params  # averages of the squares of the gradients, in the shapes of the parameters

@@ -16,7 +16,7 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdagradState(NamedTuple):
-    """What :class:`AdagradRule` carries from step to step."""
+    """The state of :class:`AdagradRule`."""
 
     step: int  # steps taken
     total: Params  # sums of the squares of the gradients, in the shapes of the parameters

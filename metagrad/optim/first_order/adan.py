@@ -16,7 +16,7 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdanState(NamedTuple):
-    """What :class:`AdanRule` carries from step to step."""
+    """The state of :class:`AdanRule`."""
 
     step: int  # steps taken
     last: Params  # the gradients of the last step, in the shapes of the parameters

@@ -16,7 +16,7 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class LionState(NamedTuple):
-    """What :class:`LionRule` carries from step to step."""
+    """The state of :class:`LionRule`."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes of the parameters

@@ -17,7 +17,7 @@ from metagrad.sparse.tables.row_table import RowTable
 
 
 class RowwiseState(NamedTuple):
-    """What :class:`Rowwise` carries from step to step."""
+    """The state of :class:`Rowwise`."""
 
     step: int  # steps taken
     base: Params  # the tables before the first step, [V, D...]

@@ -15,7 +15,7 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class SGDState(NamedTuple):
-    """What :class:`SGDRule` carries from step to step."""
+    """The state of :class:`SGDRule`."""
 
     step: int  # steps taken
     momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum

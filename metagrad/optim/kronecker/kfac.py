@@ -25,7 +25,7 @@ Blocks: TypeAlias = "Mapping[str, FisherBlock | EigenBlock]"
 
 
 class KFACState(NamedTuple):
-    """What :class:`KFACRule` carries from step to step."""
+    """The state of :class:`KFACRule`."""
 
     step: int  # steps taken
     momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum

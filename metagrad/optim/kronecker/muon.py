@@ -20,7 +20,7 @@ Coefficients = Sequence["float | Tensor"]
 
 
 class MuonState(NamedTuple):
-    """What :class:`MuonRule` carries from step to step."""
+    """The state of :class:`MuonRule`."""
 
     step: int  # steps taken
     momentum: Params  # averages of the gradients, in the shapes of the parameters

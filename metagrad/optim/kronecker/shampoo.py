@@ -29,7 +29,7 @@ Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
 
 
 class ShampooState(NamedTuple):
-    """What :class:`ShampooRule` carries from step to step."""
+    """The state of :class:`ShampooRule`."""
 
     step: int  # steps taken
     velocity: Params  # of the steps, in the shapes of the parameters

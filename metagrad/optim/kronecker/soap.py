@@ -22,7 +22,7 @@ Matrices = tuple[Tensor, ...]
 
 
 class SOAPState(NamedTuple):
-    """What :class:`SOAPRule` carries from step to step."""
+    """The state of :class:`SOAPRule`."""
 
     step: int  # steps taken
     mean: Params  # averages of the gradients, in the shapes and the coordinates of the parameters

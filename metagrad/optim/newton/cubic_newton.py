@@ -27,7 +27,7 @@ _SUFFICIENT, _POOR, _GOOD = 1e-4, 0.25, 0.75
 
 
 class CubicNewtonState(NamedTuple):
-    """What :class:`CubicNewtonRule` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+    """The state of :class:`CubicNewtonRule`; numbers are ``[]``, or ``[tasks]``."""
 
     step: int  # steps taken
     factor: Tensor  # of the cubic term: what the ratios of reduction have made of 1

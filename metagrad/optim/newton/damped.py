@@ -207,7 +207,7 @@ _FIRST = 0.1  # of the curvature along a step: the damping that begins where the
 
 
 class DampedState(NamedTuple):
-    """What a damped rule carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+    """The state of a damped rule; numbers are ``[]``, or ``[tasks]``."""
 
     step: int  # steps taken
     solution: Params  # of the last system, in the shapes of the parameters: where the next one begins

@@ -226,7 +226,7 @@ def _tensor(numbers: Sequence[Number], like: Tensor) -> Tensor:
 
 
 class LBFGSState(NamedTuple):
-    """What :class:`LBFGSRule` carries from step to step; pairs are those of all parameters, in rows.
+    """The state of :class:`LBFGSRule`; pairs are those of all parameters, in rows.
 
     Pairs that there are not yet are zeros without memory.
     """

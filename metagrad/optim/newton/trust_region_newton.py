@@ -28,7 +28,7 @@ _POOR, _GOOD, _ON_BOUNDARY = 0.25, 0.75, 0.99
 
 
 class TrustRegionState(NamedTuple):
-    """What :class:`TrustRegionNewtonRule` carries from step to step; numbers are ``[]``, or ``[tasks]``."""
+    """The state of :class:`TrustRegionNewtonRule`; numbers are ``[]``, or ``[tasks]``."""
 
     step: int  # steps taken
     factor: Tensor  # of the radius: what the ratios of reduction have made of 1

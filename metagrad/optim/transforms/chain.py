@@ -9,7 +9,7 @@ from metagrad.optim.rule import Params, Rule, RuleNode, Transform
 
 
 class ChainState(NamedTuple):
-    """What :class:`Chain` carries from step to step."""
+    """The state of :class:`Chain`."""
 
     transforms: tuple[Any, ...]  # the states of the transforms
     rule: Any  # that of the rule

@@ -16,7 +16,7 @@ from metagrad.sparse.tables.row_sparse import RowSparse, scatter_rows
 
 
 class ClipState(NamedTuple):
-    """What a clip carries from step to step."""
+    """The state of a clip."""
 
     step: int  # steps taken
 

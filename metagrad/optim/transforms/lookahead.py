@@ -15,7 +15,7 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class LookaheadState(NamedTuple):
-    """What :class:`Lookahead` carries from step to step."""
+    """The state of :class:`Lookahead`."""
 
     step: int  # steps taken
     slow: Params  # the slow parameters, in the shapes of the parameters

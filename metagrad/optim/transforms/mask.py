@@ -12,7 +12,7 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class MaskState(NamedTuple):
-    """What :class:`Mask` carries from step to step."""
+    """The state of :class:`Mask`."""
 
     names: tuple[str, ...]  # of the parameters that the rule moves
     rule: Any  # the state of the rule

@@ -16,7 +16,7 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class ScheduleState(NamedTuple):
-    """What :class:`Schedule` carries from step to step."""
+    """The state of :class:`Schedule`."""
 
     step: int  # steps taken
     rule: Any  # the state of the rule

@@ -31,7 +31,7 @@ class FewShot:
     r"""Classify among a few classes of a data set, each seen a few times.
 
     A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` items of each to adapt to
-    and `queries` others of each to be judged on. Examples come ordered by label.
+    and `queries` others of each to be evaluated on. Examples come ordered by label.
 
     | where the items are | how |
     | --- | --- |

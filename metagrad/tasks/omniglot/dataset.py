@@ -32,7 +32,7 @@ class Omniglot(FewShot):
     r"""Classify handwritten characters, each task among a few characters seen a few times.
 
     A task has `ways` distinct classes, labelled 0 to ways - 1 in random order, `shots` drawings of each to
-    adapt to and `queries` others of each to be judged on. Images are [1, size, size] with ink = 1 on a ground
+    adapt to and `queries` others of each to be evaluated on. Images are [1, size, size] with ink = 1 on a ground
     of 0 (the files have black ink on white; MAML's code inverts them too), and come ordered by label.
 
     | split | characters | of |

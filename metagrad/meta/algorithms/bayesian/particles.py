@@ -135,7 +135,7 @@ def of_mixture(losses: Tensor, temperature: float) -> Tensor:
 
 @dataclass(frozen=True)
 class ParticleLoop(InnerLoop):
-    """An inner loop of particles, which are judged as a mixture.
+    """An inner loop of particles, which are evaluated as a mixture.
 
     Attributes:
         temperature: Of the likelihood :math:`e^{-L/T}`.
@@ -178,7 +178,7 @@ def check_count(call: str, count: object) -> None:
 
 
 class ParticleLearner(MAML):
-    """MAML of several parameter vectors for each task, which is judged by their mixture.
+    """MAML of several parameter vectors for each task, which is evaluated as their mixture.
 
     A subclass says where they come from: :meth:`_loop`.
 
@@ -227,7 +227,7 @@ class ParticleLearner(MAML):
         self._check()
 
     def forward(self, batch: BatchLike | Sequence[Any] | Any, *, steps: int | None = None) -> ParticleOutput:
-        """Adapt to every task's support examples and judge the mixture on its query examples.
+        """Adapt to every task's support examples and evaluate the mixture on its query examples.
 
         Args:
             batch: As of :class:`MAML`.

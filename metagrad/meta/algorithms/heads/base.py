@@ -90,7 +90,7 @@ class HeadAlgorithm(nn.Module):
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
     ) -> MetaOutput:
-        """Fit the head to every task's support examples and judge it on its query examples.
+        """Fit the head to every task's support examples and evaluate it on its query examples.
 
         Args:
             batch: In the forms that :class:`metagrad.MAML` takes; the targets of support examples are classes,
