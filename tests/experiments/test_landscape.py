@@ -61,14 +61,10 @@ def test_the_preconditioner_is_that_of_the_step(small, name):
     with small.operator(Matrix.hessian) as H:
         operator = preconditioned(H, run, optimizer, small.model)
         values = operator.eigenvalues(1, rtol=1e-10).values
-        inverse = torch.func.vmap(lambda row: _squared(operator, row))(torch.eye(H.shape[0], dtype=H.dtype))
+        inverse = operator.root(operator.root(torch.eye(H.shape[0], dtype=H.dtype)))
         expected = torch.linalg.eigvals(inverse @ H.to_dense()).real.max()
         torch.testing.assert_close(values[0], expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(inverse, _reference(name, optimizer, small.model), rtol=1e-9, atol=1e-12)
-
-
-def _squared(operator, row):
-    return operator.root(operator.root(row[None]))[0]
 
 
 def _reference(name, optimizer, model):
