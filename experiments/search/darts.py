@@ -57,7 +57,6 @@ class SearchConfig:
 METHODS: dict[str, Callable[[SearchConfig], Method]] = {
     "first_order": lambda c: hypergrad.FirstOrder(),
     "finite_difference": lambda c: hypergrad.FiniteDifference(lr=c.lr),
-    "unroll_1": lambda c: hypergrad.Unroll(mg.optim.rules.sgd(lr=c.lr), steps=1),
     "unroll": lambda c: hypergrad.Unroll(mg.optim.rules.sgd(lr=c.lr), steps=c.products),
     "cg": lambda c: hypergrad.Damped(hypergrad.CG(steps=c.products, damping=c.damping)),
     "neumann": lambda c: hypergrad.Damped(

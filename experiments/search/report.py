@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from experiments.plots.style import CYCLE, INK, MUTED, figure, legend_below, thousands
 from experiments.study import Result, by_cell, spread
 from experiments.table_report import markdown
@@ -20,7 +22,6 @@ TITLES = {
     "by_hand": "by hand: 3 x 3 convolutions",
     "first_order": "FirstOrder (DARTS, first order)",
     "finite_difference": "FiniteDifference (DARTS, second order)",
-    "unroll_1": "Unroll, 1 step",
     "unroll": "Unroll",
     "cg": "CG",
     "neumann": "Neumann",
@@ -58,27 +59,40 @@ def report(results: list[Result], config: ArchitectureConfig) -> str:
             "",
             *markdown(rows),
             "",
+            *_correlation(results, medians),
         ]
     )
 
 
+def _correlation(results: list[Result], medians: dict[int, float]) -> list[str]:
+    """Say whether searches that end where the curvature is high have found worse architectures."""
+    searches = [one for one in results if "eigenvalues" in one and one["seed"] in medians]
+    last = _ranks([one["eigenvalues"][-1][1] for one in searches])
+    gain = _ranks([one["accuracy"] - medians[one["seed"]] for one in searches])
+    if min(len(set(last)), len(set(gain))) < 3:
+        return []
+    return [
+        f"Over {len(searches)} searches, the rank correlation of the last eigenvalue with the accuracy above the "
+        f"median drawn is {statistics.correlation(last, gain):.2f}.",
+        "",
+    ]
+
+
+def _ranks(values: list[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
+
+
 def _row(name: str, own: list[Result], medians: dict[int, float]) -> list[str]:
     above = [one["accuracy"] > medians[one["seed"]] for one in own if one["seed"] in medians]
-    seconds = spread([one["seconds"] for one in own])
     return [
         TITLES[name],
         spread([one["accuracy"] for one in own]),
         f"{sum(above)} of {len(above)}",
-        _mean([convolutions(one["architecture"]) for one in own if "architecture" in one]),
-        "-" if name == "by_hand" else seconds,
+        _mean([str(one["architecture"]).count("conv_3x3") for one in own if "architecture" in one]),
+        spread([one["seconds"] for one in own]) if name != "by_hand" else "-",
         _mean([one["gradients"] for one in own if "gradients" in one]),
         _mean([one["peak(MiB)"] for one in own if "peak(MiB)" in one], 2),
     ]
-
-
-def convolutions(architecture: Sequence[Any]) -> int:
-    """Count the edges with a 3 x 3 convolution."""
-    return sum(operation == "conv_3x3" for _, _, operation in architecture)
 
 
 def _mean(values: Sequence[float], digits: int = 1) -> str:
@@ -105,23 +119,17 @@ def curves(results: list[Result], config: ArchitectureConfig, folder: Path) -> l
 
 
 def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int], colors: dict[str, str]) -> None:
-    place = {seed: i for i, seed in enumerate(seeds)}
-    for one in groups.get("random", []):
-        x, label = place[one["seed"]], one["seed"] == seeds[0]
-        axis.plot(
-            [x] * len(one["accuracies"]), one["accuracies"], "o", color=MUTED, alpha=0.45, markersize=4,
-            label="Drawn at random" if label else None,
-        )  # fmt: skip
-        axis.hlines(
-            statistics.median(one["accuracies"]), x - 0.3, x + 0.3, color=INK, linewidth=1.4,
-            label="Their median" if label else None,
-        )  # fmt: skip
+    drawn = {seeds.index(one["seed"]): one["accuracies"] for one in groups.get("random", [])}
+    points = [(x, value) for x, values in drawn.items() for value in values]
+    style = {"color": MUTED, "alpha": 0.45, "markersize": 4}
+    axis.plot(*_columns(points), "o", label="Drawn at random", **style)
+    x = torch.tensor(list(drawn), dtype=torch.float64)
+    medians = [statistics.median(values) for values in drawn.values()]
+    axis.hlines(medians, x - 0.35, x + 0.35, color=INK, linewidth=1.4, label="Their median")
     for i, (name, color) in enumerate(colors.items()):
-        shift = 0.1 * (i - (len(colors) - 1) / 2)
-        points = [(place[one["seed"]] + shift, one["accuracy"]) for one in groups[name]]
-        axis.plot(
-            *zip(*points, strict=True), "D", color=color, markersize=5.5, label=TITLES[name].split(" (")[0]
-        )
+        shift = 0.12 * (i - (len(colors) - 1) / 2)
+        points = [(seeds.index(one["seed"]) + shift, one["accuracy"]) for one in groups[name]]
+        axis.plot(*_columns(points), "D", color=color, markersize=5.5, label=TITLES[name].split(" (")[0])
     axis.set_xticks(range(len(seeds)), [str(seed) for seed in seeds])
     axis.set_xlabel("Seed")
     axis.set_ylabel("Test accuracy (%)")
@@ -129,11 +137,15 @@ def _accuracies(axis: Any, groups: dict[str, list[Result]], seeds: list[int], co
     axis.grid(axis="y")
 
 
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
 def _eigenvalues(axis: Any, own: list[Result], color: str) -> None:
-    """Draw the median over seeds, and their range."""
-    values = list(zip(*([max(v, 1e-4) for _, v in one["eigenvalues"]] for one in own), strict=True))
+    """Draw each seed, and the median over seeds."""
     steps = [step for step, _ in own[0]["eigenvalues"]]
-    axis.fill_between(
-        steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.1, linewidth=0
-    )
-    axis.plot(steps, [statistics.median(v) for v in values], color=color, marker="o", markersize=3.5)
+    rows = [[max(value, 1e-4) for _, value in one["eigenvalues"]] for one in own]
+    for row in rows:
+        axis.plot(steps, row, color=color, alpha=0.25, linewidth=0.8)
+    medians = [statistics.median(values) for values in zip(*rows, strict=True)]
+    axis.plot(steps, medians, color=color, marker="o", markersize=3.5)
