@@ -1,8 +1,8 @@
 """Hypergradients: derivatives of a loss at the minimum of another one."""
 
+from metagrad.hypergrad.adaptive_damping import AdaptiveDamping
 from metagrad.hypergrad.attach import attach
 from metagrad.hypergrad.bilevel import BilevelResult, bilevel
-from metagrad.hypergrad.damped import Damped
 from metagrad.hypergrad.differences import SAMA, FiniteDifference
 from metagrad.hypergrad.evolution import EvolutionStrategies, PersistentES
 from metagrad.hypergrad.hypergradient import hypergradient
@@ -16,8 +16,8 @@ __all__ = [
     "CG",
     "F2SA",
     "SAMA",
+    "AdaptiveDamping",
     "BilevelResult",
-    "Damped",
     "Estimate",
     "EvolutionStrategies",
     "Exact",

@@ -34,7 +34,7 @@ def hypergradient(
     ``CG``                     a product a step                   to the residual of its solve
     ``Unroll``                 a gradient of a gradient a step    from ``params`` on; that of the steps, at any order
     ``Neumann``                a product a step                   falls with :math:`(1 - \alpha \lambda_{\min})^k`
-    ``Damped``                 that of CG, Neumann or Exact       the same, where the Hessian is not positive definite
+    ``AdaptiveDamping``        that of CG, Neumann or Exact       the same, where the Hessian is not positive definite
     ``Nystrom``                ``rank`` products                  to the eigenvalues beyond the rank, and its damping
     ``FirstOrder``             none, or a mixed derivative        as far as the Hessian is a multiple of the identity
     ``FiniteDifference``       4 gradients                        the same, and the square of a difference

@@ -14,7 +14,7 @@ _INDEFINITE = {Result.NEGATIVE_CURVATURE, Result.DIVERGED}
 
 
 @dataclass(frozen=True)
-class Damped:
+class AdaptiveDamping:
     r"""A solve with :math:`H + \mu I`, whose damping grows by a factor while that is not positive definite.
 
     Where inner steps end at no minimum, as in a search that takes a step at each level in turn, H has negative
@@ -35,7 +35,7 @@ class Damped:
         :math:`g = (\phi - \lambda)^2 / 2 - \phi^2` has the second derivative -1 in :math:`\phi`. A damping of 1/2 and
         of 1 is not enough, with 2 its sum is 1:
 
-        >>> method = metagrad.hypergrad.Damped(metagrad.hypergrad.CG(damping=0.5), factor=2.0)
+        >>> method = metagrad.hypergrad.AdaptiveDamping(metagrad.hypergrad.CG(damping=0.5), factor=2.0)
         >>> metagrad.hypergradient(
         ...     lambda p, h: p["phi"],
         ...     lambda p, h: (p["phi"] - h["lam"]) ** 2 / 2 - p["phi"] ** 2,
@@ -56,16 +56,18 @@ class Damped:
     def __post_init__(self) -> None:
         if not isinstance(self.method, (CG, Neumann, Exact)):
             raise TypeError(
-                f"Damped(method): expected CG, Neumann or Exact, which have damping, got {self.method!r}."
+                f"AdaptiveDamping(method): expected CG, Neumann or Exact, which have damping, got {self.method!r}."
             )
         if not self.method.damping > 0:
             raise ValueError(
-                "Damped(method): its damping is 0, which does not grow. Pass one, as CG(damping=1.0)."
+                "AdaptiveDamping(method): its damping is 0, which does not grow. Pass one, as CG(damping=1.0)."
             )
         if not self.factor > 1:
-            raise ValueError(f"Damped(..., factor): expected a number above 1, got {self.factor}.")
+            raise ValueError(f"AdaptiveDamping(..., factor): expected a number above 1, got {self.factor}.")
         if not isinstance(self.tries, int) or self.tries < 1:
-            raise ValueError(f"Damped(..., tries): expected an int of 1 or more, got {self.tries!r}.")
+            raise ValueError(
+                f"AdaptiveDamping(..., tries): expected an int of 1 or more, got {self.tries!r}."
+            )
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Solve with more and more damping; the carry is the method that was tried last."""

@@ -33,7 +33,7 @@ def problem():
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_damping_grows_until_the_hessian_is_positive_definite(method):
-    estimate = hypergrad.Damped(method, factor=4.0).estimate(problem())
+    estimate = hypergrad.AdaptiveDamping(method, factor=4.0).estimate(problem())
     assert estimate.carry.damping == 4.0  # 1/4, 1 and 4; the least eigenvalue is -3/2
     expected = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / (CURVATURES + 4)
     torch.testing.assert_close(estimate.gradient[0], expected, rtol=1e-9, atol=1e-12)
@@ -58,7 +58,7 @@ def test_a_loop_goes_on_with_the_damping_that_was_enough():
         outer=mg.optim.rules.sgd(lr=0.1),
         steps=2,
         inner_steps=1,
-        method=hypergrad.Damped(Watched(steps=3, damping=0.25)),
+        method=hypergrad.AdaptiveDamping(Watched(steps=3, damping=0.25)),
     )
     assert called == [0.25, 1.0, 4.0, 4.0]
 
@@ -71,32 +71,32 @@ def test_after_all_tries_a_solve_fails_as_it_does():
             at.inner_loss,
             at.params,
             at.hyper,
-            method=hypergrad.Damped(METHODS["cg"], tries=2),
+            method=hypergrad.AdaptiveDamping(METHODS["cg"], tries=2),
         )
 
 
 @pytest.mark.parametrize(
     ("method", "options", "error", "message"),
     [
-        (hypergrad.FirstOrder(), {}, TypeError, r"Damped\(method\): expected CG, Neumann or Exact"),
-        (hypergrad.CG(), {}, ValueError, r"Damped\(method\): its damping is 0, which does not grow"),
+        (hypergrad.FirstOrder(), {}, TypeError, r"AdaptiveDamping\(method\): expected CG, Neumann or Exact"),
+        (hypergrad.CG(), {}, ValueError, r"AdaptiveDamping\(method\): its damping is 0, which does not grow"),
         (
             METHODS["cg"],
             {"factor": 1.0},
             ValueError,
-            r"Damped\(..., factor\): expected a number above 1, got 1.0",
+            r"AdaptiveDamping\(..., factor\): expected a number above 1, got 1.0",
         ),
         (
             METHODS["cg"],
             {"tries": 0},
             ValueError,
-            r"Damped\(..., tries\): expected an int of 1 or more, got 0",
+            r"AdaptiveDamping\(..., tries\): expected an int of 1 or more, got 0",
         ),
     ],
 )
 def test_wrong_arguments_are_errors(method, options, error, message):
     with pytest.raises(error, match=message):
-        hypergrad.Damped(method, **options)
+        hypergrad.AdaptiveDamping(method, **options)
 
 
 def test_first_order_darts_takes_one_gradient_and_leaves_the_inner_loss_alone():
