@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.curvature.likelihoods.recognition import evaluate
+from metagrad.optim import tape_curvature
 from metagrad.optim.curvature import Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.diagonal.adahessian import adahessian
 from metagrad.optim.diagonal.sophia import sophia_h
@@ -77,6 +79,21 @@ def test_products_are_those_of_the_dense_hessian():
 def test_gauss_newton_products_are_those_of_the_dense_matrix():
     p, v = parameters(), {"w": draw(2, 3, seed=3), "b": draw(2, seed=4)}
     torch.testing.assert_close(flat(on_tape(p).gauss_newton_products(v)), dense_gauss_newton(p) @ flat(v))
+
+
+def test_the_backward_pass_of_gauss_newton_products_is_recorded_once(monkeypatch):
+    p, recorded = parameters(), []
+
+    def counted(*args, **options):
+        recorded.append(options.get("create_graph", False))
+        return graph_vjp(*args, **options)
+
+    monkeypatch.setattr(tape_curvature, "graph_vjp", counted)
+    curvature, dense = on_tape(p), dense_gauss_newton(p)
+    for seed in range(3):
+        v = {"w": draw(2, 3, seed=seed), "b": draw(2, seed=seed + 3)}
+        torch.testing.assert_close(flat(curvature.gauss_newton_products(v)), dense @ flat(v))
+    assert sum(recorded) == 1
 
 
 def dense_gauss_newton(p):
