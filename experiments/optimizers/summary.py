@@ -19,8 +19,8 @@ Runs = dict[str, list[Any]]
 REFERENCE = "adam"
 AXES = {"seconds": "Seconds of CPU", "gradients": "Gradient-equivalents"}
 MEASURES = {
-    "pinn": ("error/test", "relative L2 error of the solution"),
-    "logistic": ("gap", "training loss above the lowest that any run reached"),
+    "pinn": ("error/test", "relative L2 error"),
+    "logistic": ("gap", "loss above the lowest of all runs"),
 }
 LOSS = ("loss/train", "training loss")
 LEAST = 1e-15  # what a gap is raised to, so that it has a logarithm
