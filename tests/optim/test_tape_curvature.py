@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.graph_vjp import transposed_product
 from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.optim import tape_curvature
 from metagrad.optim.curvature import Diagonal, KnownDiagonal, needs_curvature
@@ -84,16 +84,16 @@ def test_gauss_newton_products_are_those_of_the_dense_matrix():
 def test_the_backward_pass_of_gauss_newton_products_is_recorded_once(monkeypatch):
     p, recorded = parameters(), []
 
-    def counted(*args, **options):
-        recorded.append(options.get("create_graph", False))
-        return graph_vjp(*args, **options)
+    def counted(*args):
+        recorded.append(args)
+        return transposed_product(*args)
 
-    monkeypatch.setattr(tape_curvature, "graph_vjp", counted)
+    monkeypatch.setattr(tape_curvature, "transposed_product", counted)
     curvature, dense = on_tape(p), dense_gauss_newton(p)
     for seed in range(3):
         v = {"w": draw(2, 3, seed=seed), "b": draw(2, seed=seed + 3)}
         torch.testing.assert_close(flat(curvature.gauss_newton_products(v)), dense @ flat(v))
-    assert sum(recorded) == 1
+    assert len(recorded) == 1
 
 
 def dense_gauss_newton(p):
