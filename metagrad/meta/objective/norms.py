@@ -343,10 +343,8 @@ class NormCalls(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        name = self._layer(running_mean)
-        if not self.norms.is_of_sets or self.norms.norms.per_step is not None:
-            name = self._known(name, "F.batch_norm")
-            weight, bias = self._at_step(name, weight=weight, bias=bias)
+        name = self._layer(running_mean, "F.batch_norm")
+        weight, bias = self._at_step(name, weight=weight, bias=bias)
         if self.norms.is_of_sets:
             return self._by_sets(input, weight, bias, eps)
         if not training:
@@ -367,11 +365,11 @@ class NormCalls(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        name = self._layer(running_mean)
-        if running_mean is not None and (not self.norms.is_of_sets or self.norms.norms.per_step is not None):
-            name = self._known(name, "F.instance_norm")
-            weight, bias = self._at_step(name, weight=weight, bias=bias)
-        if running_mean is None or self.norms.is_of_sets:
+        if running_mean is None:
+            return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
+        name = self._layer(running_mean, "F.instance_norm")
+        weight, bias = self._at_step(name, weight=weight, bias=bias)
+        if self.norms.is_of_sets:
             return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
         if not use_input_stats:
             mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
@@ -406,20 +404,19 @@ class NormCalls(TorchFunctionMode):
             return list(own.values())
         return [per_step.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
 
-    def _layer(self, running_mean: Tensor | None) -> str | None:
-        """Return the name of the layer that has these running statistics."""
-        name = self.norms.norms.names.get(id(running_mean))
+    def _layer(self, running_mean: Tensor | None, function: str) -> str:
+        """Return the name of the layer that has these running statistics; empty where the policy needs none."""
+        norms = self.norms.norms
+        name = norms.names.get(id(running_mean))
         if name is not None:
-            self.norms.norms.met(name)
-        return name
-
-    def _known(self, name: str | None, function: str) -> str:
-        if name is None:
-            raise ValueError(
-                f"{_CALL}={self.norms.norms.policy!r}): the model calls {function} without running statistics that "
-                'are the buffers "running_mean" and "running_var" of one of its modules. Register them so.'
-            )
-        return name
+            norms.met(name)
+            return name
+        if self.norms.is_of_sets and norms.per_step is None:
+            return ""
+        raise ValueError(
+            f"{_CALL}={norms.policy!r}): the model calls {function} without running statistics that are the buffers "
+            '"running_mean" and "running_var" of one of its modules. Register them so.'
+        )
 
     def _find(self, name: str, momentum: float, moments: Moments) -> None:
         self.found.append((name, momentum))
