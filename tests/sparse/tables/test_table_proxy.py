@@ -301,11 +301,11 @@ def test_ids_that_were_not_found_raise(stacked):
     ("module", "message"),
     [
         (nn.Embedding(V, D, max_norm=1.0), r"F.embedding\(max_norm=1.0\) writes into the table"),
-        (nn.Embedding(V, D, scale_grad_by_freq=True), r"F.embedding\(scale_grad_by_freq=True\) changes"),
+        (nn.Embedding(V, D, scale_grad_by_freq=True), r"F.embedding\(scale_grad_by_freq=True\) scales"),
         (nn.EmbeddingBag(V, D, max_norm=1.0), r"F.embedding_bag\(max_norm=1.0\) writes into the table"),
         (
             nn.EmbeddingBag(V, D, scale_grad_by_freq=True),
-            r"F.embedding_bag\(scale_grad_by_freq=True\) changes",
+            r"F.embedding_bag\(scale_grad_by_freq=True\) scales",
         ),
     ],
 )
