@@ -45,7 +45,7 @@ pre, .table { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 14px; margin: 1rem 0; }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .8rem .25rem 0; text-align: left; }
 summary { cursor: pointer; }
-img { max-width: min(100%, 50rem); background: #fff; border-radius: 4px; margin: .5rem 0; }
+img { max-width: 100%; max-height: 30rem; background: #fff; border-radius: 4px; margin: .5rem 0; }
 .muted { color: var(--muted); }
 .failed { color: #c33; }
 h3 { font-size: 1.05rem; }
