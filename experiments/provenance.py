@@ -1,19 +1,17 @@
-"""Where a run comes from: code, versions, platform, command line, seed, time."""
+"""Where a run comes from: code, versions, platform, environment, command line, seed, time."""
 
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import metagrad as mg
 from experiments.files import write_text
+from metagrad import info
 
 FILE = "provenance.json"
 
@@ -36,14 +34,7 @@ def start(seed: int) -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
         "git": git(Path(__file__).parent),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "metagrad": mg.__version__,
-        },
-        "platform": platform.platform(),
-        "threads": torch.get_num_threads(),
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **asdict(info.collect()),
     }
 
 

@@ -20,6 +20,7 @@ FLOORS = {
     "optim": 4,
     "hypergrad": 5,
     "meta": 6,
+    "info": 10,  # which reads the version of the package
 }
 APART = {"tasks", "models"}  # which nothing else imports, and which import core alone
 NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}

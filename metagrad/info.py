@@ -1,0 +1,125 @@
+"""What a bug report needs: versions, devices, threads, allocator, optional packages; ``python -m metagrad.info``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy
+import torch
+
+from metagrad import __version__
+
+OPTIONAL = {
+    "clarabel": "mg.MetaOptNet",
+    "scipy": "SparseTensor to and from SciPy",
+    "pillow": "mg.tasks.ImageFolders",
+    "hydra-core": "experiments",
+    "wandb": "experiments, logger=wandb",
+    "matplotlib": "experiments, plots",
+    "tqdm": "experiments, progress bars",
+    "markdown": "experiments, gallery",
+    "torchvision": "data sets for mg.tasks.FewShot",
+    "triton": "compile=True on a GPU",
+}
+"""Distributions that need not be installed, and what needs them."""
+
+PREFIXES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "MALLOC_", "PYTORCH_", "TORCH_", "CUDA_VISIBLE", "CUBLAS_")
+"""How variables begin that change speed, numbers or memory; with ``LD_PRELOAD`` and ``ATEN_CPU_CAPABILITY``."""
+
+_COMPILER = "C++ compiler"
+
+
+@dataclass(frozen=True)
+class Info:
+    """What :func:`collect` finds; its ``str`` is what ``python -m metagrad.info`` prints."""
+
+    versions: dict[str, str]
+    platform: str
+    cpu: str
+    threads: dict[str, int]
+    devices: list[str]
+    environment: dict[str, str]
+    optional: dict[str, str | None]
+
+    def __str__(self) -> str:
+        rows = {
+            **self.versions,
+            "platform": self.platform,
+            "CPU": self.cpu,
+            "threads": ", ".join(f"{number} {kind}" for kind, number in self.threads.items()),
+            "devices": ", ".join(self.devices) or "no GPU",
+            "environment": " ".join(f"{name}={value}" for name, value in self.environment.items()) or "-",
+            **{name: found or f"missing ({_needed_by(name)})" for name, found in self.optional.items()},
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+
+
+def collect() -> Info:
+    """Collect what a bug report needs; nothing is imported, allocated or sent for it.
+
+    Returns:
+        An :class:`Info`, whose ``str`` is a table: versions of metagrad, Python, torch and NumPy, the vector width
+        that torch's kernels use, the number of threads, GPUs, variables of the environment that change speed, numbers
+        or memory, and which optional packages are there.
+
+    Example:
+        >>> import metagrad.info
+        >>> info = metagrad.info.collect()
+        >>> info.versions["metagrad"] == metagrad.__version__, info.threads["of torch"] >= 1
+        (True, True)
+    """
+    return Info(
+        versions={
+            "metagrad": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+        },
+        platform=platform.platform(),
+        cpu=f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        threads={
+            "cores": os.cpu_count() or 1,
+            "of torch": torch.get_num_threads(),
+            "between operations": torch.get_num_interop_threads(),
+        },
+        devices=_devices(),
+        environment={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
+        optional={**{name: _version(name) for name in OPTIONAL}, _COMPILER: _compiler()},
+    )
+
+
+def _devices() -> list[str]:
+    cuda = [
+        f"{torch.cuda.get_device_name(index)} (CUDA {torch.version.cuda})"
+        for index in range(torch.cuda.device_count())
+    ]
+    return [*cuda, "MPS"] if torch.backends.mps.is_available() else cuda
+
+
+def _matters(variable: str) -> bool:
+    return variable.startswith(PREFIXES) or variable in {"LD_PRELOAD", "ATEN_CPU_CAPABILITY", "CXX"}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _compiler() -> str | None:
+    """Return the compiler that torch.compile takes on a CPU."""
+    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+
+
+def _needed_by(name: str) -> str:
+    return OPTIONAL.get(name, "compile=True on a CPU")
+
+
+if __name__ == "__main__":
+    print(collect())

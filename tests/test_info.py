@@ -1,0 +1,47 @@
+"""What a bug report has: versions, devices, threads, variables, and what is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+
+import metagrad
+from metagrad import info
+
+
+def test_info_names_versions_and_threads():
+    found = info.collect()
+    assert found.versions["metagrad"] == metagrad.__version__
+    assert found.versions["torch"] == torch.__version__
+    assert found.versions["numpy"] == numpy.__version__
+    assert found.threads["of torch"] == torch.get_num_threads()
+    assert torch.backends.cpu.get_cpu_capability() in found.cpu
+
+
+def test_what_is_missing_is_said_with_what_needs_it(monkeypatch):
+    monkeypatch.setitem(info.OPTIONAL, "no-such-package", "nothing")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = info.collect()
+    assert found.optional["no-such-package"] is None
+    lines = dict(line.split("  ", 1) for line in str(found).splitlines())
+    assert lines["no-such-package"].strip() == "missing (nothing)"
+    assert lines["C++ compiler"].strip() == "missing (compile=True on a CPU)"
+
+
+def test_variables_that_change_numbers_or_memory_are_shown_and_no_others(monkeypatch):
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1048576")
+    monkeypatch.setenv("A_TOKEN", "hidden")
+    shown = str(info.collect())
+    assert "MALLOC_TOP_PAD_=1048576" in shown
+    assert "hidden" not in shown
+
+
+@pytest.mark.slow
+def test_the_command_prints_what_is_collected():
+    done = subprocess.run([sys.executable, "-m", "metagrad.info"], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0].split() == ["metagrad", metagrad.__version__]
+    assert not done.stderr
