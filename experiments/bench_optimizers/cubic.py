@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.seconds import cpu_seconds
 from metagrad.optim import CubicNewton
 
 STEPS = 10
@@ -64,7 +64,7 @@ def spent(sizes: list[int], batch: int) -> Spent:
 
     total = Spent(0.0, 0.0, 0.0, 0)
     for step in range(STEPS + 1):
-        stepped = seconds(lambda: opt.step(closure))
+        stepped = cpu_seconds(lambda: opt.step(closure))
         count = int(opt.stats["products"])
         grads, v = others(), [torch.randn_like(p) for p in params]
 
@@ -72,17 +72,10 @@ def spent(sizes: list[int], batch: int) -> Spent:
             for _ in range(count):
                 torch.autograd.grad(grads, params, v, retain_graph=True)
 
-        found = Spent(stepped, seconds(products), seconds(others), count)
+        found = Spent(stepped, cpu_seconds(products), cpu_seconds(others), count)
         if step:
             total = Spent(*(a + b for a, b in zip(total, found, strict=True)))
     return total
-
-
-def seconds(run: Callable[[], object]) -> float:
-    """Time one call by the CPU's clock."""
-    start = time.process_time()
-    run()
-    return time.process_time() - start
 
 
 def row(name: str, rounds: int) -> str:

@@ -19,9 +19,9 @@ from experiments.clean.report import figures, report
 from experiments.clean.schema import CleanConfig, check
 from experiments.study import Study
 
-STUDY = Study(
+study = Study(
     "clean", CleanConfig, cells=cells, report=report, figures=figures, check=check, free=["methods"]
 )
 
 if __name__ == "__main__":
-    STUDY.main()
+    study.main()

@@ -21,7 +21,8 @@ from torch import Tensor
 
 import metagrad as mg
 from experiments.allocations import peak_bytes
-from experiments.clean.drawings import Data, Examples
+from experiments.characters import Examples
+from experiments.clean.drawings import Data
 from experiments.clean.schema import CleanConfig, LoopConfig
 from metagrad.hypergrad import CG, SAMA, FiniteDifference, FirstOrder, Method, Neumann, Nystrom, Unroll
 

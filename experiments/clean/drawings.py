@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from metagrad.tasks import Omniglot
+from experiments import characters as omniglot
+from experiments.characters import Examples
 from metagrad.tasks.omniglot.splits import NUM_DRAWERS, SPLITS
 
-SPLIT, SIZE = "background", 28
+SPLIT = "background"
 BINS, CELLS = 6, 3
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Features `[n, d]` and classes `[n]`."""
-
-    x: Tensor
-    y: Tensor
-
-    def and_also(self, other: Examples) -> Examples:
-        """Return these and others."""
-        return Examples(torch.cat([self.x, other.x]), torch.cat([self.y, other.y]))
 
 
 @dataclass(frozen=True)
@@ -33,7 +22,7 @@ class Data:
     """What is trained on, what weights are learned on, and what is judged on.
 
     Attributes:
-        train: Examples, of which some have a wrong class.
+        train: Features `[n, d]` and classes `[n]`, of which some are wrong.
         wrong: Which, `[n]`.
         validation: Examples with their own classes.
         test: Likewise.
@@ -66,17 +55,14 @@ def load(
     """
     generator = torch.Generator().manual_seed(seed)
     members = _members(alphabets, characters, generator)
-    images = _drawings()[members.flatten()]
+    images = omniglot.load(SPLIT, resize="area")[members.flatten()]
     images = images[:, torch.randperm(NUM_DRAWERS, generator=generator)[: sum(drawers)]]
-    x = features(images.flatten(0, 1).float() / 255).unflatten(0, images.shape[:2])
+    x = features(images.flatten(0, 1)).unflatten(0, images.shape[:2])
     x = scaled(x, x[:, : drawers[0]].flatten(0, 1), is_white)
     classes = torch.arange(alphabets).repeat_interleave(characters)
-    parts = [
-        Examples(part.flatten(0, 1), classes.repeat_interleave(part.shape[1]))
-        for part in x.split(list(drawers), dim=1)
-    ]
-    mislabelled = mislabel(parts[0], wrong, alphabets, generator)
-    return Data(mislabelled, mislabelled.y != parts[0].y, parts[1], parts[2], alphabets)
+    train, validation, test = omniglot.by_drawers(x, *drawers, classes=classes)
+    mislabelled = mislabel(train, wrong, alphabets, generator)
+    return Data(mislabelled, mislabelled.y != train.y, validation, test, alphabets)
 
 
 def scaled(x: Tensor, train: Tensor, is_white: bool) -> Tensor:
@@ -98,7 +84,7 @@ def mislabel(examples: Examples, part: float, classes: int, generator: torch.Gen
     chosen = torch.randperm(number, generator=generator)[: round(part * number)]
     shift = torch.zeros_like(examples.y)
     shift[chosen] = torch.randint(1, classes, chosen.shape, generator=generator)
-    return replace(examples, y=(examples.y + shift) % classes)
+    return examples._replace(y=(examples.y + shift) % classes)
 
 
 def features(images: Tensor) -> Tensor:
@@ -121,12 +107,6 @@ def _directions(maps: Tensor, sharpness: int) -> Tensor:
     toward = torch.atan2(down, across).unsqueeze(2) - angles[:, None, None]
     strength = torch.hypot(across, down).unsqueeze(2)
     return (strength * toward.cos().clamp_min(0) ** sharpness).flatten(1, 2)
-
-
-@lru_cache(maxsize=1)
-def _drawings() -> Tensor:
-    """Read all drawings, `[characters, 20, SIZE, SIZE]`."""
-    return Omniglot(split=SPLIT, rotations=False, size=SIZE, resize="area").images
 
 
 def _members(alphabets: int, characters: int, generator: torch.Generator) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import metagrad as mg
+from experiments.characters import Examples
 from experiments.clean.cleaning import Params, accuracy, losses, zeros
-from experiments.clean.drawings import Data, Examples
+from experiments.clean.drawings import Data
 
 
 def trained(

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import metagrad as mg
 from experiments.allocations import peak_bytes
+from experiments.characters import Examples
 from experiments.clean.cleaning import Found, Params, Watch, losses, zeros
-from experiments.clean.drawings import Data, Examples
+from experiments.clean.drawings import Data
 from experiments.clean.schema import CleanConfig
 from metagrad.hypergrad import Unroll
 
@@ -34,7 +35,7 @@ def reweight(data: Data, config: CleanConfig, watch: Watch) -> Found:
     for step in range(config.reweight.steps):
         watch(step, params)
         chosen = torch.randperm(len(counts))[: config.reweight.batch]
-        batch = Examples(data.train.x[chosen], data.train.y[chosen])
+        batch = data.train.at(chosen)
         weights = batch_weights(batch, data.validation, params, rule)
         counts[chosen] += 1
         sums[chosen] += weights / weights.max().clamp_min(torch.finfo(weights.dtype).tiny)

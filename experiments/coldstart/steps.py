@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from experiments.allocations import peak_bytes
 from experiments.coldstart.learner import TABLES, Recommender, learner, optimizers
 from experiments.coldstart.ratings import INPUTS
+from experiments.seconds import cpu_seconds
 from metagrad.tasks import Batch, Examples
 
 if TYPE_CHECKING:
@@ -76,13 +76,6 @@ def dense_mib(config: ColdStartConfig, name: str, rows: int) -> float:
     table = rows * (config.rows.width + 3) * 4 / 2**20
     copies = 2 * config.rows.students * (config.training.steps + 1) if name == "maml" else 3
     return copies * table
-
-
-def cpu_seconds(call: Callable[[], object]) -> float:
-    """Return the CPU time of a call."""
-    began = time.process_time()
-    call()
-    return time.process_time() - began
 
 
 def nbytes(states: Iterable[dict]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experiments.distill.data import Drawings
+from experiments.characters import Examples
 
 
 def random(features: Tensor, count: int) -> list[int]:
@@ -50,10 +50,10 @@ CORESETS: dict[str, Callable[[Tensor, int], list[int]]] = {
 }
 
 
-def coreset(name: str, examples: Drawings, features: Tensor, per_class: int) -> Drawings:
+def coreset(name: str, examples: Examples, features: Tensor, per_class: int) -> Examples:
     """Choose as many examples of each class, by their features ``[examples, features]``."""
     chosen = []
     for label in examples.y.unique():
         own = (examples.y == label).nonzero()[:, 0]
         chosen.append(own[CORESETS[name](features[own], per_class)])
-    return Drawings(*(part[torch.cat(chosen)] for part in examples))
+    return examples.at(torch.cat(chosen))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -10,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from experiments.allocations import peak_bytes
+from experiments.characters import Examples
 from experiments.distill.coresets import coreset
-from experiments.distill.data import Drawings, load
+from experiments.distill.data import load
 from experiments.distill.learning import Distillation
 from experiments.distill.networks import NETWORKS
+from experiments.seconds import cpu_seconds
 from experiments.study import Result, Work
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def measure(config: DistillConfig, network: str, work: Work) -> Result:
     data = load(config.classes, *config.drawers)
     start = coreset("random", data.train, data.train.x.flatten(1), config.per_class)
     chosen = torch.randperm(len(data.train.x))[: config.learn.batch]
-    batch = Drawings(data.train.x[chosen], data.train.y[chosen])
+    batch = data.train.at(chosen)
 
     def task(steps: int, memory: str) -> Distillation:
         make, lr = partial(NETWORKS[network], config.classes), config.learn.inner_time / steps
@@ -42,9 +43,6 @@ def measure(config: DistillConfig, network: str, work: Work) -> Result:
     return {"rows": rows}
 
 
-def seconds_of(task: Distillation, batch: Drawings) -> float:
+def seconds_of(task: Distillation, batch: Examples) -> float:
     """Return the CPU seconds of a meta-gradient."""
-    params = task.fresh()
-    began = time.process_time()
-    task.meta_gradient(params, batch)
-    return time.process_time() - began
+    return cpu_seconds(partial(task.meta_gradient, task.fresh(), batch))

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from metagrad.tasks import Omniglot
+from experiments import characters
+from experiments.characters import Examples
 from metagrad.tasks.omniglot.splits import BACKGROUND
-
-DRAWERS = 20  # of every character
-MAX_LEVEL = 255
-
-
-class Drawings(NamedTuple):
-    """Images ``[n, 1, 28, 28]``, ink = 1 on 0, and their classes ``[n]``."""
-
-    x: Tensor
-    y: Tensor
 
 
 class Alphabets(NamedTuple):
-    """Drawings by three groups of people, and the names of the alphabets that are the classes."""
+    """Images ``[n, 1, 28, 28]`` by three groups of people, and the names of the alphabets that are the classes."""
 
-    train: Drawings
-    val: Drawings
-    test: Drawings
+    train: Examples
+    val: Examples
+    test: Examples
     names: list[str]
 
 
@@ -46,18 +34,9 @@ def load(classes: int, *drawers: int) -> Alphabets:
     """
     if classes > len(BACKGROUND):
         raise ValueError(f"distill: classes must be at most {len(BACKGROUND)}, got {classes}.")
-    images = Omniglot(split="background", rotations=False, resize="area").images
+    images = characters.load("background", resize="area").unsqueeze(2)
     by_name = dict(zip(BACKGROUND, images.split(list(BACKGROUND.values())), strict=True))
     names = sorted(BACKGROUND, key=lambda name: -BACKGROUND[name])[:classes]
-    ends = torch.tensor([0, *drawers]).cumsum(0).tolist()
-    train, val, test = (
-        together([by_name[name][:, first:last].flatten(0, 1) for name in names])
-        for first, last in pairwise(ends)
-    )
-    return Alphabets(train, val, test, names)
-
-
-def together(images: Sequence[Tensor]) -> Drawings:
-    """Make drawings of the levels of each class, ``[drawings, 28, 28]`` uint8."""
-    labels = [torch.full((len(own),), label) for label, own in enumerate(images)]
-    return Drawings(torch.cat(list(images)).unsqueeze(1).float() / MAX_LEVEL, torch.cat(labels))
+    labels = torch.arange(classes).repeat_interleave(torch.tensor([BACKGROUND[name] for name in names]))
+    drawn = torch.cat([by_name[name] for name in names])
+    return Alphabets(*characters.by_drawers(drawn, *drawers, classes=labels), names=names)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metagrad as mg
-from experiments.distill.data import Drawings
+from experiments.characters import Examples
 
 Params = dict[str, Tensor]
 
@@ -41,7 +41,7 @@ class Distillation:
     def __init__(
         self,
         make: Callable[[], nn.Module],
-        start: Drawings,
+        start: Examples,
         *,
         steps: int,
         momentum: float,
@@ -63,26 +63,26 @@ class Distillation:
 
     def inner(self, params: Params, hyper: Any) -> Tensor:
         """Return the loss on the images."""
-        return self.outer(params, hyper, Drawings(hyper["images"], self.labels))
+        return self.outer(params, hyper, Examples(hyper["images"], self.labels))
 
-    def outer(self, params: Params, hyper: Any, batch: Drawings) -> Tensor:
+    def outer(self, params: Params, hyper: Any, batch: Examples) -> Tensor:
         """Return the loss on a batch."""
         return F.cross_entropy(functional_call(self._network, params, (batch.x,)), batch.y)
 
-    def meta_gradient(self, params: Params, batch: Drawings) -> dict[str, Tensor]:
+    def meta_gradient(self, params: Params, batch: Examples) -> dict[str, Tensor]:
         """Differentiate the loss on a batch, after training from ``params`` on, in images and log rate."""
         outer = partial(self.outer, batch=batch)
         return mg.hypergradient(outer, self.inner, params, self.hyper, method=self.method)
 
     def learn(
         self,
-        real: Drawings,
+        real: Examples,
         *,
         steps: int,
         lr: float,
         batch: int,
-        watch: Callable[[int, Drawings, float], None] = lambda step, images, lr: None,
-    ) -> tuple[Drawings, float]:
+        watch: Callable[[int, Examples, float], None] = lambda step, images, lr: None,
+    ) -> tuple[Examples, float]:
         """Learn images and rate from real drawings, by Adam; return them.
 
         Args:
@@ -104,13 +104,13 @@ class Distillation:
             inner_steps=0,
             method=self.method,
             warm_start=False,
-            outer_batches=(Drawings(real.x[chosen], real.y[chosen]) for chosen in drawn),
+            outer_batches=map(real.at, drawn),
             callback=lambda step, params, hyper, loss: watch(step, *self._images(hyper)),
         )
         return self._images(found.hyper)
 
-    def _images(self, hyper: Any) -> tuple[Drawings, float]:
-        return Drawings(hyper["images"], self.labels), hyper["log_lr"].exp().item()
+    def _images(self, hyper: Any) -> tuple[Examples, float]:
+        return Examples(hyper["images"], self.labels), hyper["log_lr"].exp().item()
 
 
 def cosine(lr: float, steps: int) -> list[float]:

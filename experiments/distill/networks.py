@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from experiments.distill.data import Drawings
+from experiments.characters import Examples
 
 PIXELS, BATCH, RATE = 784, 128, 2e-3
 
@@ -34,7 +34,7 @@ def convnet(classes: int) -> nn.Module:
 NETWORKS: dict[str, Callable[[int], nn.Module]] = {"mlp": mlp(64), "wide": mlp(256), "convnet": convnet}
 
 
-def train(model: nn.Module, examples: Drawings, *, lr: float, momentum: float, steps: int) -> nn.Module:
+def train(model: nn.Module, examples: Examples, *, lr: float, momentum: float, steps: int) -> nn.Module:
     """Train by gradient descent on all examples at once, as images are learned through it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     for _ in range(steps):
@@ -44,7 +44,7 @@ def train(model: nn.Module, examples: Drawings, *, lr: float, momentum: float, s
     return model
 
 
-def train_on_all(model: nn.Module, examples: Drawings, epochs: int) -> nn.Module:
+def train_on_all(model: nn.Module, examples: Examples, epochs: int) -> nn.Module:
     """Train by Adam on batches."""
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     for _ in range(epochs):
@@ -56,7 +56,7 @@ def train_on_all(model: nn.Module, examples: Drawings, epochs: int) -> nn.Module
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, examples: Drawings) -> float:
+def accuracy(model: nn.Module, examples: Examples) -> float:
     """Return the share of examples that are classified right, in percent; zero if outputs are not finite."""
     logits = model(examples.x)
     return 100 * ((logits.argmax(1) == examples.y) & logits.isfinite().all(1)).double().mean().item()

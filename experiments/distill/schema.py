@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.config import check_least
-from experiments.distill.data import DRAWERS
 from experiments.distill.networks import NETWORKS
 from experiments.schema import key
 from experiments.study import StudyConfig
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 
 @dataclass
@@ -68,9 +68,10 @@ def check(config: DistillConfig) -> None:
     counts |= {"learn.watch_every": (config.learn.watch_every, 1)}
     counts |= {"lengths": (min(config.lengths, default=1), 1)}
     check_least("distill", counts)
-    if len(config.drawers) != 3 or min(config.drawers) < 1 or sum(config.drawers) > DRAWERS:
+    if len(config.drawers) != 3 or min(config.drawers) < 1 or sum(config.drawers) > NUM_DRAWERS:
         raise ValueError(
-            f"distill: drawers must be three numbers of 1 or more, {DRAWERS} together at most, got {config.drawers}."
+            f"distill: drawers must be three numbers of 1 or more, {NUM_DRAWERS} together at most, got "
+            f"{config.drawers}."
         )
     for name in (*config.judge.networks, *config.cost.networks):
         if name not in NETWORKS:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from experiments.characters import Examples
 from experiments.distill.coresets import coreset
-from experiments.distill.data import Alphabets, Drawings, load
+from experiments.distill.data import Alphabets, load
 from experiments.distill.learning import Distillation
 from experiments.distill.networks import NETWORKS, accuracy, train, train_on_all
 from experiments.files import write_bytes
@@ -55,7 +56,7 @@ def learned(config: DistillConfig, steps: int, work: Work) -> Result:
         memory=options.memory,
     )
 
-    def watch(step: int, images: Drawings, lr: float) -> None:
+    def watch(step: int, images: Examples, lr: float) -> None:
         if step % options.watch_every == 0:
             model = train(_own(config)(), images, lr=lr, momentum=config.momentum, steps=steps)
             work.log(step, {"accuracy/validation(%)": accuracy(model, data.val), "lr": lr})
@@ -73,7 +74,7 @@ def _own(config: DistillConfig) -> partial:
 
 def _kept_and_judged(
     config: DistillConfig,
-    images: Drawings,
+    images: Examples,
     data: Alphabets,
     work: Work,
     own: tuple[float, int] | None = None,
@@ -87,7 +88,7 @@ def _kept_and_judged(
 
 
 def judged(
-    config: DistillConfig, network: str, images: Drawings, data: Alphabets, own: tuple[float, int] | None
+    config: DistillConfig, network: str, images: Examples, data: Alphabets, own: tuple[float, int] | None
 ) -> Result:
     """Choose a rate by the validation drawings, then test fresh networks.
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import metagrad as mg
+from experiments import characters
 from experiments.curvature import problem
 from experiments.landscape.schema import Method
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 if TYPE_CHECKING:
     from experiments.landscape.schema import Characters, LandscapeConfig, RunConfig
-
-MAX_LEVEL = 255
 
 
 @dataclass(frozen=True)
@@ -56,22 +56,17 @@ def images(config: Characters, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[
     Raises:
         ValueError: The files are not there, or have fewer characters.
     """
-    options = {"rotations": False, "size": config.size, "resize": "area"}
-    characters = mg.tasks.Omniglot(split="small1", **options)  # type: ignore[reportArgumentType]
-    if config.count > characters.num_classes:
-        raise ValueError(
-            f"landscape: data.count must be at most {characters.num_classes}, got {config.count}."
-        )
-    chosen = torch.randperm(characters.num_classes, generator=torch.Generator().manual_seed(seed))[
-        : config.count
-    ]
-    levels = characters.images[chosen].flatten(2).float() / MAX_LEVEL
-    train, test = levels.split([config.shots, levels.shape[1] - config.shots], 1)
-    classes = torch.eye(config.count)
-    return tuple(  # type: ignore[reportReturnType]
-        ((part - train.mean()).flatten(0, 1) / train.std(), classes.repeat_interleave(part.shape[1], 0))
-        for part in (train, test)
+    levels = characters.load(
+        "small1",
+        config.count,
+        generator=torch.Generator().manual_seed(seed),
+        key="landscape: data.count",
+        size=config.size,
+        resize="area",
     )
+    train, test = characters.by_drawers(levels.flatten(2), config.shots, NUM_DRAWERS - config.shots)
+    mean, deviation, classes = train.x.mean(), train.x.std(), torch.eye(config.count)
+    return tuple(((part.x - mean) / deviation, classes[part.y]) for part in (train, test))  # type: ignore[reportReturnType]
 
 
 def optimizer_of(run: RunConfig, model: nn.Module) -> torch.optim.Optimizer:

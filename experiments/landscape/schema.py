@@ -10,8 +10,8 @@ from experiments.config import check_least
 from experiments.curvature.schema import Eigenvalues, Spectrum, Trace
 from experiments.schema import key
 from experiments.study import StudyConfig
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
-DRAWINGS = 20  # of each character
 LEAST_PROBES = 6
 
 
@@ -81,9 +81,9 @@ def check(config: LandscapeConfig) -> None:
             "density.probes": (config.density.probes, 1),
         },
     )
-    if config.data.shots >= DRAWINGS:
+    if config.data.shots >= NUM_DRAWERS:
         raise ValueError(
-            f"landscape: data.shots must leave drawings to test on, below {DRAWINGS}, got {config.data.shots}."
+            f"landscape: data.shots must leave drawings to test on, below {NUM_DRAWERS}, got {config.data.shots}."
         )
     unknown = [name for name in config.only or [] if name not in config.runs]
     if unknown:

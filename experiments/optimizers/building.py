@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from experiments.build import build_optimizer
+from experiments.characters import Examples
 from experiments.optimizer_schemas import OfCurvature, OfMatrices, OfModel
-from experiments.optimizers.workload import Examples, Problem
+from experiments.optimizers.workload import Problem
 from experiments.schema import Optimizer
 
 Step = Callable[[Examples], Tensor]

@@ -10,13 +10,12 @@ from omegaconf import MISSING, OmegaConf
 
 from experiments.config import SCHEMAS, check_least, converted, register
 from experiments.schema import MLP, Conv4, Device, Logger, Model, Optimizer, key
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from omegaconf import DictConfig
-
-NUM_DRAWINGS = 20
 
 
 @dataclass
@@ -153,9 +152,9 @@ def typed(config: DictConfig, overrides: Collection[str] = ()) -> OptimizersConf
 def _check_data(workload: Workload) -> None:
     if not isinstance(workload, OfDrawings):
         return
-    if not workload.data.held_out < NUM_DRAWINGS:
+    if not workload.data.held_out < NUM_DRAWERS:
         raise ValueError(
-            f"optimizers: workload.data.held_out must be below {NUM_DRAWINGS}, the drawings of a character, got "
+            f"optimizers: workload.data.held_out must be below {NUM_DRAWERS}, the drawings of a character, got "
             f"{workload.data.held_out}."
         )
     if not workload.penalty >= 0:

@@ -13,11 +13,12 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments.build import device
+from experiments.characters import Examples
 from experiments.journal import Journal
 from experiments.optimizers.building import Step, Stepper
 from experiments.optimizers.cost import FlopCounter
 from experiments.optimizers.schema import OptimizersConfig
-from experiments.optimizers.workload import Examples, Problem, batches, problem
+from experiments.optimizers.workload import Problem, batches, problem
 
 COUNTED_STEPS, COUNTED_SECONDS = 10, 0.5
 """Operations are counted on so many steps, or for so long, beside the run: counting takes longer than they do."""

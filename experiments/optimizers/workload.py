@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments import characters
 from experiments.build import build, generator, in_keys
+from experiments.characters import Examples
 from experiments.optimizers import poisson
 from experiments.optimizers.schema import (
     Characters,
@@ -21,17 +22,8 @@ from experiments.optimizers.schema import (
     TransformerClassification,
     Workload,
 )
-from metagrad.tasks import Omniglot
 
 CHUNK = 1000  # examples that are judged at once
-MAX_LEVEL = 255
-
-
-class Examples(NamedTuple):
-    """Inputs, and what the model should make of them: the images themselves, or classes."""
-
-    x: Tensor
-    y: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,15 +95,14 @@ def problem(config: Workload, seed: int, device: torch.device, allow: Sequence[s
     assert isinstance(config, OfDrawings)
     reconstructs = isinstance(config, Reconstruction)
     images = drawings(config.data).to(device, next(model.parameters()).dtype)
-    kept = images.shape[1] - config.data.held_out
     is_flat = not isinstance(config, (ConvClassification, TransformerClassification))
-    train, test = (
-        _examples(part, reconstructs=reconstructs, is_flat=is_flat)
-        for part in images.split([kept, config.data.held_out], dim=1)
-    )
+    images = images.flatten(2) if is_flat else images.unsqueeze(2)
+    held_out = config.data.held_out
+    train, test = characters.by_drawers(images, images.shape[1] - held_out, held_out)
+    if reconstructs:
+        train, test = train._replace(y=train.x), test._replace(y=test.x)
     chosen = torch.randperm(len(train.x), generator=generator(seed, "validation"))[: config.judged].to(device)
-    judged = Examples(train.x[chosen], train.y[chosen])
-    return Problem(model, reconstructs, train, judged, test, config.penalty)
+    return Problem(model, reconstructs, train, train.at(chosen), test, config.penalty)
 
 
 def drawings(config: Characters) -> Tensor:
@@ -120,18 +111,11 @@ def drawings(config: Characters) -> Tensor:
     Raises:
         ValueError: The files are not there, or there are fewer characters.
     """
+    options = {"root": config.root, "resize": config.resize, "download": config.download}
     try:
-        tasks = Omniglot(
-            config.root, split="background", rotations=False, resize=config.resize, download=config.download
-        )
+        return characters.load("background", config.count, key="optimizers: workload.data.count", **options)
     except ValueError as error:
         raise ValueError(in_keys("workload.data", error)) from error
-    if config.count > tasks.num_classes:
-        raise ValueError(
-            f"optimizers: workload.data.count must be at most {tasks.num_classes}, the characters of the "
-            f"background, got {config.count}."
-        )
-    return tasks.images[: config.count].float() / MAX_LEVEL
 
 
 def batches(examples: Examples, batch_size: int, seed: int) -> Iterator[Examples]:
@@ -150,12 +134,4 @@ def batches(examples: Examples, batch_size: int, seed: int) -> Iterator[Examples
         if len(waiting) < batch_size:
             waiting = torch.cat([waiting, torch.randperm(number, generator=source)])
         chosen, waiting = waiting[:batch_size].to(examples.x.device), waiting[batch_size:]
-        yield Examples(examples.x[chosen], examples.y[chosen])
-
-
-def _examples(images: Tensor, *, reconstructs: bool, is_flat: bool) -> Examples:
-    """Make examples of images [characters, drawings, 28, 28]."""
-    x = images.flatten(0, 1)
-    x = x.flatten(1) if is_flat else x.unsqueeze(1)
-    classes = torch.arange(len(images), device=x.device).repeat_interleave(images.shape[1])
-    return Examples(x, x if reconstructs else classes)
+        yield examples.at(chosen)

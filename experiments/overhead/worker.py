@@ -23,6 +23,7 @@ from experiments.overhead.methods import prepared
 from experiments.overhead.models import load
 from experiments.overhead.run import Run, flat
 from experiments.overhead.work import Size, Work
+from experiments.seconds import cpu_seconds
 
 GIVEN_UP = (
     "MAML",
@@ -163,9 +164,7 @@ def timed(call: Callable[[], object]) -> float:
         call()
         torch.cuda.synchronize()
         return time.perf_counter() - begun
-    begun = time.process_time()
-    call()
-    return time.process_time() - begun
+    return cpu_seconds(call)
 
 
 def main() -> None:

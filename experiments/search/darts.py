@@ -28,6 +28,7 @@ from experiments.allocations import peak_bytes
 from experiments.schema import key
 from experiments.search.data import Data
 from experiments.search.space import EDGES, OPERATIONS, Network, discrete
+from experiments.seconds import cpu_seconds
 from metagrad import hypergrad
 from metagrad.hypergrad import Method
 
@@ -153,17 +154,7 @@ class Search:
             return mg.grad(inner(leaves, hyper), leaves)
 
         return {
-            "gradients": fastest(one) / fastest(unit),
+            "gradients": cpu_seconds(one, TIMED) / cpu_seconds(unit, TIMED),
             "peak(MiB)": peak_bytes(one) / 2**20,
             "gradient peak(MiB)": peak_bytes(unit) / 2**20,
         }
-
-
-def fastest(call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls."""
-    seconds = []
-    for _ in range(TIMED):
-        began = time.process_time()
-        call()
-        seconds.append(time.process_time() - began)
-    return min(seconds)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
 
+from experiments import characters
+from experiments.characters import Examples
 from experiments.schema import key
-from metagrad.tasks import Omniglot
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS, SPLITS
 
-NUM_DRAWINGS, NUM_CHARACTERS = 20, 136  # in Omniglot's first small set
-MAX_LEVEL = 255
+SPLIT = "small1"
+NUM_CHARACTERS = len(SPLITS[SPLIT].characters)
 
 
 @dataclass
@@ -26,21 +26,8 @@ class DataConfig:
     size: int = key("Pixels along a side of an image.")
 
 
-class Examples(NamedTuple):
-    """Images `[n, 1, size, size]` and their classes `[n]`."""
-
-    x: Tensor
-    y: Tensor
-
-    def batches(self, size: int, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Return whole batches, in another order in every pass."""
-        source = torch.Generator().manual_seed(seed)
-        data = TensorDataset(self.x, self.y)
-        return DataLoader(data, min(size, len(self.y)), shuffle=True, drop_last=True, generator=source)  # type: ignore[reportReturnType]
-
-
 class Data(NamedTuple):
-    """The parts that a search and the training of what it finds are given."""
+    """The parts that a search and the training of what it finds are given: images `[n, 1, size, size]`."""
 
     train: Examples
     validation: Examples
@@ -51,14 +38,17 @@ class Data(NamedTuple):
 def load(config: DataConfig, seed: int) -> Data:
     """Draw the characters of a seed, and which drawings are for what."""
     source = torch.Generator().manual_seed(seed)
-    tasks = Omniglot(split="small1", rotations=False, size=config.size, resize="area")
-    chosen = torch.randperm(NUM_CHARACTERS, generator=source)[: config.characters]
-    order = torch.rand(config.characters, NUM_DRAWINGS, generator=source).argsort(1)
-    images = tasks.images[chosen[:, None], order].float().unsqueeze(2) / MAX_LEVEL
-
-    def part(first: int, end: int) -> Examples:
-        x = images[:, first:end]
-        return Examples(x.flatten(0, 1), torch.arange(len(x)).repeat_interleave(x.shape[1]))
-
+    images = characters.load(
+        SPLIT,
+        config.characters,
+        generator=source,
+        key="search: data.characters",
+        size=config.size,
+        resize="area",
+    )
+    order = torch.rand(config.characters, NUM_DRAWERS, generator=source).argsort(1)
+    images = images[torch.arange(config.characters)[:, None], order].unsqueeze(2)
     kept = config.train + config.validation
-    return Data(part(0, config.train), part(config.train, kept), part(0, kept), part(kept, NUM_DRAWINGS))
+    train, validation = characters.by_drawers(images, config.train, config.validation)
+    both, test = characters.by_drawers(images, kept, NUM_DRAWERS - kept)
+    return Data(train, validation, both, test)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from experiments.config import check_least
 from experiments.schema import key
 from experiments.search.darts import METHODS, SearchConfig
-from experiments.search.data import NUM_CHARACTERS, NUM_DRAWINGS, DataConfig
+from experiments.search.data import NUM_CHARACTERS, DataConfig
 from experiments.search.training import TrainingConfig
 from experiments.study import StudyConfig
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 
 @dataclass
@@ -52,9 +53,9 @@ def check(config: ArchitectureConfig) -> None:
         )
     if data.characters > NUM_CHARACTERS:
         raise ValueError(f"search: data.characters must be at most {NUM_CHARACTERS}, got {data.characters}.")
-    if not data.train + data.validation < NUM_DRAWINGS:
+    if not data.train + data.validation < NUM_DRAWERS:
         raise ValueError(
-            f"search: data.train and data.validation must be below {NUM_DRAWINGS} together, the drawings of a "
+            f"search: data.train and data.validation must be below {NUM_DRAWERS} together, the drawings of a "
             f"character, got {data.train} and {data.validation}."
         )
     if unknown := [name for name in config.methods if name not in METHODS]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from experiments.characters import Examples
 from experiments.schema import key
-from experiments.search.data import Data, Examples
+from experiments.search.data import Data
 from experiments.search.space import Architecture, Network, drawn
 
 

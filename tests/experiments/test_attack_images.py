@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 
-from experiments.attack.images import problem
 from experiments.attack.images.__main__ import study
 from experiments.attack.images.attacks import PRODUCT, Box, Newton, SignSteps, attacks, cross_entropy, margin
 from experiments.attack.images.defences import PENALTIES, curvature, objective, squares
-from experiments.attack.images.problem import Images, is_right, network, shifted
+from experiments.attack.images.problem import is_right, network, shifted
 from experiments.attack.images.schema import DefenceConfig, check
+from experiments.characters import Examples
 from experiments.help import CONF
+from metagrad import tasks
 
 CLASSES, SIZE, EPSILON = 3, 8, 0.1
 
@@ -25,7 +26,7 @@ CLASSES, SIZE, EPSILON = 3, 8, 0.1
 def images():
     """Return random images, which are of the classes in turn."""
     x = torch.rand(5, 1, SIZE, SIZE, dtype=torch.float64)
-    return Images(x, torch.arange(len(x)) % CLASSES)
+    return Examples(x, torch.arange(len(x)) % CLASSES)
 
 
 @pytest.fixture
@@ -188,9 +189,9 @@ def test_the_small_program_writes_its_page_and_goes_on(tmp_path, monkeypatch):
             strokes = 60 * torch.rand(10, 20, 28, 28)
             for i in range(10):
                 strokes[i, :, 2 * i + 4 : 2 * i + 6, 6:22] = 255
-            self.images = strokes.to(torch.uint8)
+            self.num_classes, self.images = 10, strokes.to(torch.uint8)
 
-    monkeypatch.setattr(problem.mg.tasks, "Omniglot", Drawn)
+    monkeypatch.setattr(tasks, "Omniglot", Drawn)
     small = configured("preset=small", "training.steps=20", "defences=[plain,curvature]")
     text = study.run(small, tmp_path)
     assert "| Hessian penalty |" in text

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 
 import metagrad as mg
+from experiments.characters import Examples
 from experiments.clean import cells
-from experiments.clean.__main__ import STUDY
+from experiments.clean.__main__ import study
 from experiments.clean.cleaning import losses, methods, robust, weighted
-from experiments.clean.drawings import Data, Examples, features, load, mislabel, scaled
+from experiments.clean.drawings import Data, features, load, mislabel, scaled
 from experiments.clean.judging import detection, judged
 from experiments.clean.reweighting import batch_weights
 from experiments.clean.schema import check
@@ -48,7 +49,7 @@ def data():
 @pytest.fixture(scope="module")
 def config():
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: STUDY.typed(compose("clean", ["logger=none", *overrides]))
+        yield lambda *overrides: study.typed(compose("clean", ["logger=none", *overrides]))
 
 
 @pytest.fixture(scope="module")
@@ -221,11 +222,11 @@ def test_more_alphabets_than_there_are_is_an_error():
 @pytest.mark.slow
 def test_the_small_program_writes_its_page_and_goes_on(config, tmp_path, monkeypatch):
     small = config("preset=small", "methods=[CG,reweight,learned loss]")
-    text = STUDY.run(small, tmp_path)
+    text = study.run(small, tmp_path)
     assert "| the clean part |" in text
     assert "| learning to reweight |" in text
     assert (tmp_path / "clean.png").stat().st_size > 0
     result = json.loads((tmp_path / "CG" / "0" / "result.json").read_text())
     assert result["auc"] > 0.5
     monkeypatch.setattr(cells, "load", None)  # nothing is computed again
-    assert STUDY.run(small, tmp_path) == text
+    assert study.run(small, tmp_path) == text

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from torch import nn
 
+from experiments.characters import Examples
 from experiments.distill import sets
 from experiments.distill.__main__ import study
 from experiments.distill.coresets import coreset, herding, k_center
-from experiments.distill.data import Drawings, load
+from experiments.distill.data import load
 from experiments.distill.learning import Distillation
 from experiments.distill.networks import accuracy, train
 from experiments.help import CONF
@@ -34,11 +35,11 @@ def drawings(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(count) % 2
     x = torch.rand(count, 1, 2, 2, generator=generator, dtype=torch.float64)
-    return Drawings(x + F.one_hot(y, 2)[:, None, None], y)
+    return Examples(x + F.one_hot(y, 2)[:, None, None], y)
 
 
 def distillation(**options):
-    start = Drawings(torch.rand(4, 1, 2, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
+    start = Examples(torch.rand(4, 1, 2, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
     return Distillation(make, start, **{"steps": 9, "momentum": 0.9, "lr": 0.1, "memory": "full", **options})
 
 
@@ -75,7 +76,7 @@ def test_networks_learn_more_from_learned_images_than_from_those_they_began_as()
         models = [fresh(make(), examples) for _ in range(3)]
         return sum(F.cross_entropy(model(drawings(64, 1).x), real.y).item() for model in models)
 
-    assert loss(images) < 0.8 * loss(Drawings(task.hyper["images"], task.labels))
+    assert loss(images) < 0.8 * loss(Examples(task.hyper["images"], task.labels))
 
 
 def test_coresets_of_points_on_a_line():
@@ -97,7 +98,7 @@ def test_a_coreset_has_as_many_different_examples_of_each_class(name):
 def test_a_network_that_diverged_is_never_right():
     model = nn.Linear(1, 2)
     nn.init.constant_(model.weight, torch.nan)
-    assert accuracy(model, Drawings(torch.ones(2, 1), torch.tensor([0, 1]))) == 0
+    assert accuracy(model, Examples(torch.ones(2, 1), torch.tensor([0, 1]))) == 0
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import metagrad as mg
 from experiments import outer
 from experiments.build import build, build_optimizer, build_parts
+from experiments.characters import Examples
 from experiments.compare import find_jobs
 from experiments.loop import Run, outer_step
 from experiments.metrics import read_rows
@@ -35,7 +36,7 @@ from experiments.optimizers.cost import FlopCounter
 from experiments.optimizers.models import INPUTS_OF_A_UNIT, Autoencoder, sparse_linear
 from experiments.optimizers.schema import register_optimizers, typed
 from experiments.optimizers.training import advance, flops_of_gradient
-from experiments.optimizers.workload import Examples, Problem, batches, problem
+from experiments.optimizers.workload import Problem, batches, problem
 from experiments.plots.optimizers import losses, spread
 from tests.experiments.conftest import REPOSITORY
 from tests.marks import fast, slow

@@ -14,10 +14,11 @@ from hydra import compose, initialize_config_dir
 from torch.func import functional_call
 
 import metagrad as mg
+from experiments.characters import Examples
 from experiments.help import CONF
 from experiments.search.__main__ import study
 from experiments.search.darts import METHODS, Search
-from experiments.search.data import Data, Examples, load
+from experiments.search.data import Data, load
 from experiments.search.schema import check
 from experiments.search.space import BY_HAND, EDGES, OPERATIONS, Network, discrete, drawn
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metagrad as mg
-from experiments.attack.images.problem import Images
+from experiments.characters import Examples
 from metagrad.optim.newton.krylov import conjugate_gradients
 
 PRODUCT = 2.0
@@ -58,7 +58,7 @@ def margin(logits: Tensor, y: Tensor) -> Tensor:
     return logits.scatter(1, y[:, None], -torch.inf).amax(1) - right[:, 0]
 
 
-Attack = Callable[[nn.Module, Images, Box, int, torch.Generator], Iterator[tuple[Tensor, float]]]
+Attack = Callable[[nn.Module, Examples, Box, int, torch.Generator], Iterator[tuple[Tensor, float]]]
 """Yields iterates in a box, and the gradients that they took: about as many as it is told."""
 
 
@@ -73,7 +73,7 @@ class SignSteps:
     from_random: bool = False
 
     def __call__(
-        self, model: nn.Module, images: Images, box: Box, gradients: int, generator: torch.Generator
+        self, model: nn.Module, images: Examples, box: Box, gradients: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, float]]:
         """Take as many steps as gradients."""
         x = box.draw(generator) if self.from_random else images.x
@@ -105,7 +105,7 @@ class Newton:
     steps: int
 
     def __call__(
-        self, model: nn.Module, images: Images, box: Box, gradients: int, generator: torch.Generator
+        self, model: nn.Module, images: Examples, box: Box, gradients: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, float]]:
         """Step until the gradients are spent."""
         x, spent = images.x, 0.0

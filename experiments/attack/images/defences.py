@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.attack.images.attacks import Box, SignSteps, cross_entropy
-from experiments.attack.images.problem import Images
+from experiments.characters import Examples
 
 if TYPE_CHECKING:
     from experiments.attack.images.schema import DefenceConfig
 
 
-def gradient(model: nn.Module, images: Images, config: DefenceConfig) -> tuple[Tensor, Tensor]:
+def gradient(model: nn.Module, images: Examples, config: DefenceConfig) -> tuple[Tensor, Tensor]:
     r"""Penalise :math:`|\nabla_x \ell|^2` (Ross, Doshi-Velez, AAAI 2018, "Input gradient regularization")."""
     losses, g = slopes(model, images)
     return losses, config.gradient * squares(g)
 
 
-def cure(model: nn.Module, images: Images, config: DefenceConfig) -> tuple[Tensor, Tensor]:
+def cure(model: nn.Module, images: Examples, config: DefenceConfig) -> tuple[Tensor, Tensor]:
     r"""Penalise :math:`|\nabla \ell(x + h z) - \nabla \ell(x)|^2`, z along the sign of the gradient, of norm 1.
 
     Moosavi-Dezfooli, Fawzi, Uesato, Frossard, "Robustness via curvature regularization, and vice versa", CVPR 2019,
@@ -36,7 +36,7 @@ def cure(model: nn.Module, images: Images, config: DefenceConfig) -> tuple[Tenso
     return losses, config.cure * squares(ahead - g)
 
 
-def curvature(model: nn.Module, images: Images, config: DefenceConfig) -> tuple[Tensor, Tensor]:
+def curvature(model: nn.Module, images: Examples, config: DefenceConfig) -> tuple[Tensor, Tensor]:
     r"""Penalise :math:`h^2 |\nabla^2 \ell(x) \, z|^2`, which CURE's difference comes to for small h."""
     x = images.x.detach().requires_grad_()
     losses = cross_entropy(model(x), images.y)
@@ -44,7 +44,7 @@ def curvature(model: nn.Module, images: Images, config: DefenceConfig) -> tuple[
     return losses, config.curvature * config.h**2 * squares(H.products(sign_direction(H.gradient)))
 
 
-PENALTIES: dict[str, Callable[[nn.Module, Images, DefenceConfig], tuple[Tensor, Tensor]]] = {
+PENALTIES: dict[str, Callable[[nn.Module, Examples, DefenceConfig], tuple[Tensor, Tensor]]] = {
     "gradient": gradient,
     "cure": cure,
     "curvature": curvature,
@@ -55,7 +55,7 @@ DEFENCES = ("plain", *PENALTIES, "adversarial")
 def objective(
     defence: str,
     model: nn.Module,
-    images: Images,
+    images: Examples,
     config: DefenceConfig,
     strength: float,
     generator: torch.Generator,
@@ -71,7 +71,7 @@ def objective(
     return cross_entropy(model(images.x), images.y).mean()
 
 
-def slopes(model: nn.Module, images: Images) -> tuple[Tensor, Tensor]:
+def slopes(model: nn.Module, images: Examples) -> tuple[Tensor, Tensor]:
     """Return the losses ``[n]``, and their gradients in the images, on the tape."""
     x = images.x.detach().requires_grad_()
     losses = cross_entropy(model(x), images.y)

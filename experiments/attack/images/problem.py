@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import metagrad as mg
+from experiments import characters as omniglot
+from experiments.characters import Examples, by_drawers
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 if TYPE_CHECKING:
     from experiments.attack.images.schema import DataConfig
 
-MAX_LEVEL = 255
 _SHARPNESS = 5.0  # of softplus: close to ReLU, with curvature
 
 
-class Images(NamedTuple):
-    """Images with their classes.
-
-    Attributes:
-        x: ``[n, 1, size, size]``, ink = 1 on a ground of 0.
-        y: ``[n]``.
-    """
-
-    x: Tensor
-    y: Tensor
-
-    def at(self, index: Tensor) -> Images:
-        """Return some of them."""
-        return Images(self.x[index], self.y[index])
-
-
-def characters(config: DataConfig, seed: int) -> tuple[Images, Images]:
+def characters(config: DataConfig, seed: int) -> tuple[Examples, Examples]:
     """Draw characters and the people whose drawings are held out; return what is trained on, and the test images."""
-    images = mg.tasks.Omniglot(split="background", rotations=False, resize=config.resize).images
     generator = torch.Generator().manual_seed(seed)
-    chosen = images[torch.randperm(len(images), generator=generator)[: config.classes]]
-    chosen = chosen[:, torch.randperm(chosen.shape[1], generator=generator)].float() / MAX_LEVEL
-    parts = chosen.split([chosen.shape[1] - config.held_out, config.held_out], 1)
-    train, test = (
-        Images(part.flatten(0, 1)[:, None], torch.arange(len(part)).repeat_interleave(part.shape[1]))
-        for part in parts
-    )
+    key = "attack_images: data.classes"
+    images = omniglot.load("background", config.classes, generator=generator, key=key, resize=config.resize)
+    order = torch.randperm(NUM_DRAWERS, generator=generator)
+    train, test = by_drawers(images[:, order].unsqueeze(2), NUM_DRAWERS - config.held_out, config.held_out)
     return train, test
 
 
@@ -70,7 +51,7 @@ def shifted(x: Tensor, most: int, generator: torch.Generator) -> Tensor:
     return windows[torch.arange(len(x)), :, down, right]
 
 
-def is_right(model: nn.Module, images: Images) -> Tensor:
+def is_right(model: nn.Module, images: Examples) -> Tensor:
     """Say which images are classified right, ``[n]``."""
     with torch.no_grad():
         return model(images.x).argmax(1) == images.y

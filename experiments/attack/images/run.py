@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +12,9 @@ from torch import Tensor, nn
 import metagrad as mg
 from experiments.attack.images.attacks import Attack, Box, SignSteps, attacks, cross_entropy
 from experiments.attack.images.defences import objective, sign_direction
-from experiments.attack.images.problem import Images, characters, is_right, network, shifted
+from experiments.attack.images.problem import characters, is_right, network, shifted
+from experiments.characters import Examples
+from experiments.seconds import cpu_seconds
 
 if TYPE_CHECKING:
     from experiments.attack.images.schema import ImagesConfig
@@ -38,7 +38,7 @@ def cell(config: ImagesConfig, defence: str, work: Work) -> Result:
     }
 
 
-def fit(model: nn.Module, train: Images, config: ImagesConfig, defence: str, work: Work) -> float:
+def fit(model: nn.Module, train: Examples, config: ImagesConfig, defence: str, work: Work) -> float:
     """Train with a defence that sets in by and by, and return the seconds of the CPU."""
     settings = config.training
     generator = torch.Generator().manual_seed(work.seed)
@@ -64,7 +64,7 @@ def strength(part: float) -> float:
     return min(1.0, max(0.0, (part - 1 / 4) / (2 / 3 - 1 / 4)))
 
 
-def derivatives(model: nn.Module, test: Images) -> dict[str, float]:
+def derivatives(model: nn.Module, test: Examples) -> dict[str, float]:
     """Return slope and curvature of the loss in the image, and what a Hessian product takes in gradients."""
 
     def losses() -> tuple[Tensor, dict[str, Tensor]]:
@@ -77,25 +77,16 @@ def derivatives(model: nn.Module, test: Images) -> dict[str, float]:
 
     with mg.curvature.hessians(*losses()) as H:
         slope, curved = H.gradient, H.products(sign_direction(H.gradient))
-        product = seconds_of(lambda: H.products(curved))
+        product = cpu_seconds(lambda: H.products(curved), _TIMINGS)
     return {
         "slope": slope.norm(dim=1).mean().item(),
         "curvature": curved.norm(dim=1).mean().item(),
-        "product_in_gradients": product / seconds_of(gradient),
+        "product_in_gradients": product / cpu_seconds(gradient, _TIMINGS),
     }
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Return the least seconds of the CPU among a few calls."""
-    times = [time.process_time()]
-    for _ in range(_TIMINGS):
-        call()
-        times.append(time.process_time())
-    return min(after - before for before, after in itertools.pairwise(times))
-
-
 def attacked(
-    model: nn.Module, test: Images, epsilon: float, config: ImagesConfig, seed: int
+    model: nn.Module, test: Examples, epsilon: float, config: ImagesConfig, seed: int
 ) -> dict[str, Any]:
     """Return the accuracy under each attack over its gradients, and under all of them."""
     box, generator = Box.around(test.x, epsilon), torch.Generator().manual_seed(seed)
@@ -109,7 +100,7 @@ def attacked(
 
 def curve(
     model: nn.Module,
-    test: Images,
+    test: Examples,
     attack: Attack,
     box: Box,
     budgets: list[int],
@@ -124,7 +115,7 @@ def curve(
     for budget in budgets if has_own_runs else budgets[-1:]:
         standing, own = is_right(model, test), []
         for x, spent in attack(model, test, box, budget, generator):
-            standing = standing & is_right(model, Images(x, test.y))
+            standing = standing & is_right(model, Examples(x, test.y))
             own.append([spent, percent(standing)])
         points += own[-1:] if has_own_runs else own
         right = right & standing

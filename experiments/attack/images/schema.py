@@ -8,9 +8,9 @@ from experiments.attack.images.defences import DEFENCES
 from experiments.config import check_least
 from experiments.schema import key
 from experiments.study import StudyConfig
+from metagrad.tasks.omniglot.splits import NUM_DRAWERS
 
 CALL = "attack_images"
-_DRAWINGS = 20  # of a character
 
 
 @dataclass
@@ -81,8 +81,8 @@ def check(config: ImagesConfig) -> None:
     unknown = [name for name in config.defences if name not in DEFENCES]
     if unknown or not config.defences:
         raise ValueError(f"{CALL}: defences must be some of {', '.join(DEFENCES)}, got {config.defences}.")
-    if data.held_out >= _DRAWINGS:
-        raise ValueError(f"{CALL}: data.held_out must be below {_DRAWINGS}, got {data.held_out}.")
+    if data.held_out >= NUM_DRAWERS:
+        raise ValueError(f"{CALL}: data.held_out must be below {NUM_DRAWERS}, got {data.held_out}.")
     if (
         not all(0 < epsilon < 1 for epsilon in attack.epsilons)
         or config.defence.epsilon not in attack.epsilons
