@@ -1,6 +1,6 @@
 """Meta-learning and second-order optimization on PyTorch, right at every order."""
 
-from metagrad import autograd, curvature, hypergrad, memory, meta, models, optim, sparse, tasks
+from metagrad import autograd, curvature, distributed, hypergrad, memory, meta, models, optim, sparse, tasks
 from metagrad.autograd import checkpoint, grad, gradcheck, hvp, linearize, unroll
 from metagrad.curvature import fisher, ggn, hessian
 from metagrad.hypergrad import bilevel, hypergradient
@@ -54,6 +54,7 @@ __all__ = [
     "bilevel",
     "checkpoint",
     "curvature",
+    "distributed",
     "fisher",
     "ggn",
     "grad",

@@ -16,6 +16,7 @@ FLOORS = {
     "memory": 1,
     "sparse": 1,
     "autograd": 2,
+    "distributed": 2,
     "curvature": 3,
     "optim": 4,
     "hypergrad": 5,

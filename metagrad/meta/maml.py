@@ -17,6 +17,7 @@ from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.transforms import is_on_the_tape, is_transformed
+from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
@@ -509,6 +510,7 @@ def check_arguments(
     """Refuse arguments of MAML that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
+    refuse_wrapped(f"{name}(model, ...)", model)
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from metagrad.core.tree import tree_leaves, tree_map
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 PADDING = -100  # the label of examples that are none; losses over classes ignore it by default
 
@@ -91,6 +95,60 @@ class Batch(NamedTuple):
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Batch:
         """Return the batch on a device and in a floating-point type; see `Examples.to`."""
         return Batch(*(examples.to(device=device, dtype=dtype) for examples in self))
+
+    def select(self, tasks: slice) -> Batch:
+        """Return some of the tasks; the tensors share memory with those of the batch."""
+
+        def selected(part: object) -> object:
+            return part[tasks] if isinstance(part, Tensor) else part
+
+        return Batch(*(Examples(*tree_map(selected, tuple(examples))) for examples in self))
+
+    def shard(self, group: ProcessGroup | None = None) -> Batch:
+        """Return the share of this process: consecutive tasks, as many as every other process has, or one more.
+
+        The loss of a share is a mean over its tasks. Gradients that are averaged with the numbers of tasks as
+        weights, ``metagrad.distributed.average_gradients(maml, weight=share.num_tasks)``, are those of the whole
+        batch. All processes must draw the same batch, by generators in the same state.
+
+        Args:
+            group: The processes; None is the default group, or, where there is none, this process alone, whose share
+                is the whole batch.
+
+        Raises:
+            ValueError: There are fewer tasks than processes.
+
+        Example:
+            >>> batch = metagrad.tasks.Sinusoid().sample(4)
+            >>> batch.shard().num_tasks
+            4
+        """
+        rank, size = process_of(group)
+        if self.num_tasks < size:
+            raise ValueError(
+                f"Batch.shard(): {self.num_tasks} tasks for {size} processes would leave some without a task. Draw "
+                "at least as many tasks as there are processes."
+            )
+        return self.select(share_of(self.num_tasks, rank, size))
+
+
+def process_of(group: ProcessGroup | None) -> tuple[int, int]:
+    """Return the rank of this process in a group, or in the default group, and how many processes there are."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def share_of(count: int, rank: int, size: int) -> slice:
+    """Return the share of a process: consecutive ones; the first processes have one more where it does not divide.
+
+    Examples:
+        >>> [share_of(5, rank, 3) for rank in range(3)]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    fewest, more = divmod(count, size)
+    start = rank * fewest + min(rank, more)
+    return slice(start, start + fewest + (rank < more))
 
 
 @runtime_checkable

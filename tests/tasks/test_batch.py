@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from metagrad.tasks import Batch, Examples, Omniglot, Sinusoid, TaskDistribution
+from metagrad.tasks.batch import share_of
 
 
 @pytest.fixture
@@ -37,3 +38,38 @@ def test_the_distributions_meet_the_protocol():
     assert isinstance(Sinusoid(), TaskDistribution)
     assert callable(Omniglot.sample)
     assert not isinstance(object(), TaskDistribution)
+
+
+class Process:
+    """A process group, as far as a share looks at it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+def test_shares_are_consecutive_and_differ_by_one_task_at_most():
+    for count in range(1, 12):
+        for size in range(1, count + 1):
+            shares = [share_of(count, rank, size) for rank in range(size)]
+            assert [i for share in shares for i in range(count)[share]] == list(range(count))
+            lengths = [share.stop - share.start for share in shares]
+            assert sorted(lengths, reverse=True) == lengths
+            assert lengths[0] - lengths[-1] <= 1
+
+
+def test_shares_of_a_batch_are_the_batch(batch):
+    structured = Batch(Examples({"x": batch.support.x, "scale": 2}, batch.support.y), batch.query)
+    shares = [structured.shard(Process(rank, 2)) for rank in range(2)]
+    assert [share.num_tasks for share in shares] == [2, 1]
+    assert torch.equal(torch.cat([share.support.x["x"] for share in shares]), batch.support.x)
+    assert torch.equal(torch.cat([share.query.y for share in shares]), batch.query.y)
+    assert shares[1].support.x["scale"] == 2
+
+
+def test_the_share_of_one_process_is_the_batch(batch):
+    assert torch.equal(batch.shard().support.x, batch.support.x)
+
+
+def test_a_process_without_a_task_is_an_error(batch):
+    with pytest.raises(ValueError, match="3 tasks for 4 processes would leave some without a task"):
+        batch.shard(Process(0, 4))

@@ -18,6 +18,7 @@ from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
 from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
@@ -55,6 +56,7 @@ class ModelProblem:
 
     def __post_init__(self) -> None:
         ParameterSpace(self.params)  # checks them
+        refuse_wrapped(self.call, self.model)
         if isinstance(self.model, nn.Module):
             unknown = sorted(set(self.params) - set(_own(self.model)))
             if unknown:
