@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -18,8 +19,31 @@ def plus_scaled(base: Tensor, scale: float | Tensor, direction: Tensor, sign: in
 
 
 def average(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
-    """Update a running average, of which the share ``kept`` stays."""
-    return kept * old + (1 - kept) * new
+    """Update a running average, of which the share ``kept`` stays; in one pass where that is a number."""
+    if isinstance(kept, Tensor) or old.dtype != new.dtype:
+        return kept * old + (1 - kept) * new
+    return torch.lerp(old, new, 1 - kept)
+
+
+def average_square(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
+    """Update a running average of squares."""
+    if isinstance(kept, Tensor):
+        return average(old, kept, new * new)
+    return torch.addcmul(kept * old, new, new, value=1 - kept)
+
+
+def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Compute ``base - factor * numerator / denominator``."""
+    if isinstance(factor, Tensor):
+        return base - factor * numerator / denominator
+    return torch.addcdiv(base, numerator, denominator, value=-factor)
+
+
+def is_differentiated(value: Tensor) -> bool:
+    """Say whether a derivative of what is calculated with a tensor may be taken."""
+    # A compiled graph fuses what is guarded against; forward mode cannot be asked about there.
+    is_on_tape = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return is_on_tape or unpack_dual(value).tangent is not None
 
 
 def root(value: Tensor) -> Tensor:
@@ -28,6 +52,8 @@ def root(value: Tensor) -> Tensor:
     The derivative of the root is infinite there, and zero times infinity is NaN: a second moment that is zero,
     as in a row whose gradient is zero, would make every meta-gradient NaN.
     """
+    if not is_differentiated(value):
+        return value.sqrt()
     zero = value == 0
     return torch.where(zero, 0, torch.where(zero, 1, value).sqrt())
 

@@ -73,21 +73,29 @@ class PerParameter(RuleNode):
 
     def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
         """Move every parameter; ``inputs``, the gradients and what else there is, come before the slots."""
-        at = [values_at(name, value, state.step, params) for name, value in self._hyperparameters()]
+        at = self._at(state.step, params)
         slots = state[1:]
         rows = []
         with without_torch_function():  # metadata: no value depends on it, so modes need not see it
             kinds = [(w.numel(), w.dtype) for w in params.values()]
-        for (key, w), (size, dtype), *chosen in zip(params.items(), kinds, *at, strict=True):
+        for (key, w), (size, dtype), h in zip(params.items(), kinds, at, strict=True):
             own = [None if slot is None else slot[key] for slot in slots]
             if not size:
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
             given = [tensors[key] for tensors in inputs]
-            results = self.move(self.values(*chosen), count(state.step, dtype), w, *given, *own)
+            results = self.move(h, count(state.step, dtype), w, *given, *own)
             rows.append(self._in_dtypes(results, dtype, own))
         news, *fields = _by_name(params, rows, (params, *slots))
         return news, self.State(state.step + 1, *fields)
+
+    def _at(self, step: int | Tensor, params: Params) -> list[Values]:
+        """Choose the hyper-parameters of each parameter at one step."""
+        pairs = list(self._hyperparameters())
+        if all(isinstance(value, (int, float)) for _, value in pairs):
+            return [self.values(*(value for _, value in pairs))] * len(params)
+        chosen = [values_at(name, value, step, params) for name, value in pairs]
+        return [self.values(*own) for own in zip(*chosen, strict=True)]
 
     def _hyperparameters(self) -> Iterator[tuple[str, Hyperparameter]]:
         """Yield the hyper-parameters as users know them, in the order of ``values``."""

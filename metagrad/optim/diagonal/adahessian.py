@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
-from metagrad.optim.arithmetic import average
+from metagrad.optim.arithmetic import average, average_square, is_differentiated, minus_quotient
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
@@ -150,7 +149,7 @@ class AdaHessianRule(PerParameter):
         if is_used(h.weight_decay):
             w = w * (1 - h.lr * h.weight_decay)
         steps = step + 1
-        mean, square = averaged(mean, h.beta1, g), averaged_square(square, h.beta2, diagonal)
+        mean, square = average(mean, h.beta1, g), average_square(square, h.beta2, diagonal)
         # Both corrections of bias as one factor of the step: a pass over the parameter less.
         correction = (1 - h.beta2**steps) ** (h.hessian_power / 2)
         scale = power(square, h.hessian_power / 2) + h.eps * correction
@@ -166,36 +165,13 @@ def spatially_averaged(diagonal: Tensor, batch_ndim: int = 0) -> Tensor:
     return diagonal.mean(positions, keepdim=True).expand_as(diagonal) if positions else diagonal
 
 
-def averaged(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
-    """Update a running average, of which the share ``kept`` stays, in one pass where that is a number."""
-    return average(old, kept, new) if isinstance(kept, Tensor) else torch.lerp(old, new, 1 - kept)
-
-
-def averaged_square(old: Tensor, kept: float | Tensor, new: Tensor) -> Tensor:
-    """Update a running average of squares."""
-    if isinstance(kept, Tensor):
-        return average(old, kept, new * new)
-    return torch.addcmul(kept * old, new, new, value=1 - kept)
-
-
-def minus_quotient(base: Tensor, factor: float | Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Compute ``base - factor * numerator / denominator``."""
-    if isinstance(factor, Tensor):
-        return base - factor * numerator / denominator
-    return torch.addcdiv(base, numerator, denominator, value=-factor)
-
-
 def power(value: Tensor, exponent: float | Tensor) -> Tensor:
     """Raise to a power of 0 or more, with all derivatives 0 at zero, where a root's would be infinite."""
-    if not isinstance(exponent, Tensor) and not _is_differentiated(value):
+    if not isinstance(exponent, Tensor) and not is_differentiated(value):
         return value**exponent  # a fifth of the time
     zero = value == 0
     at_zero = (exponent == 0).to(value.dtype) if isinstance(exponent, Tensor) else float(exponent == 0)
     return torch.where(zero, at_zero, torch.where(zero, 1, value) ** exponent)
-
-
-def _is_differentiated(value: Tensor) -> bool:
-    return torch.is_grad_enabled() or unpack_dual(value).tangent is not None
 
 
 def check_count(call: str, name: str, value: int) -> None:

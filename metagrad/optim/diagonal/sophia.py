@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import plus_scaled
+from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.curvature import Diagonal, checked_diagonal
-from metagrad.optim.diagonal.adahessian import averaged, check_count
+from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -139,9 +139,9 @@ class SophiaHRule(PerParameter):
         hessian: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return a parameter and its averages after one step."""
-        mean = averaged(mean, h.beta1, g)
+        mean = average(mean, h.beta1, g)
         if diagonal is not None:
-            hessian = averaged(hessian, h.beta2, diagonal)
+            hessian = average(hessian, h.beta2, diagonal)
         if is_used(h.weight_decay):
             w = w * (1 - h.lr * h.weight_decay)
         direction = (mean / torch.clamp(h.gamma * hessian, min=h.eps)).clamp(-1, 1)  # type: ignore[arg-type]

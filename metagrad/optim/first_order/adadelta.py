@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import average, plus_scaled, root
+from metagrad.optim.arithmetic import average_square, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -81,9 +81,9 @@ class AdadeltaRule(PerParameter):
         """Return a parameter and its averages after one step."""
         if is_used(h.weight_decay):
             g = plus_scaled(g, h.weight_decay, w)
-        square = average(square, h.rho, g * g)
+        square = average_square(square, h.rho, g)
         direction = root(moved + h.eps) / root(square + h.eps) * g
-        return plus_scaled(w, h.lr, direction, sign=-1), square, average(moved, h.rho, direction * direction)
+        return plus_scaled(w, h.lr, direction, sign=-1), square, average_square(moved, h.rho, direction)
 
 
 adadelta = AdadeltaRule

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import plus_scaled, root
+from metagrad.optim.arithmetic import minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -86,8 +86,8 @@ class AdagradRule(PerParameter):
         """Return a parameter and its sum after one step."""
         if is_used(h.weight_decay):
             g = plus_scaled(g, h.weight_decay, w)
-        total = total + g * g
-        return w - (h.lr / (1 + step * h.lr_decay)) * g / (root(total) + h.eps), total
+        total = torch.addcmul(total, g, g)
+        return minus_quotient(w, h.lr / (1 + step * h.lr_decay), g, root(total) + h.eps), total
 
 
 adagrad = AdagradRule

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import average, plus_scaled, root
+from metagrad.optim.arithmetic import average, average_square, minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -105,10 +105,13 @@ class AdamRule(PerParameter):
             else:
                 g = plus_scaled(g, h.weight_decay, w)
         steps = step + 1
-        mean, square = average(mean, h.beta1, g), average(square, h.beta2, g * g)
+        mean, square = average(mean, h.beta1, g), average_square(square, h.beta2, g)
         peak = None if peak is None else torch.maximum(peak, square)
-        scale = root(square if peak is None else peak) / (1 - h.beta2**steps) ** 0.5
-        return w - (h.lr / (1 - h.beta1**steps)) * mean / (scale + h.eps), mean, square, peak
+        # Both corrections of bias as one factor of the step: a pass over the parameter less.
+        correction = (1 - h.beta2**steps) ** 0.5
+        scale = root(square if peak is None else peak) + h.eps * correction
+        w = minus_quotient(w, h.lr * correction / (1 - h.beta1**steps), mean, scale)
+        return w, mean, square, peak
 
 
 adam = AdamRule

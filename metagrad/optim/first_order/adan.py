@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import average, root
+from metagrad.optim.arithmetic import average, average_square, minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -100,8 +100,8 @@ class AdanRule(PerParameter):
         change = begun * (g - last)
         mean = average(mean, begun * h.beta1, g)
         difference = average(difference, h.beta2, change)
-        square = average(square, begun * h.beta3, (g + h.beta2 * change).square())
-        w = w - h.lr * (mean + h.beta2 * difference) / (root(square) + h.eps)
+        square = average_square(square, begun * h.beta3, plus_scaled(g, h.beta2, change))
+        w = minus_quotient(w, h.lr, plus_scaled(mean, h.beta2, difference), root(square) + h.eps)
         return w / (1 + h.lr * h.weight_decay) if is_used(h.weight_decay) else w, g, mean, difference, square
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.optim.arithmetic import average, plus_scaled, root
+from metagrad.optim.arithmetic import average, average_square, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -102,7 +102,7 @@ class RMSpropRule(PerParameter):
         """Return a parameter, its averages and its velocity after one step."""
         if is_used(h.weight_decay):
             g = plus_scaled(g, h.weight_decay, w)
-        square = average(square, h.alpha, g * g)
+        square = average_square(square, h.alpha, g)
         variance = square
         if mean is not None:
             mean = average(mean, h.alpha, g)

@@ -234,9 +234,15 @@ class FisherBlock(NamedTuple):
         inverses = inverses_of(factors, damping) if is_due or count == 1 else self.inverses
         return FisherBlock(count, *factors, *inverses)
 
-    def direction(self, gradient: Tensor, damping: float | Tensor) -> Tensor:
-        """Multiply a gradient ``[*tasks, outputs, inputs]`` with the inverses, which are damped already."""
-        return preconditioned(gradient, self.inverses)
+    def direction(
+        self, gradient: Tensor, damping: float | Tensor, *, has_bias: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Multiply a gradient ``[*tasks, outputs, inputs]`` with the inverses, which are damped already.
+
+        Returns:
+            The product; with a bias, its last column apart.
+        """
+        return _product_by_parts(self.output_inverse @ gradient, self.input_inverse, has_bias)
 
 
 class EigenBlock(NamedTuple):
@@ -265,10 +271,20 @@ class EigenBlock(NamedTuple):
         basis = Factors(self.input_basis, self.output_basis)
         return EigenBlock(count, *factors, *basis, averaged(self.scaling, new.squares(basis), count, decay))
 
-    def direction(self, gradient: Tensor, damping: float | Tensor) -> Tensor:
-        """Multiply a gradient ``[outputs, inputs]`` with the inverse."""
+    def direction(
+        self, gradient: Tensor, damping: float | Tensor, *, has_bias: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Multiply a gradient ``[outputs, inputs]`` with the inverse; as for :class:`FisherBlock`."""
         turned = self.output_basis.mT @ gradient @ self.input_basis
-        return self.output_basis @ (turned / (self.scaling + damping)) @ self.input_basis.mT
+        left = self.output_basis @ (turned / (self.scaling + damping))
+        return _product_by_parts(left, self.input_basis.mT, has_bias)
+
+
+def _product_by_parts(left: Tensor, right: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
+    """Multiply two matrices; what belongs to a bias apart, so that both parts are contiguous."""
+    if not has_bias:
+        return (left @ right,)
+    return left @ right[..., :-1], (left @ right[..., -1:]).squeeze(-1)
 
 
 def _eye(matrix: Tensor) -> Tensor:

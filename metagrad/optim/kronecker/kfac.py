@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY
 from typing import Literal, NamedTuple, TypeAlias
@@ -10,13 +9,14 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
-from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
+from metagrad.optim.hyperparameters import at_step, check_hyperparameter, is_used, values_at
 from metagrad.optim.kronecker.factors import EigenBlock, FactorEstimate, Factors, FisherBlock, kl_length
-from metagrad.optim.kronecker.layers import joined, split
-from metagrad.optim.per_parameter import checked_gradients
+from metagrad.optim.kronecker.layers import joined
+from metagrad.optim.per_parameter import Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -32,10 +32,25 @@ class KFACState(NamedTuple):
     blocks: Blocks  # by the names of weights that may be those of layers
 
 
-class _Descent(SGDRule):
-    """SGD along the directions; errors name K-FAC."""
+@functional_optimizer
+class Descent(SGDRule):
+    """SGD along the directions, shortened with what momentum keeps; errors name K-FAC."""
+
+    length: Tensor | None = option(default=None, doc="How much is left of each task's step; None, all.")
 
     call = "kfac(...)"
+
+    def move(
+        self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a parameter and its velocity after one step."""
+        change = g if velocity is None else plus_scaled(g, h.momentum, velocity)
+        if self.length is not None:
+            own = self.length.to(change.device, change.dtype)
+            change = change * (own.reshape(*own.shape, *[1] * (w.ndim - own.ndim)) if own.ndim else own)
+        if is_used(h.weight_decay):
+            change = plus_scaled(change, h.weight_decay, w)
+        return plus_scaled(w, h.lr, change, sign=-1), None if velocity is None else change
 
 
 @functional_optimizer
@@ -174,7 +189,7 @@ class KFACRule(RuleNode):
 
     def init(self, params: Params) -> KFACState:
         """Return the state before the first step."""
-        _, momentum = self.descent.init(params)
+        _, momentum = self.descent().init(params)
         blocks = {
             key: FisherBlock(0, *self.zeros(key, params) * 2)
             for key in params
@@ -191,37 +206,38 @@ class KFACRule(RuleNode):
         if self.needs_curvature(state.step):
             factors = checked_factors(self.call, curvature, self.request)
             estimates = ((key, FactorEstimate(Factors(*pair))) for key, pair in factors.items())
-        directions, state = self.directions(gradients, state, params, estimates)
+        directions, length, blocks = self.directions(gradients, state, params, estimates)
         directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
-        moved, (step, momentum) = self.descent.update(
+        moved, (step, momentum) = self.descent(length).update(
             directions, SGDState(state.step, state.momentum), params
         )
-        return moved, KFACState(step, momentum, state.blocks)
+        return moved, KFACState(step, momentum, blocks)
 
     def directions(
         self, grads: Params, state: KFACState, params: Params, estimates: Iterable[tuple[str, FactorEstimate]]
-    ) -> tuple[Params, KFACState]:
-        """Return the direction of each parameter, and the state in which ``descent`` moves them.
+    ) -> tuple[Params, Tensor | None, Blocks]:
+        """Return the direction of each parameter, how much of it is taken, and the new blocks.
 
         Args:
             grads: The gradients.
-            state: The velocities may be those of some parameters; the blocks, those of layers.
+            state: The blocks are those of layers.
             params: The parameters.
             estimates: What is new of layers, each with the name of its weight; made one by one, they are freed so.
         """
         blocks = self._renewed(state, estimates)
-        directions, velocities = self._preconditioned(state.step, grads, blocks, params), state.momentum
-        if self.kl_clip is not None:
-            length = self._length(state.step, directions, grads, params)
-            directions = _times(length, directions)
-            velocities = None if velocities is None else _times(length, velocities)
-        return directions, KFACState(state.step, velocities, blocks)
+        directions = self._preconditioned(state.step, grads, blocks, params)
+        is_clipped = self.kl_clip is not None
+        length = self._length(state.step, directions, grads, params) if is_clipped else None
+        return directions, length, blocks
 
-    @functools.cached_property
-    def descent(self) -> SGDRule:
-        """The rule that moves parameters along the directions."""
-        return _Descent(
-            self.lr, momentum=self.momentum, weight_decay=self.weight_decay, maximize=self.maximize
+    def descent(self, length: Tensor | None = None) -> Descent:
+        """Return the rule that moves parameters along the directions."""
+        return Descent(
+            self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            maximize=self.maximize,
+            length=length,
         )
 
     def _may_be_layer(self, key: str, param: Tensor) -> bool:
@@ -264,10 +280,8 @@ class KFACRule(RuleNode):
             if block.updates:
                 bias = _bias_of(key)
                 matrix = joined(grads[key], grads.get(bias), self.batch_ndim).to(block.inputs.dtype)
-                direction = block.direction(matrix, damping)  # type: ignore[arg-type]
-                parts[key], column = split(direction, params[key].shape, has_bias=bias in grads)
-                if column is not None:
-                    parts[bias] = column
+                weight, *column = block.direction(matrix, damping, has_bias=bias in grads)  # type: ignore[arg-type]
+                parts |= {key: weight.reshape(params[key].shape), **dict(zip([bias], column, strict=False))}
         return parts
 
     def _length(self, step: int, parts: Params, grads: Params, params: Params) -> Tensor:
@@ -275,9 +289,11 @@ class KFACRule(RuleNode):
         lr = dict(zip(params, values_at("lr", self.lr, step, params), strict=True))
         changes = []
         for key, part in parts.items():
-            shape = (*part.shape[: self.batch_ndim], -1)
-            pair = (lr[key] ** 2 * wide(part), wide(grads[key]))
-            changes.append(torch.linalg.vecdot(*(each.reshape(shape) for each in pair)))
+            shape, square, part = (*part.shape[: self.batch_ndim], -1), lr[key] ** 2, wide(part)
+            if isinstance(square, Tensor) and square.ndim:  # of each element
+                square, part = 1.0, square * part
+            pair = (part, wide(grads[key]))
+            changes.append(square * torch.linalg.vecdot(*(each.reshape(shape) for each in pair)))
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
 
@@ -293,12 +309,3 @@ def wide(value: Tensor) -> Tensor:
 
 def _bias_of(key: str) -> str:
     return key.removesuffix("weight") + "bias"
-
-
-def _times(length: Tensor, parts: Params) -> Params:
-    """Multiply each task's part of every parameter with its length."""
-    found = {}
-    for key, part in parts.items():
-        own = length.to(part.device, part.dtype)
-        found[key] = part * (own.reshape(*own.shape, *[1] * (part.ndim - own.ndim)) if own.ndim else own)
-    return found

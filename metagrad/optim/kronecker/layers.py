@@ -115,13 +115,6 @@ def joined(weight: Tensor, bias: Tensor | None, batch_ndim: int = 0) -> Tensor:
     return flat if bias is None else torch.cat([flat, bias.unsqueeze(-1)], -1)
 
 
-def split(matrix: Tensor, shape: torch.Size, *, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Undo :func:`joined`, for a weight of a shape."""
-    if not has_bias:
-        return matrix.reshape(shape), None
-    return matrix[..., :-1].reshape(shape), matrix[..., -1]
-
-
 def _rows(value: Tensor) -> Tensor:
     if value.ndim == 1:
         return value.reshape(1, 1, -1)

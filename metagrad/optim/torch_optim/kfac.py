@@ -115,13 +115,12 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         whole, gradients = self._with_biases(work)
         before = self._state_before(group, rule, whole, kept)
         estimates = ((key, self._estimate(key, rule)) for key in before.blocks if key in self._sums)
-        directions, after = rule.directions(gradients, before, whole, estimates)
-        _check_estimated(after.blocks)
-        new = _new_slots(before, after, params)
+        directions, length, blocks = rule.directions(gradients, before, whole, estimates)
+        _check_estimated(blocks)
+        new = {key: block._asdict() for key, block in blocks.items() if block is not before.blocks[key]}
         used = {f"the direction of {key!r}": directions[key] for key in params}
-        yield Change(params, {}, new, used=used, implied=("momentum",))
-        kept = {key: {**kept[key], **new[key]} for key in params}
-        yield from self._moves(Work(group, params, directions), rule.descent, kept, None)
+        yield Change(params, {}, new, used=used)
+        yield from self._moves(Work(group, params, directions), rule.descent(length), kept, None)
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
         return None  # directions are looked at before they are written, so each parameter moves by itself
@@ -142,8 +141,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
                 blocks[key] = kind(0, *rule.zeros(key, params) * 2)
             else:
                 blocks[key] = kind(*(kept[key][slot] for slot in kind._fields))
-        velocities = {key: own["momentum"] for key, own in kept.items() if "momentum" in own}
-        return KFACState(group["step"], velocities, blocks)
+        return KFACState(group["step"], None, blocks)
 
     def _estimate(self, key: str, rule: KFACRule) -> FactorEstimate:
         """Return the estimate of a layer from the calls since the last step."""
@@ -177,14 +175,3 @@ def _check_estimated(blocks: Blocks) -> None:
                 "labels were drawn. The forward pass must run after KFAC(model) was made, by calling the layer; with "
                 'fisher="sampled", use opt.step(closure) or `with opt.recording():`.'
             )
-
-
-def _new_slots(before: KFACState, after: KFACState, params: Params) -> dict[str, ParameterState]:
-    """Return what is new in the state of each parameter, flat as ``torch.optim`` keeps it."""
-    new: dict[str, ParameterState] = {key: {} for key in params}
-    for key, velocity in (after.momentum or {}).items():
-        new[key]["momentum"] = velocity
-    for key, block in after.blocks.items():
-        if block is not before.blocks[key]:
-            new[key].update(block._asdict())
-    return new

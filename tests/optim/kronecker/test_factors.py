@@ -11,6 +11,7 @@ from metagrad.optim.kronecker.factors import (
     EigenBlock,
     FactorEstimate,
     Factors,
+    FisherBlock,
     Sums,
     added,
     factors_of,
@@ -179,8 +180,20 @@ def test_a_block_in_a_basis_is_the_damped_inverse():
     scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
     dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
     expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
-    got = empty.renewed(new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
+    (got,) = empty.renewed(new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [FisherBlock, EigenBlock])
+def test_the_direction_of_a_bias_is_the_last_column(kind):
+    factors, a, g = factors_at_random()
+    new = FactorEstimate(factors, lambda basis: scaling_of(a, g, basis))
+    block = kind(0, *factors * 2).renewed(new, 0.9, 0.1, is_due=True)
+    gradient = drawn(3, 4, seed=3)
+    (whole,), parts = (block.direction(gradient, 0.1, has_bias=has_bias) for has_bias in (False, True))
+    assert [part.shape for part in parts] == [(3, 3), (3,)]
+    assert all(part.is_contiguous() for part in parts)
+    torch.testing.assert_close(torch.column_stack(parts), whole, rtol=1e-12, atol=1e-14)
 
 
 def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():

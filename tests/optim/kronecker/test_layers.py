@@ -11,7 +11,6 @@ from metagrad.optim.kronecker.layers import (
     joined,
     known_layers,
     output_rows,
-    split,
 )
 
 F64 = torch.float64
@@ -65,14 +64,6 @@ def test_a_linear_layer_on_sequences(shape, bias):
     layer = made(nn.Linear, 4, 3, bias=bias)
     assert_linear(layer, drawn(*shape))
     assert len(input_rows(layer, drawn(*shape), has_bias=bias)) == (shape[0] if len(shape) > 1 else 1)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradients_are_split_as_they_were_joined(bias):
-    weight, column = drawn(3, 2, 4, 2, 2), drawn(3, 2) if bias else None
-    parts = split(joined(weight, column, 1), weight.shape, has_bias=bias)
-    assert torch.equal(parts[0], weight)
-    assert parts[1] is None if column is None else torch.equal(parts[1], column)
 
 
 def test_other_modules_are_named_in_one_warning():
