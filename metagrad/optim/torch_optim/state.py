@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
@@ -35,10 +35,14 @@ def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
     return type(pattern)(**fields)
 
 
-@functools.lru_cache(maxsize=64)
+_PATTERNS: weakref.WeakKeyDictionary[Rule, Any] = weakref.WeakKeyDictionary()
+
+
 def pattern_of(rule: Rule) -> Any:
     """Return the state of a rule that has no parameters."""
-    return rule.init({})
+    if rule not in _PATTERNS:
+        _PATTERNS[rule] = rule.init({})
+    return _PATTERNS[rule]
 
 
 def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
