@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from experiments.mirror import Mirror
+    from experiments.mirrors.mirror import Mirror
 
 
 class Journal:

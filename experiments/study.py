@@ -32,7 +32,8 @@ from experiments.config import check_least, converted, plain, register
 from experiments.files import write_text
 from experiments.help import CONF
 from experiments.job import claimed, failures_reported, launch, seed_everything
-from experiments.mirror import Mirror, open_mirror
+from experiments.mirrors.mirror import Mirror
+from experiments.mirrors.opening import open_mirror
 from experiments.schema import Logger, key
 
 if TYPE_CHECKING:

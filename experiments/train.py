@@ -32,7 +32,7 @@ from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.loop import Run, train
 from experiments.metrics import last_values, read_rows, value_of
-from experiments.mirror import open_mirror
+from experiments.mirrors.opening import open_mirror
 from experiments.plots.adaptation import adaptation
 from experiments.plots.learning import learning_curve
 from experiments.plots.memory import memory_plot
@@ -41,7 +41,7 @@ from experiments.schema import Config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from experiments.mirror import Mirror
+    from experiments.mirrors.mirror import Mirror
 
 log = logging.getLogger("experiments.train")
 register()

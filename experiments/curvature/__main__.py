@@ -47,7 +47,7 @@ from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
 from experiments.loop import peak_memory
 from experiments.metrics import JsonLines, read_rows
-from experiments.mirror import open_mirror
+from experiments.mirrors.opening import open_mirror
 from experiments.plots.curvature import draw
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from experiments.config import plain
 from experiments.files import write_text
 from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.journal import Journal
-from experiments.mirror import open_mirror
+from experiments.mirrors.opening import open_mirror
 from experiments.optimizers.building import Stepper
 from experiments.optimizers.compare import read_curve
 from experiments.optimizers.schema import OptimizersConfig, register_optimizers, typed

@@ -33,7 +33,7 @@ from experiments.build import device
 from experiments.config import plain
 from experiments.files import write_text
 from experiments.job import claimed, failures_reported, launch
-from experiments.mirror import open_mirror
+from experiments.mirrors.opening import open_mirror
 from experiments.overhead import listings
 from experiments.overhead.cells import Cell, cells, measure, read
 from experiments.overhead.report import report

@@ -1,13 +1,11 @@
-"""The mirror of a run in Weights & Biases. The run folder is the record: losing the mirror loses nothing."""
+"""The mirror of a run in Weights & Biases."""
 
 from __future__ import annotations
 
-import functools
-import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from experiments.schema import LoggerName
+from experiments.mirrors.mirror import Mirror, imported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -16,30 +14,11 @@ if TYPE_CHECKING:
     from experiments.schema import Logger
 
 
-log = logging.getLogger("experiments.mirror")
-
-
-class Mirror:
-    """Receive what a run records, and do nothing with it."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive the metrics of one step."""
-
-    def images(self, files: Sequence[Path]) -> None:
-        """Receive plots."""
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receive a table, one mapping a row, all with the same keys."""
-
-    def summarise(self, values: Mapping[str, Any]) -> None:
-        """Receive final results."""
-
-
 class WandbMirror(Mirror):
     """Send what a run records to a wandb run, with our own step counter on every horizontal axis."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    def __init__(self, wandb: Any, run: Any) -> None:
+        self._wandb, self._run = wandb, run
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
@@ -49,18 +28,13 @@ class WandbMirror(Mirror):
 
     def images(self, files: Sequence[Path]) -> None:
         """Log plots as images named `plots/NAME`."""
-        import wandb
-
-        self._run.log({f"plots/{file.stem}": wandb.Image(str(file)) for file in files})
+        self._run.log({f"plots/{file.stem}": self._wandb.Image(str(file)) for file in files})
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log a table."""
-        import wandb
-
-        columns: list[Any] = list(rows[0])
-        self._run.log(
-            {name: wandb.Table(columns=columns, data=[[_cell(row[c]) for c in columns] for row in rows])}
-        )
+        columns = list(rows[0])
+        data = [[_cell(row[column]) for column in columns] for row in rows]
+        self._run.log({name: self._wandb.Table(columns=columns, data=data)})
 
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Write final results into the summary."""
@@ -68,20 +42,17 @@ class WandbMirror(Mirror):
 
 
 @contextmanager
-def open_mirror(
-    config: Logger, folder: Path, settings: Mapping[str, Any], *, resumed_at: int | None
+def opened(
+    config: Logger, folder: Path, settings: Mapping[str, Any], resumed_at: int | None
 ) -> Iterator[Mirror]:
-    """Open the mirror that the config asks for.
+    """Open the mirror of a run.
 
     An offline wandb run cannot be resumed: a continued run is a new one that says so in its notes and config.
 
     Raises:
         ValueError: wandb refuses what it is asked for.
     """
-    if config.name is LoggerName.none:
-        yield Mirror()
-        return
-    wandb = _imported()
+    wandb = imported("wandb", "wandb")
     if wandb is None:
         yield Mirror()
         return
@@ -109,29 +80,11 @@ def open_mirror(
         ) from error
     # Not `with run`: its exit prints a traceback of whatever ended the run.
     try:
-        yield WandbMirror(run)
+        yield WandbMirror(wandb, run)
     except BaseException:
         run.finish(exit_code=1)
         raise
     run.finish()
-
-
-def _imported() -> Any:
-    """Return the package wandb; None, with one warning, where it is not installed."""
-    try:
-        import wandb
-    except ImportError:
-        _warn_that_it_is_missing()
-        return None
-    return wandb
-
-
-@functools.cache
-def _warn_that_it_is_missing() -> None:
-    log.warning(
-        "The package wandb is not installed: metrics are in the run folder alone. Run `pip install wandb`, or set "
-        "logger=none to hear no more of it."
-    )
 
 
 def _cell(value: Any) -> Any:
