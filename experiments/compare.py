@@ -151,11 +151,13 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 def _planned(folder: Path) -> list[Job]:
-    """Expand the sweep as Hydra's basic sweeper numbers it."""
+    """Expand the sweep as Hydra's basic sweeper numbers it; nothing of another sweeper."""
     file = folder / "multirun.yaml"
     if not file.is_file():
         return []
     hydra: dict[str, Any] = yaml.safe_load(file.read_text())["hydra"]
+    if "BasicSweeper" not in hydra.get("sweeper", {}).get("_target_", "BasicSweeper"):
+        return []  # what another sweeper draws depends on what comes
     register()
     loader = ConfigLoaderImpl(create_config_search_path(CONF.as_uri()))  # which glob(*) looks into
     overrides = OverridesParser.create(loader).parse_overrides(hydra["overrides"]["task"])

@@ -29,6 +29,8 @@ GROUPS = {
     "optimizer": "what moves the initialisation, or the model",
     "schedule": "the learning rate over the iterations",
     "logger": "where metrics are mirrored",
+    "launcher": "where the jobs of a sweep run",
+    "sweeper": "which values a sweep takes",
     "experiment": "a protocol, many values at once; values beside it win",
     "debug": "shorter or more careful runs",
     "problem": "what the curvature is of, many values at once",

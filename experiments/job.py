@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,10 @@ def explained(error: BaseException) -> str | None:
         )
     if not isinstance(error, EXPECTED):
         return None
+    if plugin := re.search(r"Could not find 'hydra/(launcher|sweeper)/(\w+)'", str(error)):
+        return "hydra/{}={} is a plugin that is not installed: run pip install -e '.[sweep]'.".format(
+            *plugin.groups()
+        )
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
     return "\n".join([*_lines(error), *_lines(cause)]) or type(error).__name__
 

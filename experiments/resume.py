@@ -3,7 +3,8 @@
 A folder brings its own overrides along, so `python -m experiments.train resume=FOLDER` is the whole command;
 overrides given beside it win. A file is only a state: repeat the overrides of the run it comes from. A run
 that starts from a file inside a run folder takes that folder's metrics up to the checkpoint with it, and the
-folder stays as it is.
+folder stays as it is. `resume=auto` is for commands that are run again as they are, by a cluster that requeues a job
+or a sweep that is repeated into its folder: a run goes on from the checkpoint of its own folder, if there is one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ import yaml
 from experiments import checkpoint
 
 HISTORIES = ("metrics.jsonl", "costs.jsonl")
+AUTO = "auto"
+
+
+def settled(path: str | None, folder: Path) -> str | None:
+    """Return what a run in a folder resumes: ``"auto"`` is the folder where it has a checkpoint, else nothing."""
+    if path != AUTO:
+        return path
+    return str(folder) if (folder / checkpoint.FILE).is_file() else None
 
 
 def command_line(arguments: list[str]) -> list[str]:

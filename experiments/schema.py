@@ -294,7 +294,10 @@ class Config(Program):
     preflight: bool = key(
         "Print before training which derivatives are wrong or missing, where the run ends, and the memory of a step."
     )
-    resume: str | None = key("A run folder, to go on in it, or a checkpoint, to start a new run from it.")
+    resume: str | None = key(
+        "A run folder, to go on in it; a checkpoint, to start a new run from it; or auto, to go on from the one "
+        "in the run's own folder, if any."
+    )
     metric: str = key(
         "What a sweeper gets to minimise or maximise: the last validation/NAME or train/NAME, or test/NAME; NAME is "
         "query_loss or accuracy."

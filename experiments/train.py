@@ -67,6 +67,7 @@ def program(config: DictConfig) -> float:
 
 def run_job(config: Config, folder: Path) -> float:
     """Train, test, plot and report one run in its folder; return its `config.metric`."""
+    config.resume = resume.settled(config.resume, folder)
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
     check_fit("train", parts, lambda: splits.train.sample(1).to(device=device(config)))

@@ -75,7 +75,7 @@ def start_program():
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         }
         environment.pop("HYDRA_FULL_ERROR", None)
         command = [sys.executable, "-m", f"experiments.{module}", *arguments]

@@ -19,7 +19,10 @@ from experiments.optimizers.schema import register_optimizers
 
 PROGRAMS = {
     "config": (
-        {"task", "model", "algorithm", "optimizer", "schedule", "logger", "experiment", "debug"},
+        {
+            *("task", "model", "algorithm", "optimizer", "schedule", "logger"),
+            *("launcher", "sweeper", "experiment", "debug"),
+        },
         "resume",
     ),
     "curvature": (

@@ -41,6 +41,10 @@ SENTENCES = [
     ),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1 bytes"), "Out of memory: "),
     (torch.linalg.LinAlgError("not positive-definite"), "not positive-definite"),
+    (
+        HydraException("In 'hydra/config': Could not find 'hydra/launcher/joblib'\n\nAvailable options"),
+        "hydra/launcher=joblib is a plugin that is not installed: run pip install -e '.[sweep]'.",
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from contextlib import suppress
@@ -47,6 +48,24 @@ def killed(start_program, tmp_path_factory):
     assert process.returncode == -signal.SIGKILL
     assert not (cwd / "run" / "result.json").exists()
     return cwd / "run"
+
+
+def test_auto_goes_on_from_the_checkpoint_of_its_own_folder_if_there_is_one(tmp_path):
+    assert resume.settled("auto", tmp_path) is None
+    assert resume.settled(None, tmp_path) is None
+    assert resume.settled("elsewhere", tmp_path) == "elsewhere"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / checkpoint.FILE).touch()
+    assert resume.settled("auto", tmp_path) == str(tmp_path)
+    assert resume.settled(None, tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_command_that_is_run_again_with_auto_goes_on(program, whole, killed, tmp_path):
+    shutil.copytree(killed, tmp_path / "run")
+    code, _, err = program("train", *SETTINGS, "hydra.run.dir=run", "resume=auto", cwd=tmp_path)
+    assert code == 0, err
+    same_outcome(tmp_path / "run", whole)
 
 
 def same_outcome(one, other):
