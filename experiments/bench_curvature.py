@@ -1,11 +1,14 @@
 """Time and weigh curvature products against one gradient: `python -m experiments.bench_curvature [WORKLOAD ...]`.
 
-An MLP, a CNN and a transformer, whose attention is that of torch's MATH backend. First every product is compared with
-forward-over-reverse in float64, on a few examples; then the methods take turns, in a new order each round, and every
-time is divided by that of a gradient of the same round: the medians of these ratios are printed, and are what to
-quote. The time of a product is that of another one once the operator is there; 64 probes are the whole call, the
-operator's own gradient included, divided by 64. The peak is what torch's allocator gave out from nothing to the
-result, the graph included, and is divided by that of one gradient. curvlinops takes part where it is installed.
+An MLP, a CNN, a transformer, whose attention is that of torch's MATH backend, and a ResNet-20 with batch
+normalization in evaluation mode. First every product is compared with forward-over-reverse in float64, on a few
+examples; then the methods take turns, in a new order each round, and every time, of the processor, is divided by that
+of a gradient of the same round: the medians of these ratios are printed, and are what to quote. The time of a product
+is that of another one once the operator is there; probes are the whole call, the operator's own gradient included,
+divided by their number; eigenvalues are the whole call. The peak is what torch's allocator gave out from nothing to
+the result, the graph included, and is divided by that of one gradient. "By hand" is what one writes without a
+library: a graph of the gradient that is kept, `torch.autograd.grad` for each product, and Lanczos with full
+reorthogonalization, which ends at the same residuals. curvlinops takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import itertools
 import os
 import random
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,26 +31,32 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp
 
 from experiments.allocations import peak_bytes
-from experiments.bench.models import Transformer
-from experiments.bench_sparse import MIB, seconds
+from experiments.bench.models import ResNet20, Transformer
+from experiments.bench_sparse import MIB
 from metagrad.curvature import ParameterSpace, ggn, hessian
 
 PROBES = 64
 ROUNDING = 1e-9  # relative, in float64
 GRADIENT, HVP, GGN = "gradient", "Hessian product", "Gauss-Newton product"
-FORWARD, RIVAL = "jvp of grad, torch.func", "64 probes, curvlinops, each"
-TRACE, FRUGAL = "64 probes, each", "64 probes, chunk=1MiB, each"
+FORWARD, RIVAL = "jvp of grad, torch.func", "probes, curvlinops, each"
+TRACE, FRUGAL = "probes, each", "probes, chunk=1MiB, each"
+
+BY_HAND, TRACE_BY_HAND = "Hessian product, by hand", "probes, by hand, each"
+EIGENVALUES, ALONE = "3 eigenvalues", "3 eigenvalues, no copies"
+EIGENVALUES_BY_HAND = "3 eigenvalues, by hand"
+NUM_EIGENVALUES, RTOL = 3, 1e-3
 
 Run = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A classifier and a batch."""
+    """A classifier, a batch, and the number of probes of a trace."""
 
     model: nn.Module
     x: Tensor
     y: Tensor
+    probes: int = PROBES
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -67,6 +77,10 @@ class Work:
     def few(self) -> Work:
         """Return the same in float64 on four examples."""
         return Work(copy.deepcopy(self.model).double(), self.x[:4].double(), self.y[:4])
+
+    def resized(self, count: int | None, probes: int) -> Work:
+        """Return the same on the first examples, with another number of probes."""
+        return Work(self.model, self.x[:count], self.y[:count], probes)
 
 
 def mlp() -> Work:
@@ -92,6 +106,12 @@ def transformer() -> Work:
     """Four pre-norm blocks of width 128."""
     torch.manual_seed(0)
     return Work(Transformer(4), torch.randn(16, 64, 128), torch.randint(10, (16,)))
+
+
+def resnet20() -> Work:
+    """ResNet-20, 272k parameters, in evaluation mode."""
+    torch.manual_seed(0)
+    return Work(ResNet20().eval(), torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
 
 
 def gradient(work: Work) -> Run:
@@ -131,9 +151,81 @@ def trace(work: Work, chunk: str = "64MiB") -> Run:
     def run() -> Tensor:
         generator = torch.Generator().manual_seed(0)
         with hessian(work.loss, work.params, (work.x, work.y), mode="reverse", chunk=chunk) as H:
-            return H.trace(method="hutchinson", probes=PROBES, generator=generator, chunk=chunk).value
+            return H.trace(method="hutchinson", probes=work.probes, generator=generator, chunk=chunk).value
 
     return run
+
+
+def eigenvalues(work: Work, *, copies: bool = True) -> Run:
+    """Ours: the operator and its largest eigenvalues."""
+
+    def run() -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        with hessian(work.loss, work.params, (work.x, work.y), mode="reverse") as H:
+            return H.eigenvalues(NUM_EIGENVALUES, rtol=RTOL, copies=copies, generator=generator).values
+
+    return run
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def product_by_hand(work: Work) -> Product:
+    """Keep the graph of the gradient."""
+    params = list(work.params.values())
+    loss = F.cross_entropy(work.model(work.x), work.y)
+    gradient = torch.autograd.grad(loss, params, create_graph=True)
+
+    def product(flat: Tensor) -> Tensor:
+        pieces = flat.split([p.numel() for p in params])
+        vectors = [piece.view_as(p) for piece, p in zip(pieces, params, strict=True)]
+        found = torch.autograd.grad(gradient, params, vectors, retain_graph=True)
+        return torch.cat([f.reshape(-1) for f in found])
+
+    return product
+
+
+def hessian_product_by_hand(work: Work) -> Run:
+    """One more product with the graph that is kept."""
+    product = product_by_hand(work)
+    return lambda: product(work.vector)
+
+
+def trace_by_hand(work: Work) -> Run:
+    """Hutchinson's estimator with the graph that is kept."""
+
+    def run() -> Tensor:
+        generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+        product = product_by_hand(work)
+        for _ in range(work.probes):
+            z = torch.empty_like(work.vector).random_(0, 2, generator=generator).mul_(2).sub_(1)
+            total += z @ product(z)
+        return total / work.probes
+
+    return run
+
+
+def eigenvalues_by_hand(work: Work) -> Run:
+    """Lanczos, with full reorthogonalization, until the residuals are as small as ours."""
+    return lambda: lanczos_by_hand(product_by_hand(work), work.vector, NUM_EIGENVALUES, RTOL)
+
+
+def lanczos_by_hand(product: Product, start: Tensor, k: int, rtol: float) -> Tensor:
+    """Return the k largest eigenvalues of a symmetric product, descending."""
+    basis, diagonal, beside = [start / start.norm()], [], []
+    while True:
+        image = product(basis[-1])
+        diagonal.append(float(image @ basis[-1]))
+        for _ in range(2):
+            for row in basis:
+                image = image - (image @ row) * row
+        beside.append(float(image.norm()))
+        basis.append(image / beside[-1])
+        T = torch.diag(torch.tensor(diagonal)) + torch.diag(torch.tensor(beside[:-1]), 1)
+        values, vectors = torch.linalg.eigh(T.double(), UPLO="U")
+        residuals = (beside[-1] * vectors[-1, -k:]).abs()
+        if len(values) >= k and residuals.max() <= rtol * values.abs().max():
+            return values[-k:].flip(0).to(start)
 
 
 def curvlinops_operator(work: Work) -> object:
@@ -149,23 +241,37 @@ def curvlinops_operator(work: Work) -> object:
 def curvlinops_trace(work: Work) -> Run:
     """The same number of probes by curvlinops."""
     rival = importlib.import_module("curvlinops")
-    return lambda: rival.hutchinson_trace(curvlinops_operator(work), num_matvecs=PROBES)
+    return lambda: rival.hutchinson_trace(curvlinops_operator(work), num_matvecs=work.probes)
 
 
 METHODS: dict[str, Callable[[Work], Run]] = {
     GRADIENT: gradient,
+    BY_HAND: hessian_product_by_hand,
     HVP: hessian_product,
     GGN: gauss_newton_product,
     FORWARD: forward_over_reverse,
+    TRACE_BY_HAND: trace_by_hand,
     TRACE: trace,
     FRUGAL: functools.partial(trace, chunk="1MiB"),
     RIVAL: curvlinops_trace,
+    EIGENVALUES_BY_HAND: eigenvalues_by_hand,
+    EIGENVALUES: eigenvalues,
+    ALONE: functools.partial(eigenvalues, copies=False),
 }
+PLAIN = {  # what is written by hand, for each method that does the same
+    HVP: BY_HAND,
+    TRACE: TRACE_BY_HAND,
+    FRUGAL: TRACE_BY_HAND,
+    EIGENVALUES: EIGENVALUES_BY_HAND,
+    ALONE: EIGENVALUES_BY_HAND,
+}
+TRACES = (TRACE_BY_HAND, TRACE, FRUGAL, RIVAL)
 WORKLOADS: dict[str, Callable[[], Work]] = {
     "mlp": mlp,
     "cnn": cnn,
     "cnn-norm": functools.partial(cnn, has_norm=True),
     "transformer": transformer,
+    "resnet20": resnet20,
 }
 
 
@@ -191,9 +297,11 @@ def check(work: Work) -> None:
         raise SystemExit(f"{HVP} does not agree with forward-over-reverse: off by {error:.1e}.")
 
 
-def measure(work: Work, rounds: int) -> tuple[dict[str, Result], float, int]:
-    """Return every method's ratios, and the seconds and bytes of one gradient."""
-    results = {name: Result() for name in METHODS}
+def measure(
+    work: Work, rounds: int, methods: Iterable[str] = METHODS
+) -> tuple[dict[str, Result], float, int]:
+    """Return the ratios of methods, and the seconds and bytes of one gradient."""
+    results = {name: Result() for name in METHODS if name == GRADIENT or name in methods}
     runs = _started(work, results)
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     gradients: list[float] = []
@@ -202,7 +310,7 @@ def measure(work: Work, rounds: int) -> tuple[dict[str, Result], float, int]:
         times = {name: seconds(runs[name]) for name in shuffle.sample(list(runs), len(runs))}
         gradients.append(times[GRADIENT])
         for name, taken in times.items():
-            ratios[name].append(taken / times[GRADIENT] / _products(name))
+            ratios[name].append(taken / times[GRADIENT] / (work.probes if name in TRACES else 1))
     runs.clear()
     unit = peak_bytes(lambda: METHODS[GRADIENT](work)())
     for name, found in ratios.items():
@@ -220,9 +328,20 @@ def report(name: str, results: dict[str, Result], gradient_seconds: float, gradi
     for method, result in results.items():
         numbers = result.note or f"{result.slower:12.2f}{result.larger:12.2f}{goal(method, result)}"
         lines.append(f"{method:30}{numbers}")
-    for ours in (TRACE, FRUGAL):
-        lines += against(results[RIVAL], results[ours], ours)
+    for ours in results:
+        if PLAIN.get(ours) in results:
+            lines += beside(results[PLAIN[ours]], results[ours], ours)
+        if ours in (TRACE, FRUGAL) and RIVAL in results:
+            lines += against(results[RIVAL], results[ours], ours)
     return "\n".join(lines)
+
+
+def beside(plain: Result, ours: Result, name: str) -> list[str]:
+    """Say what a method costs relative to what is written by hand."""
+    if plain.note or ours.note:
+        return []
+    slower, larger = ours.slower / plain.slower, ours.larger / plain.larger
+    return [f"{name}: {slower:.2f} of the time and {larger:.2f} of the peak of what is written by hand"]
 
 
 def against(rival: Result, ours: Result, name: str) -> list[str]:
@@ -250,7 +369,7 @@ def _verdict(is_met: bool, text: str) -> str:
 
 def _started(work: Work, results: dict[str, Result]) -> dict[str, Run]:
     """Make every method's operator and call it once; note what cannot."""
-    runs = {name: _start(method, work, results[name]) for name, method in METHODS.items()}
+    runs = {name: _start(METHODS[name], work, result) for name, result in results.items()}
     return {name: run for name, run in runs.items() if run is not None}
 
 
@@ -267,8 +386,19 @@ def _start(method: Callable[[Work], Run], work: Work, result: Result) -> Run | N
     return None
 
 
-def _products(name: str) -> int:
-    return PROBES if name in (TRACE, FRUGAL, RIVAL) else 1
+def seconds(run: Run) -> float:
+    """Time a call, in seconds of the processor; short ones by the median of a twentieth of a second."""
+    times = [_once(run)]
+    if times[0] < 0.05:
+        while sum(times) < 0.1:
+            times.append(_once(run))
+    return statistics.median(times)
+
+
+def _once(run: Run) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
 
 
 def main() -> None:
@@ -276,15 +406,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time and weigh curvature products against one gradient.")
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
+    parser.add_argument("--probes", type=int, default=PROBES, help=f"probes of a trace ({PROBES})")
+    parser.add_argument("--batch", type=int, help="examples, if not all of the workload")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="beside the gradient"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
     arguments = parser.parse_args()
     unknown = set(arguments.workloads) - set(WORKLOADS)
-    if unknown or arguments.rounds < 1:
-        parser.error(f"expected workloads among {', '.join(WORKLOADS)} and at least one round")
+    if unknown or min(arguments.rounds, arguments.probes, arguments.threads, arguments.batch or 1) < 1:
+        parser.error(
+            f"expected workloads among {', '.join(WORKLOADS)} and at least one round, probe, example and thread"
+        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    torch.set_num_threads(arguments.threads)
     for name in arguments.workloads or WORKLOADS:
-        work = WORKLOADS[name]()
+        work = WORKLOADS[name]().resized(arguments.batch, arguments.probes)
         check(work)
-        print(report(name, *measure(work, arguments.rounds)), end="\n\n", flush=True)
+        print(report(name, *measure(work, arguments.rounds, arguments.methods)), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

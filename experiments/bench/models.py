@@ -1,6 +1,8 @@
-"""A small transformer, of operations that have second derivatives everywhere, and a model of an embedding table."""
+"""A small transformer, of operations with second derivatives everywhere, a ResNet-20, and an embedding table."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,3 +71,40 @@ class Lookup(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Map [batch] to [batch]."""
         return self.head(self.table(ids).tanh()).squeeze(-1)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and what goes around them, by a third one where the shape changes."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = _conv(before, after, stride), nn.BatchNorm2d(after)
+        self.conv2, self.norm2 = _conv(after, after), nn.BatchNorm2d(after)
+        shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+        self.around = nn.Sequential(shortcut, nn.BatchNorm2d(after)) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [batch, before, height, width] to [batch, after, height / stride, width / stride]."""
+        inner = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(inner)) + self.around(x))
+
+
+class ResNet20(nn.Sequential):
+    """The residual network of CIFAR-10 with 272k parameters: [batch, 3, 32, 32] to logits [batch, 10].
+
+    References:
+        He, Zhang, Ren, Sun, "Deep residual learning for image recognition", CVPR 2016, section 4.2; shortcuts of
+        option B.
+    """
+
+    def __init__(self) -> None:
+        blocks = [ResidualBlock(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(_WIDTHS)]
+        stem = [_conv(3, 16), nn.BatchNorm2d(16), nn.ReLU()]
+        super().__init__(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+_WIDTHS = [16, 16, 16, 16, 32, 32, 32, 64, 64, 64]
+
+
+def _conv(before: int, after: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(before, after, 3, stride, 1, bias=False)

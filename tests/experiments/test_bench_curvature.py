@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments import bench_curvature as bench
+from tests.marks import slow
 
 
 def tiny() -> bench.Work:
@@ -21,8 +22,8 @@ def tiny() -> bench.Work:
 def program(monkeypatch):
     def run(*arguments: str) -> None:
         monkeypatch.setattr(bench, "WORKLOADS", {"tiny": tiny})
-        monkeypatch.setattr(bench, "PROBES", 4)
-        monkeypatch.setattr(sys, "argv", ["bench_curvature", *arguments])
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+        monkeypatch.setattr(sys, "argv", ["bench_curvature", "--probes", "4", *arguments])
         bench.main()
 
     return run
@@ -33,14 +34,18 @@ def no_rival(monkeypatch):
     monkeypatch.setitem(sys.modules, "curvlinops", None)
 
 
-def test_prints_time_and_peak_of_every_method(program, no_rival, capsys):
+def test_prints_time_and_peak_of_every_method(program, no_rival, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "peak_bytes", lambda call: 1000 + 0 * len(str(call())))
     program("--rounds", "1")
     title, header, *lines = capsys.readouterr().out.strip().splitlines()
     assert title.startswith("tiny: one gradient takes")
     assert header.split() == ["x", "its", "time", "x", "its", "peak"]
-    assert [line[:30].strip() for line in lines] == list(bench.METHODS)
-    assert lines[0].split()[-2:] == ["1.00", "1.00"]
-    assert lines[-1].split(maxsplit=4)[-1] == "curvlinops is not installed"
+    rows, ratios = lines[: len(bench.METHODS)], lines[len(bench.METHODS) :]
+    assert [line[:30].strip() for line in rows] == list(bench.METHODS)
+    assert rows[0].split()[-2:] == ["1.00", "1.00"]
+    assert rows[list(bench.METHODS).index(bench.RIVAL)].endswith("curvlinops is not installed")
+    assert [line.split(":")[0] for line in ratios] == [name for name in bench.METHODS if name in bench.PLAIN]
+    assert all("of the peak of what is written by hand" in line for line in ratios)
 
 
 def test_goals_are_judged():
@@ -55,7 +60,9 @@ def test_goals_are_judged():
     assert bench.against(bench.Result(note="raised"), bench.Result(2, 3), bench.TRACE) == []
 
 
-@pytest.mark.parametrize("method", [bench.hessian_product, bench.forward_over_reverse])
+@pytest.mark.parametrize(
+    "method", [bench.hessian_product, bench.hessian_product_by_hand, bench.forward_over_reverse]
+)
 def test_hessian_products_are_those_of_the_dense_hessian(method):
     work = tiny().few()
     shapes = [p.shape for p in work.params.values()]
@@ -82,8 +89,8 @@ def test_a_method_that_raises_says_so(program, monkeypatch, capsys):
         raise RuntimeError("is not implemented\nand more")
 
     monkeypatch.setattr(bench, "METHODS", {**bench.METHODS, bench.RIVAL: failing})
-    program("--rounds", "1")
-    assert capsys.readouterr().out.strip().endswith("each     RuntimeError: is not implemented")
+    program("--rounds", "1", "--methods", bench.RIVAL)
+    assert capsys.readouterr().out.strip().endswith("each        RuntimeError: is not implemented")
 
 
 def test_a_rival_has_the_same_number_of_probes(monkeypatch):
@@ -102,7 +109,17 @@ def test_a_rival_has_the_same_number_of_probes(monkeypatch):
     assert asked == {"check_deterministic": False, "probes": bench.PROBES}
 
 
-@pytest.mark.parametrize("workload", bench.WORKLOADS)
+def test_what_is_written_by_hand_is_what_ours_computes():
+    work = tiny().few().resized(None, 500)
+    H = bench.hessian(work.loss, work.params, (work.x, work.y)).to_dense()
+    values = torch.linalg.eigvalsh(H).flip(0)[: bench.NUM_EIGENVALUES]
+    for method in (bench.eigenvalues, bench.eigenvalues_by_hand):
+        torch.testing.assert_close(method(work)(), values, rtol=1e-4, atol=1e-4)
+    error = 4 * (2 * H.square().sum() / work.probes).sqrt()
+    assert (bench.trace_by_hand(work)() - H.trace()).abs() < error
+
+
+@pytest.mark.parametrize("workload", [slow(name) if name == "resnet20" else name for name in bench.WORKLOADS])
 def test_workloads_have_second_derivatives(workload):
     bench.check(bench.WORKLOADS[workload]())
 

@@ -29,7 +29,13 @@ class Hutchinson(Estimator):
 
     def extend(self, products: int) -> None:
         """Spend so many more products."""
-        found = self.probing.reduced(products, _forms)
+        self._append(self.probing.reduced(products, _forms))
+
+    def add(self, probes: Tensor, products: Tensor) -> None:
+        """Take probes that were multiplied already, [k, n]."""
+        self._append(_forms(probes, products))
+
+    def _append(self, found: Tensor) -> None:
         self.samples = torch.cat([self.samples, found[:, 0]])
         self.squares = torch.cat([self.squares, found[:, 1]])
 

@@ -17,11 +17,19 @@ from metagrad.curvature.linear_map import LinearMap, checked_products, checked_s
 FACTORISED = (torch.float32, torch.float64)
 
 
+FIRST = 16  # products before the interval is first checked: the spread of fewer samples is unreliable
+LEVEL = 0.95  # of the interval that rtol bounds
+PROBES = 64  # the default
+MOST_PROBES = 1024  # the default maximum where rtol decides
+
+
 class Probing:
     """A linear map, and the random probes that are multiplied with it.
 
     Attributes:
         n: Size of the map.
+        budget: How many products may be spent.
+        rtol: At which relative error they end earlier.
         matvecs: How many products were made.
     """
 
@@ -32,6 +40,8 @@ class Probing:
         distribution: Distribution,
         generator: torch.Generator | None,
         chunk: str | int | float,
+        budget: int = MOST_PROBES,
+        rtol: float | None = None,
     ) -> None:
         check_drawing(call, distribution, generator)
         self.call = call
@@ -41,6 +51,7 @@ class Probing:
         self.generator = generator
         # A probe, its product, what is made of both, and memory to join them.
         self.rows = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
+        self.budget, self.rtol = budget, rtol
         self.matvecs = 0
 
     def draw(self, count: int) -> Tensor:
@@ -91,12 +102,6 @@ def check_factorised(call: str, method: str, dtype: torch.dtype) -> None:
             f'{call}: method="{method}" needs an orthonormal basis, which torch makes in float32 and float64, got '
             f'{dtype}. Take method="hutchinson", or an operator of another dtype.'
         )
-
-
-FIRST = 16  # products before the interval is first checked: the spread of fewer samples is unreliable
-LEVEL = 0.95  # of the interval that rtol bounds
-PROBES = 64  # the default
-MOST_PROBES = 1024  # the default maximum where rtol decides
 
 
 class Estimator(Protocol):

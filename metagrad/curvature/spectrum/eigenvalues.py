@@ -29,7 +29,7 @@ class Eigenpairs:
         residuals: :math:`\|A v - \lambda v\|` from a last product, and what rounding may add to it; shape [k].
         matvecs: How many products were spent.
         converged: Whether every residual is at most ``rtol`` times the operator's norm (and what rounding may add),
-            and the search for copies was finished.
+            and the search for copies, if there was one, was finished.
 
     Example:
         >>> from metagrad.curvature.spectrum.eigenvalues import Eigenpairs
@@ -60,6 +60,7 @@ def eigenvalues(
     rtol: float = 1e-5,
     max_products: int | None = None,
     max_basis: int | None = None,
+    copies: bool = True,
     vectors: bool = True,
     generator: torch.Generator | None = None,
 ) -> Eigenpairs:
@@ -99,6 +100,10 @@ def eigenvalues(
             ``converged=False``.
         max_basis: The most vectors that Lanczos keeps, from k + 2: more of them need fewer products. By default
             2 k + 1 or 40, whichever is more, but at most n. From n on, nothing is approximate.
+        copies: Search for missed copies of repeated eigenvalues, which takes two thirds as many products again.
+            Without the search one value may stand for several copies of an eigenvalue, and the values after it are
+            then not the next ones; where no eigenvalue is repeated, as at the ends of the spectrum of a network's
+            Hessian, both find the same.
         vectors: Return the vectors, too.
         generator: Draws the starts.
 
@@ -136,6 +141,7 @@ def eigenvalues(
         rtol=rtol,
         max_products=_budget(max_products, n, k),
         max_basis=max_basis,
+        copies=copies,
         generator=generator,
         call=_CALL,
     )

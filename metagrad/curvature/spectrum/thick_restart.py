@@ -30,7 +30,8 @@ class KrylovSpace(NamedTuple):
         projected: The operator in the first ``size`` rows, float64 on the CPU, shape [capacity + 1, capacity + 1];
             its row ``size`` couples the next vector with the space.
         size: How many rows were multiplied.
-        locked: How many of them, the first, are eigenvectors that the others are kept orthogonal to.
+        locked: How many of them, the first, are Ritz vectors that the others are kept orthogonal to, and that are not
+            changed any more: the wanted ones first, which have converged.
         coupled: How many of the last rows the operator couples the next vector with, itself among them.
         scale: The largest norm of a product so far: a lower bound of the operator's norm.
         steps: Products since the last start from a random vector.
@@ -85,6 +86,7 @@ def thick_restart_lanczos(
     rtol: float,
     max_products: int,
     max_basis: int,
+    copies: bool,
     generator: torch.Generator | None,
     call: str,
 ) -> Subspace:
@@ -92,7 +94,10 @@ def thick_restart_lanczos(
 
     The Krylov space of one random vector has one direction only in each eigenspace, so a repeated eigenvalue shows
     once. When the wanted pairs have converged they are locked, and the search goes on from a new random vector
-    orthogonal to them. It ends when that vector would have shown a missed eigenvector: with the component
+    orthogonal to them. What the first vector has missed is orthogonal to all Ritz vectors, so the next ones are
+    locked as well, up to half of the basis: without them the spectrum ends sooner, which takes fewer products to see.
+    They are let go once something is found. The search ends when the new vector would have shown a missed
+    eigenvector: with the component
     :math:`\delta / \sqrt{n}` along one whose eigenvalue :math:`\lambda` is wanted, the largest Ritz value
     :math:`\theta` would after j steps be as near as
 
@@ -100,13 +105,14 @@ def thick_restart_lanczos(
         \Big( \frac{\sqrt{n} / \delta}{T_{j-1}(1 + 2 \gamma)} \Big)^2,
         \quad \gamma = \frac{\lambda - \theta}{\theta - \lambda_{\min}}
 
-    (T: Chebyshev polynomials), and it is not.
+    (T: Chebyshev polynomials), and it is not. Without ``copies`` there is no search.
 
     References:
         Wu, Simon, "Thick-restart Lanczos method for large symmetric eigenvalue problems", SIAM J. Matrix Anal.
         Appl. 22, 2000; Saad, "Numerical methods for large eigenvalue problems", 2011, section 6.6 (the bound).
     """
     space = _start(operator, max_basis, generator)
+    found = False
     every = max(1, max_basis // 16)  # a small dense problem is solved each time
     while True:
         space = _extend(operator, space, generator, call)
@@ -114,17 +120,22 @@ def thick_restart_lanczos(
         if not exhausted and not full and (space.size < k or space.steps % every):
             continue
         pairs, tolerance = ritz_pairs(space), rtol * space.scale
-        ranks = ranking(pairs.values, which, tolerance * (torch.arange(space.size) < space.locked))
+        ranks = ranking(pairs.values, which, tolerance * (torch.arange(space.size) < min(space.locked, k)))
         wanted = ranks[:k]
         # Half: two converged copies that were locked apart may disturb each other by as much again.
-        converged = len(wanted) == k and bool((pairs.residuals[wanted] <= tolerance / 2).all())
+        residual = tolerance / 2 if copies else tolerance
+        converged = len(wanted) == k and bool((pairs.residuals[wanted] <= residual).all())
         locked = converged and bool((wanted < space.locked).all())
-        settled = locked and nothing_missed(space, pairs, which, tolerance)
-        settled = settled or space.size == operator.shape[0]
+        settled = nothing_missed(space, pairs, k, which, tolerance) if copies and locked else False
+        settled = settled or (converged and not copies) or space.size == operator.shape[0]
         if settled or exhausted:
             break
-        if converged and not locked:
-            space = _lock(space, pairs, wanted, generator)
+        if space.locked > k and not bool((wanted < k).all()):
+            found, space = True, _lock(space, pairs, torch.arange(k), generator)
+        elif converged and not locked:
+            # Where the basis may become the whole space, the projection on it has to stay exact.
+            beside = 0 if found or max_basis >= operator.shape[0] else max_basis // 2 - k
+            space = _lock(space, pairs, ranks[: k + max(beside, 0)], generator)
         elif full:
             space = _restart(space, pairs, ranks, k)
     vectors = _combine(space.basis[: space.size], pairs.coordinates[:, wanted])
@@ -156,9 +167,9 @@ def ritz_pairs(space: KrylovSpace) -> RitzPairs:
     return RitzPairs(values, coordinates, residuals)
 
 
-def nothing_missed(space: KrylovSpace, pairs: RitzPairs, which: Which, tolerance: float) -> bool:
-    """Whether the search beside the locked pairs would have shown another eigenvalue that is wanted."""
-    locked, others = pairs.values[: space.locked], pairs.values[space.locked :]
+def nothing_missed(space: KrylovSpace, pairs: RitzPairs, k: int, which: Which, tolerance: float) -> bool:
+    """Whether the search beside the locked pairs, k of them wanted, would have shown another one that is wanted."""
+    locked, others = pairs.values[:k], pairs.values[space.locked :]
     residuals = pairs.residuals[space.locked :]
     return others.numel() > 0 and all(
         _end_is_seen(space, sign * others, residuals, threshold, tolerance)
@@ -257,12 +268,12 @@ def _restart(space: KrylovSpace, pairs: RitzPairs, ranks: Tensor, k: int) -> Kry
 
 
 def _lock(
-    space: KrylovSpace, pairs: RitzPairs, wanted: Tensor, generator: torch.Generator | None
+    space: KrylovSpace, pairs: RitzPairs, keep: Tensor, generator: torch.Generator | None
 ) -> KrylovSpace:
-    """Keep the wanted pairs alone, and go on from a new random vector."""
-    _rotate(space.basis, pairs.coordinates[:, wanted])
-    _project(space, pairs.values[wanted])
-    k = len(wanted)
+    """Keep some pairs alone, the wanted ones first, and go on from a new random vector."""
+    _rotate(space.basis, pairs.coordinates[:, keep])
+    _project(space, pairs.values[keep])
+    k = len(keep)
     space.basis[k] = random_unit(space.basis[:k], generator)
     return space._replace(size=k, locked=k, coupled=1, steps=0)
 

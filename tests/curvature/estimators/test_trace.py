@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 
 import metagrad as mg
-from metagrad.curvature.estimators.trace import trace
+from metagrad.curvature.estimators.trace import effective_rank, trace
 from metagrad.curvature.estimators.xtrace import XNysTrace
 from tests.curvature.coverage import coverage, covers, median_error
 from tests.curvature.maps import SPECTRA, DiagonalMap, MatrixMap, matrix
@@ -137,6 +138,8 @@ def test_medians_on_exponential_decay_are_the_published_ones(method):
         ("hutch++", "polynomial"),
         ("xtrace", "polynomial"),
         slow("xtrace", "flat"),
+        ("auto", "flat"),
+        slow("auto", "step"),
         slow("xnystrace", "polynomial"),
         ("xnystrace", "exponential"),
     ],
@@ -225,21 +228,58 @@ def test_stopping_early_keeps_coverage():
 
 
 def test_auto_is_exact_where_the_products_allow():
-    found = trace(MatrixMap(matrix("flat", 20)), probes=20)
+    found = trace(MatrixMap(matrix("polynomial", 20)), probes=20)
     assert (found.method, found.matvecs, found.samples) == ("exact", 20, 0)
-    assert trace(MatrixMap(matrix("flat", 20)), probes=19).method == "xtrace"
-    assert trace(MatrixMap(matrix("flat", 64)), rtol=0.5).method == "exact"
-    assert trace(MatrixMap(matrix("flat", 65)), rtol=0.5).method == "xtrace"  # 16 may be enough
+    assert trace(MatrixMap(matrix("polynomial", 20)), probes=19).method == "xtrace"
+    assert trace(MatrixMap(matrix("polynomial", 64)), rtol=0.5).method == "exact"
+    assert trace(MatrixMap(matrix("polynomial", 65)), rtol=0.5).method != "exact"  # 16 may be enough
 
 
 def test_auto_takes_hutchinson_for_few_products_and_large_operators(monkeypatch):
-    A = matrix("flat", 100)
+    A = matrix("polynomial", 100)
     assert trace(MatrixMap(A), probes=15).method == "hutchinson"
     assert trace(MatrixMap(A), probes=16).method == "xtrace"
     # The package has the function by that name.
     module = importlib.import_module("metagrad.curvature.estimators.trace")
     monkeypatch.setattr(module, "_SKETCH_BYTES", 24 * 100 * 8 - 1)
     assert trace(MatrixMap(A), probes=16).method == "hutchinson"
+
+
+@pytest.mark.parametrize(
+    ("spectrum", "method"),
+    [(name, "hutchinson" if name == "flat" else "xtrace") for name in SPECTRA],
+)
+def test_auto_sees_from_its_first_products_whether_the_spectrum_is_flat(spectrum, method):
+    for seed in range(5):
+        operator = MatrixMap(matrix(spectrum))
+        found = trace(operator, probes=120, generator=seeded(seed))
+        assert (found.method, found.matvecs, operator.matvecs) == (method, 120, 120)
+
+
+@pytest.mark.parametrize("spectrum", ["flat", "polynomial"])
+def test_auto_spends_its_first_products_on_what_it_chooses(spectrum):
+    """So that the value is the one that this method has from these probes."""
+    A = matrix(spectrum, 300)
+    auto = trace(MatrixMap(A), probes=80, generator=seeded())
+    same = trace(MatrixMap(A), method=auto.method, probes=80, distribution="sphere", generator=seeded())
+    torch.testing.assert_close(auto.value, same.value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(auto.stderr, same.stderr, rtol=1e-8, atol=0)
+
+
+def test_auto_is_about_the_number_of_products_that_rtol_takes():
+    """A step of 50 eigenvalues is flat for the few products of a rough estimate, and not for those of a good one."""
+    operator = MatrixMap(matrix("step"))
+    assert trace(operator, rtol=0.2, generator=seeded()).method == "hutchinson"
+    assert trace(operator, rtol=0.01, generator=seeded()).method == "xtrace"
+
+
+def test_effective_rank():
+    root = torch.randn(40, 500, dtype=torch.float64, generator=seeded())
+    for values in (torch.ones(500), SPECTRA["indefinite"](500), SPECTRA["exponential"](500)):
+        squares = values.double().square()
+        exact = squares.sum() ** 2 / squares.square().sum()
+        assert effective_rank(root * values) == pytest.approx(float(exact), rel=0.5)
+    assert math.isnan(effective_rank(torch.zeros(8, 5)))
 
 
 def test_auto_takes_hutchinson_where_torch_does_not_factorise():

@@ -168,6 +168,31 @@ def test_a_search_for_copies_that_was_cut_short_has_not_converged():
     assert not cut.converged
 
 
+def test_without_the_search_for_copies_every_product_is_for_the_pairs():
+    operator = MatrixMap(matrix("polynomial", N))
+    searched = eigenvalues(operator, 3, generator=generator())
+    plain = eigenvalues(operator, 3, copies=False, generator=generator())
+    torch.testing.assert_close(plain.values, searched.values)
+    assert plain.converged
+    assert plain.matvecs < 0.8 * searched.matvecs
+    check_pairs(operator.matrix, plain, 3, "largest", rtol=1e-5)
+
+
+def test_without_the_search_a_repeated_eigenvalue_stands_once():
+    dense = with_spectrum(torch.cat([torch.tensor([5.0, 5.0, 4.0]), torch.linspace(1, 0, 97)]))
+    pairs = eigenvalues(MatrixMap(dense), 2, copies=False, generator=generator())
+    torch.testing.assert_close(pairs.values, torch.tensor([5.0, 4.0], dtype=dense.dtype))
+
+
+def test_what_lies_beside_the_wanted_pairs_is_locked_until_a_copy_is_found():
+    """The search begins without the ends of the spectrum; with them it took as many products as the pairs."""
+    operator = MatrixMap(matrix("flat"))
+    alone = eigenvalues(operator, 1, rtol=1e-3, copies=False, generator=generator())
+    searched = eigenvalues(operator, 1, rtol=1e-3, generator=generator())
+    assert searched.matvecs < 1.9 * alone.matvecs
+    check_pairs(operator.matrix, searched, 1, "largest", rtol=1e-3)
+
+
 def test_vectors_only_on_request():
     pairs = eigenvalues(MatrixMap(matrix("flat", 50)), 2, vectors=False, generator=generator())
     assert pairs.vectors is None
