@@ -17,7 +17,7 @@ from experiments.signatures import option_name, schema_of
 from metagrad import optim
 from metagrad.optim import rules
 
-LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "curvature_fraction")
+LEFT_OUT = ("maximize", "foreach", "compile", "capturable", "differentiable", "fused", "curvature_fraction")
 """Arguments that no program has a use for."""
 
 

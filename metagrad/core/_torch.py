@@ -150,6 +150,9 @@ foreach_mul = _torch._foreach_mul
 foreach_norm = _torch._foreach_norm
 """One call for a list of tensors."""
 
+fused_adam_ = _torch._fused_adam_
+"""The step of Adam in one pass, as ``torch.optim.Adam(fused=True)`` takes it; it does not look at strides."""
+
 flattened = _C._nn.flatten_dense_tensors
 """The entries of a list of tensors of one dtype, one after the other."""
 

@@ -1,4 +1,4 @@
-"""One step of a rule: of whole parameters, one vector, pieces, or touched rows of tables; then written into them."""
+"""One step of a rule: of whole parameters, one vector, pieces, touched rows, or compiled; and its writing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
+from metagrad.core._torch import pytree
 from metagrad.core.tree import tree_leaves
 from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
@@ -196,10 +198,7 @@ def move_pieces(
     rule: Rule, key: str, param: Tensor, gradient: Tensor, kept: ParameterState, curvature: Curvature | None
 ) -> None:
     """Move a parameter by pieces of its first dimension; parameter and state are written in place."""
-    if "step" not in kept:
-        # A rule may begin with one tensor in several slots, and these are written apart.
-        keep(_map_slots(rule.init({key: working(param)}), torch.clone), {key: kept})
-    state, diagonals = joined(rule, {key: kept}), _diagonals(rule, curvature)
+    state, diagonals = in_place(rule, {key: param}, {key: kept}), _diagonals(rule, curvature)
     size = max(1, _PIECE * len(param) // param.numel())
     for start in range(0, len(param), size):
         part = slice(start, start + size)
@@ -217,6 +216,82 @@ def move_pieces(
                 before[key].copy_(after[key])
         step = new.step
     kept["step"] = step
+
+
+class CompiledStep:
+    """Steps of rules by a compiled function of all parameters, which writes them and their state in place.
+
+    Numbers of the rule are compiled in, but the learning rate, and from then on those that have changed.
+
+    Args:
+        call: How warnings name the optimizer.
+        options: Of torch.compile.
+    """
+
+    def __init__(self, call: str, options: CompileOptions) -> None:
+        self._compiled = Compiled(_write_step, options.options)
+        self._fallback = Fallback(call)
+        self._numbers: dict[str, object] = {}
+        self._varying = {".lr"}
+
+    def write(
+        self,
+        rule: Rule,
+        params: Params,
+        grads: Params,
+        states: Mapping[str, ParameterState],
+        curvature: Curvature | None,
+        uncompiled: Callable[[], None],
+    ) -> None:
+        """Take a step of parameters that have taken the same number of steps, or what there is in place of it."""
+
+        def write() -> None:
+            state, diagonals = in_place(rule, params, states), None
+            if curvature is not None:
+                diagonals = {key: d for key, d in _diagonals(rule, curvature).items() if key in params}
+            step, own = state.step, state._replace(step=torch.tensor(state.step))
+            values = {key: p.detach() for key, p in params.items()}
+            self._compiled(lambda: None, self._with_tensors(rule), own, values, grads, diagonals)
+            for kept in states.values():
+                kept["step"] = step + 1
+
+        self._fallback.attempt(write, uncompiled)
+
+    def _with_tensors(self, rule: Rule) -> Rule:
+        """Return a rule of which numbers that change are tensors, and zeros, which leave terms out, numbers."""
+        leaves, structure = pytree.tree_flatten_with_path(rule)
+        found = {pytree.keystr(path): value for path, value in leaves}
+        self._varying |= {path for path, value in found.items() if value != self._numbers.get(path, value)}
+        self._numbers = found
+        numbers = (
+            torch.tensor(value, dtype=torch.float64)
+            if path in self._varying and isinstance(value, (int, float)) and value
+            else value
+            for path, value in found.items()
+        )
+        return pytree.tree_unflatten(numbers, structure)
+
+
+def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals: Params | None) -> None:
+    pass_gate()
+    curvature = None if diagonals is None else KnownDiagonal(diagonals)
+    values = {key: working(p) for key, p in params.items()}
+    moved, new = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    for key, p in params.items():
+        p.copy_(moved[key])
+    for before, after in zip(state, new, strict=True):
+        if isinstance(before, dict):
+            for key, slot in before.items():
+                slot.copy_(after[key])
+
+
+def in_place(rule: Rule, params: Params, states: Mapping[str, ParameterState]) -> Any:
+    """Return the state of a rule, to be written in place; begun where there is none."""
+    if "step" not in next(iter(states.values())):
+        # A rule may begin with one tensor in several slots, and these are written apart.
+        state = rule.init({key: working(p) for key, p in params.items()})
+        keep(_map_slots(state, torch.clone), states)
+    return joined(rule, states)
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
@@ -21,6 +22,7 @@ from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import (
     Change,
+    CompiledStep,
     Later,
     is_large,
     is_small,
@@ -98,6 +100,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             "None, small ones as one vector, and large ones on a CPU in pieces.",
             "bool | None",
         ),
+        "compile": Option(
+            False,
+            "Move all parameters of a group by one function that torch.compile makes, True or a dict of its options "
+            "(``backend``, ``mode``, ``options``, ``dynamic``); where it cannot, or gradients are sparse, they move "
+            "uncompiled, which is warned of once. An overflow in the step itself is not noticed.",
+            "bool | Mapping[str, object]",
+        ),
         "nonfinite": NONFINITE,
     }
     """The options of a group besides the fields of the rule."""
@@ -140,7 +149,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             if field.name not in (*without, *cls.options)
         ]
         arguments += [
-            (name, each) for name, each in cls.options.items() if name != "foreach" or cls.elementwise
+            (name, each)
+            for name, each in cls.options.items()
+            if name not in ("foreach", "compile") or cls.elementwise
         ]
         cls.__signature__ = inspect.Signature(
             [
@@ -171,7 +182,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
         """Set the optimizer up, by the defaults of a group."""
-        super().__init__(params, {"foreach": None, "nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
+        super().__init__(
+            params, {"foreach": None, "compile": False, "nonfinite": "raise", **defaults, "step": 0}
+        )  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
@@ -302,12 +315,15 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> Iterator[Change | Later]:
         """Compute a step of a rule, with what is kept of each parameter."""
         together: dict[Hashable, list[str]] = defaultdict(list)
+        compiled: dict[int | None, list[str]] = defaultdict(list)
         group, params, grads = work
         for key, p in params.items():
             state, alike = kept[key], self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
                 yield step_rows(rule, key, p, grads[key], state, curvature)
+            elif group.get("compile", False):
+                compiled[state.get("step")].append(key)
             elif self.elementwise and alike is None:
                 yield self._later(group, rule, key, p, grads[key], curvature)
             else:
@@ -316,6 +332,28 @@ class RuleOptimizer(torch.optim.Optimizer):
             step = step_whole if alike is None or len(keys) == 1 else step_flat
             own = ({key: each[key] for key in keys} for each in (params, grads, kept))
             yield step(rule, *own, curvature)  # type: ignore[reportCallIssue]
+        for keys in compiled.values():
+            own = ({key: each[key] for key in keys} for each in (params, grads))
+            yield self._compiled(Work(group, *own), rule, curvature)
+
+    def _compiled(self, work: Work, rule: Any, curvature: Curvature | None) -> Later:
+        """Put off a compiled step, which writes what it computes."""
+        group, params, grads = work
+        call, steps = type(self).__name__, self.__dict__.setdefault("_compiled_steps", {})
+        if id(group) not in steps:
+            steps[id(group)] = CompiledStep(f"{call}.step", _checked_compile(call, group["compile"]))  # type: ignore[arg-type]
+
+        def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
+            states = {key: kept[p] for key, p in params.items()}
+
+            def uncompiled() -> None:
+                eager = Work({**group, "compile": False}, params, grads)
+                for change in self._moves(eager, rule, states, curvature):
+                    change.write(kept)
+
+            steps[id(group)].write(rule, params, grads, states, curvature, uncompiled)
+
+        return Later(write)
 
     def _later(
         self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None
@@ -356,8 +394,10 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _check_group(self, index: int) -> None:
         name, group = type(self).__name__, self.param_groups[index]
         for option in self.defaults:
-            _check_form(name, option, group[option])
+            if option != "compile":
+                _check_form(name, option, group[option])
         _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
+        _checked_compile(name, group["compile"])
         rule = self._rule(group)
         for key, p in self._named(index).items():
             if not p.is_floating_point():
@@ -398,6 +438,16 @@ def _numbers(loss: object) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss.detach()] if loss.is_floating_point() else []
     return [torch.tensor(loss)] if isinstance(loss, float) else []
+
+
+def _checked_compile(name: str, value: Any) -> CompileOptions | None:
+    options = checked_compile(f"{name}(params)", value)
+    if options is not None and options.whole:
+        raise ValueError(
+            f"{name}(params): compile must be a bool or a dict of options of torch.compile, got {value!r}: a step "
+            "is one graph as it is."
+        )
+    return options
 
 
 def _check_nonfinite(name: str, value: object, first: object) -> None:

@@ -1,6 +1,8 @@
-"""Small parameters together, large ones in pieces: the numbers are those of each by itself."""
+"""Parameters together, large ones in pieces, all compiled: the numbers are those of each by itself."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -47,6 +49,107 @@ def test_in_pieces_is_whole(case, monkeypatch):
     monkeypatch.setattr(move, "_PIECE", 7)
     assert move.is_large(model()[0].weight)
     assert_near(trained(case), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@having("elementwise")
+def test_compiled_is_each_by_itself(case):
+    alone = trained(case, foreach=False)
+    assert_near(trained(case, compile={"backend": "eager"}), alone, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@having("elementwise")
+def test_compiled_by_inductor_is_each_by_itself(case):
+    assert_near(trained(case, compile=True), trained(case, foreach=False), rtol=1e-10, atol=1e-12)
+
+
+def stepped(opt, param, steps):
+    for step in steps:
+        param.grad = torch.linspace(-1, 1, param.numel(), dtype=param.dtype) + 0.1 * step
+        opt.step()
+
+
+def vector():
+    return torch.ones(3, dtype=torch.float64, requires_grad=True)
+
+
+class Counted:
+    """A backend of torch.compile that runs what it is given, and counts it."""
+
+    graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+def test_what_changes_from_step_to_step_is_compiled_once_more_at_most():
+    counted, one, other = Counted(), vector(), vector()
+    pair = Lion([one], lr=0.1, compile={"backend": counted}), Lion([other], lr=0.1)
+    for opt, param in zip(pair, (one, other), strict=True):
+        for rate in (0.1, 0.05, 0.02):
+            opt.param_groups[0]["lr"] = rate
+            stepped(opt, param, range(2))
+    assert counted.graphs == 1  # by learning rate and number of the step
+    for opt, param in zip(pair, (one, other), strict=True):
+        for decay in (0.1, 0.05, 0.02):
+            opt.param_groups[0]["weight_decay"] = decay
+            stepped(opt, param, range(1))
+    assert counted.graphs == 2
+    assert_near([one], [other], rtol=1e-12, atol=0)
+
+
+def test_what_cannot_be_compiled_runs_uncompiled_with_one_warning():
+    def refusing(graph, inputs):
+        raise NotImplementedError("no such graph.")
+
+    one, other = vector(), vector()
+    opt = Lion([one], lr=0.1, compile={"backend": refusing})
+    with pytest.warns(
+        UserWarning, match=r"Lion\.step: runs without being compiled.*no such graph.*compile=False"
+    ):
+        stepped(opt, one, range(1))
+    stepped(opt, one, range(1))
+    uncompiled = Lion([other], lr=0.1)
+    for _ in range(2):
+        stepped(uncompiled, other, range(1))
+    assert torch.equal(one, other)
+
+
+def test_a_compiled_step_continues_a_state_and_is_continued():
+    options = {"backend": "eager"}
+    one, other = vector(), vector()
+    stepped(SparseAdam([other], lr=0.1), other, range(4))
+    opt = SparseAdam([one], lr=0.1)
+    stepped(opt, one, range(1))
+    again = SparseAdam([one], lr=0.1, compile=options)
+    again.load_state_dict({**opt.state_dict(), "param_groups": again.state_dict()["param_groups"]})
+    again.param_groups[0]["step"] = 1
+    stepped(again, one, range(1, 3))
+    last = copy.deepcopy(again)
+    (param,) = last.param_groups[0]["params"]
+    last.param_groups[0]["compile"] = False
+    stepped(last, param, range(3, 4))
+    assert_near([param], [other], rtol=1e-12, atol=0)
+
+
+def test_a_table_with_a_sparse_gradient_moves_uncompiled():
+    table = nn.Embedding(4, 2, sparse=True)
+    before = table.weight.detach().clone()
+    opt = SparseAdam(table.parameters(), lr=0.1, compile={"backend": "eager"})
+    table(torch.tensor([1, 3])).square().sum().backward()
+    opt.step()
+    assert opt.state[table.weight]["rows"].tolist() == [1, 3]
+    assert (table.weight != before).any(1).tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("compile", "what"), [("whole", "a step is one graph"), (1, "got 1"), ({"fast": 1}, "backend")]
+)
+def test_other_values_of_compile_are_refused(compile, what):
+    with pytest.raises(ValueError, match=rf"Lion\(params\): compile .*{what}"):
+        Lion([vector()], compile=compile)
 
 
 def test_pieces_of_a_state_do_not_share_memory(monkeypatch):
