@@ -10,7 +10,7 @@ import torch
 from experiments.files import write_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from experiments.build import Parts
@@ -34,7 +34,21 @@ FREE = (
 """Keys a resumed run may change: they do not enter the training trajectory."""
 
 
-def save(path: Path, parts: Parts, *, step: int, config: Mapping[str, Any], skipped: int = 0) -> None:
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators of torch in this process."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def save(
+    path: Path,
+    parts: Parts,
+    *,
+    step: int,
+    config: Mapping[str, Any],
+    skipped: int = 0,
+    random: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
     """Write the state after `step` iterations; a crash leaves the old file or the new one, whole.
 
     Args:
@@ -43,9 +57,10 @@ def save(path: Path, parts: Parts, *, step: int, config: Mapping[str, Any], skip
         step: The iterations done.
         config: The configuration, as plain values.
         skipped: Tasks left out since metrics were last written.
+        random: The `random_state` of every process of the run; None where there is this one alone.
     """
     content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
-    torch.save(_state(parts, step, config, skipped), content)
+    torch.save(_state(parts, step, config, skipped, random or [random_state()]), content)
     write_bytes(path, content.getvalue())
 
 
@@ -79,8 +94,8 @@ def read(path: Path, call: str) -> Any:
         ) from error
 
 
-def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any]) -> int:
-    """Put a run into a saved state and return the number of iterations done.
+def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], rank: int = 0) -> int:
+    """Put a run into a saved state, that of one of its processes, and return the number of iterations done.
 
     Raises:
         ValueError: The checkpoint is of another configuration or model; the message names what differs.
@@ -91,9 +106,10 @@ def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any]) -
     parts.optimizer.load_state_dict(state["optimizer"])
     parts.schedule.load_state_dict(state["schedule"])
     parts.generator.set_state(state["rng"]["tasks"])
-    torch.set_rng_state(state["rng"]["torch"])
-    if state["rng"]["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["rng"]["cuda"])
+    for own in [state["rng"], *state["rng"].get("others", [])][rank : rank + 1]:
+        torch.set_rng_state(own["torch"])
+        if own["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(own["cuda"])
     return state["step"]
 
 
@@ -102,8 +118,10 @@ def fingerprint(module: torch.nn.Module) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _state(parts: Parts, step: int, config: Mapping[str, Any], skipped: int) -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def _state(
+    parts: Parts, step: int, config: Mapping[str, Any], skipped: int, random: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    first, *others = random
     return {
         "step": step,
         "config": dict(config),
@@ -112,7 +130,7 @@ def _state(parts: Parts, step: int, config: Mapping[str, Any], skipped: int) -> 
         "model": parts.module.state_dict(),
         "optimizer": parts.optimizer.state_dict(),
         "schedule": parts.schedule.state_dict(),
-        "rng": {"torch": torch.get_rng_state(), "cuda": cuda, "tasks": parts.generator.get_state()},
+        "rng": {**first, "tasks": parts.generator.get_state(), "others": others},
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from experiments import build
+from experiments.ranks import Ranks
 from metagrad.curvature.estimators.student import student_t
 from metagrad.tasks import PADDING
 
@@ -59,20 +60,28 @@ def evaluate(
     chunk: int,
     generator: torch.Generator,
     device: torch.device,
+    ranks: Ranks | None = None,
 ) -> dict[str, Interval]:
     """Adapt to tasks in chunks and return query metrics before and after `steps` inner steps.
+
+    Of several processes each evaluates its share of every chunk, and all return the same.
 
     Returns:
         `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`; without those
         before where `steps` is None, which is of algorithms that have none.
     """
+    ranks = ranks or Ranks()
     judged = {"_before": 0, "": steps} if steps is not None else {"": None}
-    parts: dict[str, list[Tensor]] = {}
+    found: list[dict[str, Tensor]] = []
     with _policy_of_norms(algorithm):
-        for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device):
-            for suffix, number in judged.items():
-                for name, values in _judge(algorithm, batch, number, suffix).items():
-                    parts.setdefault(name, []).append(values.cpu())
+        for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device, ranks=ranks):
+            found.append({})
+            for suffix, number in judged.items() if batch.num_tasks else ():
+                found[-1].update(_judge(algorithm, batch, number, suffix))
+    parts: dict[str, list[Tensor]] = {}
+    for of_chunk in zip(*ranks.gathered(found), strict=True):
+        for name, values in (item for of_process in of_chunk for item in of_process.items()):
+            parts.setdefault(name, []).append(values)
     return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
 
 
@@ -87,6 +96,7 @@ def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interva
         chunk=config.chunk,
         generator=build.generator(run.config.seed, split),
         device=run.device,
+        ranks=run.ranks,
     )
 
 
@@ -97,10 +107,12 @@ def batches(
     *,
     generator: torch.Generator,
     device: torch.device,
+    ranks: Ranks,
 ) -> Iterator[Batch]:
-    """Draw `num_tasks` tasks, at most `chunk` at a time."""
+    """Draw `num_tasks` tasks, at most `chunk` at a time, and yield the share of this process, which may be empty."""
     for start in range(0, num_tasks, chunk):
-        yield tasks.sample(min(chunk, num_tasks - start), generator=generator).to(device=device)
+        drawn = tasks.sample(min(chunk, num_tasks - start), generator=generator)
+        yield ranks.share(drawn).to(device=device)
 
 
 def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
@@ -135,4 +147,4 @@ def _judge(algorithm: Algorithm, batch: Batch, steps: int | None, suffix: str) -
     metrics = {f"query_loss{suffix}": out.query_losses}
     if is_classification(batch.query.y):
         metrics[f"accuracy{suffix}(%)"] = accuracies(out.query_outputs, batch.query.y)
-    return metrics
+    return {name: values.cpu() for name, values in metrics.items()}

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from experiments.metrics import JsonLines
+from experiments import checkpoint, memory
+from experiments.metrics import JsonLines, read_rows
+from experiments.mirrors.mirror import Mirror
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
     from types import TracebackType
 
-    from experiments.mirrors.mirror import Mirror
+    import metagrad as mg
+    from experiments.build import Parts
 
 
-class Journal:
+class Silent:
+    """Receive what a run records, and write nothing: of the processes of a run, all but the first."""
+
+    mirror = Mirror()
+
+    def write(self, step: int, metrics: Mapping[str, float], costs: Mapping[str, float]) -> None:
+        """Receive one step."""
+
+    def memory(self, tracker: mg.MemoryTracker) -> None:
+        """Receive the memory of the first steps."""
+
+    def save(self, parts: Parts, **state: Any) -> None:
+        """Receive a state to go on from."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics that are written: none."""
+        return []
+
+
+class Journal(Silent):
     """Write metrics and costs of a run.
 
     `metrics.jsonl` is a function of configuration and seed alone: a run and its interrupted twin have the
@@ -38,9 +60,19 @@ class Journal:
             self._costs.write(step, costs)
         self.mirror.log(step, {**metrics, **costs})
 
-    def sync(self) -> None:
-        """Wait until the metrics are on the disk."""
+    def memory(self, tracker: mg.MemoryTracker) -> None:
+        """Write the memory of the first steps."""
+        memory.write(self.folder, tracker)
+        self.mirror.table("memory/phases", memory.read(self.folder))
+
+    def save(self, parts: Parts, **state: Any) -> None:
+        """Write a checkpoint, once the metrics before it are on the disk; see `checkpoint.save`."""
         self._metrics.sync()
+        checkpoint.save(self.folder / checkpoint.FILE, parts, **state)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics that are written."""
+        return read_rows(self.folder / "metrics.jsonl")
 
     def __enter__(self) -> Journal:
         return self

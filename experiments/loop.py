@@ -15,10 +15,11 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
-from experiments import checkpoint, memory, outer
+from experiments import checkpoint, outer
 from experiments.config import plain
 from experiments.evaluate import Interval, accuracies, evaluate_split, is_classification
-from experiments.metrics import check_metric, read_rows
+from experiments.metrics import check_metric
+from experiments.ranks import Ranks, counted
 from experiments.signals import Deferred, Interrupted, signals_deferred
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from experiments.build import Parts, Splits
-    from experiments.journal import Journal
+    from experiments.journal import Silent
     from experiments.schema import Config
 
 MIB = 2**20
@@ -41,9 +42,10 @@ class Run:
     splits: Splits
     device: torch.device
     folder: Path
-    journal: Journal
+    journal: Silent
     step: int = 0
     skipped: int = 0  # tasks left out since metrics were last written
+    ranks: Ranks = field(default_factory=Ranks)
     seconds: float = field(default=0.0, init=False)
     untimed: int = field(default=0, init=False)
     signal: Deferred = field(default_factory=Deferred, init=False)
@@ -55,13 +57,12 @@ def train(run: Run) -> None:
     tracked = min(config.memory.outer_steps, config.iterations) if config.memory.enabled else 0
     if run.step == 0:
         run.journal.write(0, _validate(run), {})
-    check_metric(config.metric, read_rows(run.folder / "metrics.jsonl"))
+    check_metric(config.metric, run.journal.rows())
     with logging_redirect_tqdm(), _progress(run) as bar, signals_deferred() as run.signal:
         if run.step < tracked:
             with mg.MemoryTracker(run.device) as tracker:
                 _advance(run, bar, until=tracked, tracker=tracker)
-            memory.write(run.folder, tracker)
-            run.journal.mirror.table("memory/phases", memory.read(run.folder))
+            run.journal.memory(tracker)
         _advance(run, bar, until=config.iterations, tracker=None)
 
 
@@ -70,9 +71,10 @@ def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Bat
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
             source = run.parts.generator
-            batch = run.splits.train.sample(run.config.meta_batch, generator=source).to(device=run.device)
+            batch = run.ranks.share(run.splits.train.sample(run.config.meta_batch, generator=source))
+            batch = batch.to(device=run.device)
         try:
-            out = outer.step(run.parts, batch, partial(_phase, tracker))
+            out = outer.step(run.parts, batch, partial(_phase, tracker), run.ranks)
         except FloatingPointError as error:
             raise FloatingPointError(f"Iteration {run.step}: {error}") from error
     run.parts.schedule.step()
@@ -100,10 +102,10 @@ def named(group: str, intervals: dict[str, Interval]) -> dict[str, float]:
 def _advance(run: Run, bar: tqdm[Any], *, until: int, tracker: mg.MemoryTracker | None) -> None:
     while run.step < until:
         _iterate(run, bar, tracker)
-        if run.signal.number is not None:
+        if number := run.ranks.largest(run.signal.number or 0):
             _save(run)
             at = f"after {run.step} of {run.config.iterations} iterations"
-            raise Interrupted(run.signal.number, at=at)
+            raise Interrupted(number, at=at)
         if _due(run, run.config.checkpoint.every):
             _save(run)
 
@@ -140,20 +142,20 @@ def _record(
 
 
 def _save(run: Run) -> None:
-    run.journal.sync()
-    file, config = run.folder / checkpoint.FILE, plain(run.config)
-    checkpoint.save(file, run.parts, step=run.step, config=config, skipped=run.skipped)
+    random, skipped = run.ranks.gathered(checkpoint.random_state()), run.ranks.total(run.skipped)
+    run.journal.save(run.parts, step=run.step, config=plain(run.config), skipped=skipped, random=random)
 
 
 def _train_metrics(run: Run, batch: mg.tasks.Batch, out: mg.meta.MetaOutput) -> dict[str, float]:
-    metrics = {"train/query_loss": out.loss.item()}
+    means = {"train/query_loss": out.loss.item()}
     kept = ~out.skipped
     if is_classification(batch.query.y):
-        metrics["train/accuracy(%)"] = accuracies(out.query_outputs[kept], batch.query.y[kept]).mean().item()
+        means["train/accuracy(%)"] = accuracies(out.query_outputs[kept], batch.query.y[kept]).mean().item()
     if out.support_losses.shape[1]:
-        metrics["train/support_loss"] = out.support_losses[kept, 0].mean().item()
+        means["train/support_loss"] = out.support_losses[kept, 0].mean().item()
+    metrics = run.ranks.mean(means, weight=counted(out))
     if run.config.algorithm.nonfinite == "skip":
-        metrics["train/skipped(tasks)"] = run.skipped
+        metrics["train/skipped(tasks)"] = run.ranks.total(run.skipped)
         run.skipped = 0
     metrics["optimizer/lr"] = float(run.parts.optimizer.param_groups[0]["lr"])
     return metrics
@@ -171,7 +173,13 @@ def _validate(run: Run) -> dict[str, float]:
 
 
 def _progress(run: Run) -> tqdm[Any]:
-    return tqdm(total=run.config.iterations, initial=run.step, unit="step", disable=None, dynamic_ncols=True)
+    return tqdm(
+        total=run.config.iterations,
+        initial=run.step,
+        unit="step",
+        disable=run.ranks.hides,
+        dynamic_ncols=True,
+    )
 
 
 def _postfix(metrics: dict[str, float], costs: dict[str, float]) -> dict[str, str]:

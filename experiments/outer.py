@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from experiments.ranks import Ranks, counted
+
 if TYPE_CHECKING:
     from experiments.build import Parts
     from metagrad.meta import MetaOutput
@@ -26,15 +28,23 @@ def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
     return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
-def step(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
-    """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it."""
+def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput:
+    """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it.
+
+    Of several processes each has a share of the batch, and all move by the gradient of the whole.
+    """
     if parts.takes_closure:
         return _step_by_closure(parts, batch, phase)
     parts.optimizer.zero_grad(set_to_none=True)
     out = parts.algorithm(batch)
+    ranks = ranks or Ranks()
+    weight = (
+        1 if ranks.size == 1 else counted(out)
+    )  # before the backward pass, which may mark more tasks as skipped
     with phase("backward"):
         # An optimizer that uses curvature takes it while the graph of the loss is there.
         getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
+        ranks.average(parts.module, weight)
     with phase("optimizer"):
         parts.optimizer.step()
     return out

@@ -16,10 +16,10 @@ from metagrad import info
 FILE = "provenance.json"
 
 
-def write(folder: Path, *, seed: int, resumed: dict[str, Any] | None = None) -> None:
+def write(folder: Path, *, seed: int, processes: int = 1, resumed: dict[str, Any] | None = None) -> None:
     """Write `provenance.json`; a resumed run appends itself to the file of the run it continues."""
     path = folder / FILE
-    record = start(seed)
+    record = start(seed, processes)
     if resumed is not None:
         origin = json.loads(path.read_text()) if path.exists() else dict(record)
         origin.setdefault("resumed", []).append({**resumed, **record})
@@ -27,12 +27,13 @@ def write(folder: Path, *, seed: int, resumed: dict[str, Any] | None = None) -> 
     write_text(path, json.dumps(record, indent=2) + "\n")
 
 
-def start(seed: int) -> dict[str, Any]:
-    """Return what is known of a run when it starts."""
+def start(seed: int, processes: int = 1) -> dict[str, Any]:
+    """Return what is known of a run, of as many processes, when it starts."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "seed": seed,
+        "processes": processes,
         "git": git(Path(__file__).parent),
         **asdict(info.collect()),
     }

@@ -51,7 +51,7 @@ def command_line(arguments: list[str]) -> list[str]:
     if not overrides.is_file():
         raise ValueError(f"resume: {folder} is not a run folder: it has no .hydra/overrides.yaml.")
     saved = yaml.safe_load(overrides.read_text()) or []
-    place = [f"hydra.run.dir={_quoted(folder)}", "hydra.output_subdir=.hydra_resumed"]
+    place = [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=.hydra_resumed"]
     first = next(i for i, argument in enumerate(arguments) if _is_override(argument))
     return [*arguments[:first], *saved, *arguments[first:], *place]
 
@@ -90,6 +90,7 @@ def _is_override(argument: str) -> bool:
     return "=" in argument and not argument.startswith("-")
 
 
-def _quoted(path: Path) -> str:
+def quoted(path: Path) -> str:
+    """Return a path as Hydra reads it on the command line."""
     escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -1,4 +1,4 @@
-"""Signals that end a run: Ctrl-C, SIGTERM (a cluster's, `kill`) and SIGHUP (a terminal that closes)."""
+"""Signals that end a run: Ctrl-C, SIGTERM and SIGUSR1 (a cluster's, `kill`) and SIGHUP (a terminal that closes)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
 
 
 class Interrupted(KeyboardInterrupt):

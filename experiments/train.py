@@ -16,7 +16,9 @@ Everything a run leaves behind is in its folder, `outputs/DATE/TIME` or `multiru
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,24 +26,27 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from experiments import checkpoint, memory, provenance, result, resume
+from experiments import checkpoint, memory, provenance, ranks, result, resume
 from experiments.build import build_parts, build_splits, device
 from experiments.config import plain, register, typed
 from experiments.fit import check_fit, preflight
 from experiments.job import claimed, failures_reported, launch, seed_everything
-from experiments.journal import Journal
+from experiments.journal import Journal, Silent
 from experiments.loop import Run, train
-from experiments.metrics import last_values, read_rows, value_of
+from experiments.metrics import last_values, value_of
 from experiments.mirrors.opening import open_mirror
 from experiments.plots.adaptation import adaptation
 from experiments.plots.learning import learning_curve
 from experiments.plots.memory import memory_plot
 from experiments.schema import Config
+from experiments.signals import signals_raised
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from omegaconf import DictConfig
 
-    from experiments.mirrors.mirror import Mirror
+    from experiments.ranks import Ranks
 
 log = logging.getLogger("experiments.train")
 register()
@@ -53,7 +58,7 @@ def main() -> None:
 
 
 def _resumed_or_new() -> None:
-    sys.argv[1:] = resume.command_line(sys.argv[1:])
+    sys.argv[1:] = ranks.command_line(sys.argv[1:])
     program()
 
 
@@ -67,43 +72,59 @@ def program(config: DictConfig) -> float:
 
 def run_job(config: Config, folder: Path) -> float:
     """Train, test, plot and report one run in its folder; return its `config.metric`."""
+    with ranks.joined(uses_cuda=device(config).type == "cuda") as here:
+        return _run_job(config, folder, here)
+
+
+def _run_job(config: Config, folder: Path, here: Ranks) -> float:
     config.resume = resume.settled(config.resume, folder)
     seed_everything(config.seed, config.threads, anomaly=config.anomaly)
     splits, parts = build_splits(config), build_parts(config)
+    here.check(config, parts)
     check_fit("train", parts, lambda: splits.train.sample(1).to(device=device(config)))
     if config.preflight:
         draw = lambda: splits.train.sample(config.meta_batch).to(device=device(config))  # noqa: E731
         log.info("%s", preflight(parts, draw))
     state = None if config.resume is None else checkpoint.load(resume.checkpoint_file(config.resume))
-    step = 0 if state is None else checkpoint.restore(state, parts, plain(config))
+    here.seed(config.seed)
+    step = 0 if state is None else checkpoint.restore(state, parts, plain(config), here.rank)
+    skipped = 0 if state is None or not here.is_first else state.get("skipped", 0)
+    with _journal(config, folder, step, here) as journal:
+        run = Run(config, parts, splits, device(config), folder, journal, step, skipped, here)
+        train(run)
+        outcome = result.judge(run)
+        return finish(run, outcome) if here.is_first else math.nan
+
+
+@contextlib.contextmanager
+def _journal(config: Config, folder: Path, step: int, here: Ranks) -> Iterator[Silent]:
+    """Claim the folder and open what the first process writes to; the others write nothing."""
+    if not here.is_first:
+        with signals_raised():
+            yield Silent()
+        return
+    resumed_at = None if config.resume is None else step
     with claimed(
         folder, is_resumed=resume.is_in_place(config.resume, folder), how_to_go_on=resume.how_to(folder)
     ):
-        _begin(config, folder, step)
+        _begin(config, folder, step, here)
         with (
-            open_mirror(
-                config.logger, folder, plain(config), resumed_at=None if state is None else step
-            ) as mirror,
+            open_mirror(config.logger, folder, plain(config), resumed_at=resumed_at) as mirror,
             Journal(folder, mirror, until=step) as journal,
         ):
-            skipped = 0 if state is None else state.get("skipped", 0)
-            run = Run(config, parts, splits, device(config), folder, journal, step, skipped)
-            train(run)
-            outcome = finish(run, mirror)
-    means = {name: value["mean"] for name, value in outcome["metrics"].items()}
-    return value_of(config.metric, {**last_values(read_rows(folder / "metrics.jsonl")), **means})
+            yield journal
 
 
-def finish(run: Run, mirror: Mirror) -> dict[str, Any]:
-    """Test, plot and report; return the result."""
-    outcome = result.judge(run)
+def finish(run: Run, outcome: dict[str, Any]) -> float:
+    """Write the result, plot and report; return the metric of the run."""
     result.write(run.folder, outcome)
-    files = draw(run)
-    mirror.summarise({name: value["mean"] for name, value in outcome["metrics"].items()})
+    files, mirror = draw(run), run.journal.mirror
+    means = {name: value["mean"] for name, value in outcome["metrics"].items()}
+    mirror.summarise(means)
     mirror.summarise({"protocol": outcome["protocol"]})
     mirror.images(files)
     log.info("%s", report(run.folder, outcome, files))
-    return outcome
+    return value_of(run.config.metric, {**last_values(run.journal.rows()), **means})
 
 
 def report(folder: Path, outcome: dict[str, Any], files: list[Path]) -> str:
@@ -126,16 +147,17 @@ def draw(run: Run) -> list[Path]:
     return [*files, memory_plot(run.folder)] if memory.read(run.folder) else files
 
 
-def _begin(config: Config, folder: Path, step: int) -> None:
+def _begin(config: Config, folder: Path, step: int, here: Ranks) -> None:
     """Write down where a run comes from; what it continues keeps its metrics up to there."""
     if config.resume is None:
-        provenance.write(folder, seed=config.seed)
+        provenance.write(folder, seed=config.seed, processes=here.size)
         return
     file = resume.checkpoint_file(config.resume)
     if step < config.iterations:
         result.set_aside(folder)
     resume.copy_history(file, folder)
-    provenance.write(folder, seed=config.seed, resumed={"from": str(file), "step": step})
+    resumed = {"from": str(file), "step": step}
+    provenance.write(folder, seed=config.seed, processes=here.size, resumed=resumed)
     log.info("Continuing %s at step %d.", file, step)
 
 

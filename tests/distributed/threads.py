@@ -5,7 +5,16 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+
+
+def group_of(store, rank, size):
+    group, kind = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+    gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    group._set_default_backend(kind)
+    return group
 
 
 def in_threads(size, function):
@@ -14,8 +23,7 @@ def in_threads(size, function):
 
     def work(rank):
         try:
-            group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-            results[rank] = function(group)
+            results[rank] = function(group_of(store, rank, size))
         except BaseException as error:
             errors.append(error)
 

@@ -1,0 +1,20 @@
+"""A process that does nothing but save: it imports little, so that one after the other is started and killed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from experiments import checkpoint
+
+
+def save_for_ever(path, last):
+    linear = torch.nn.Linear(
+        300, 300
+    )  # in the place of an optimizer too, whose first use imports the compiler
+    parts = SimpleNamespace(module=linear, optimizer=linear, schedule=linear, generator=torch.Generator())
+    for step in range(10**6):
+        torch.nn.init.constant_(linear.weight, step)
+        checkpoint.save(path, parts, step=step, config={"values": list(range(1000))})
+        last.value = step

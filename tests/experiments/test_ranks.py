@@ -1,0 +1,351 @@
+"""Several processes of one run compute what one does, and survive what ends one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import metagrad as mg
+from experiments import checkpoint, ranks, resume
+from experiments.build import build_parts, generator
+from experiments.config import plain
+from experiments.evaluate import evaluate
+from experiments.metrics import read_rows
+from experiments.ranks import SILENT, Ranks
+from experiments.train import run_job
+from tests.distributed.threads import in_threads
+from tests.experiments.conftest import REPOSITORY
+from tests.experiments.saving import save_for_ever
+
+SETTINGS = [
+    "debug=fast",
+    "logger=none",
+    "device=cpu",
+    "iterations=60",
+    "meta_batch=5",
+    "evaluate.every=20",
+    "evaluate.chunk=4",
+    "evaluate.validation_tasks=5",
+    "evaluate.tasks=7",
+    "checkpoint.every=8",
+    "algorithm.inner.momentum=0.5",
+]
+
+
+# The command line
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Return a function that sets the variables of torchrun, and the working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def launch(rank=0, size=2, run_id="none", restarts=0):
+        variables = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_ADDR": "localhost",
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return launch
+
+
+def run_folder(path):
+    (path / "checkpoints").mkdir(parents=True)
+    (path / checkpoint.FILE).touch()
+    (path / ".hydra").mkdir()
+    (path / ".hydra" / "overrides.yaml").write_text("- seed=3\n")
+    return path
+
+
+def test_one_process_has_the_command_line_that_it_was_given():
+    assert ranks.command_line(["seed=1", "-m"]) == ["seed=1", "-m"]
+
+
+def test_processes_have_one_folder_and_the_first_alone_writes(launched):
+    launched(run_id="abc")
+    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir='outputs/abc'"]
+    launched(rank=1, run_id="abc")
+    assert ranks.command_line(["seed=1"]) == ["seed=1", "hydra.run.dir='outputs/abc'", *SILENT]
+    assert ranks.command_line(["hydra.run.dir=x"]) == ["hydra.run.dir=x", *SILENT]
+    assert ranks.command_line(["resume=x.pt"]) == ["resume=x.pt", "hydra.run.dir='outputs/abc'", *SILENT]
+
+
+@pytest.mark.parametrize("given", [[], ["hydra.run.dir=outputs/${now:%H}"]])
+def test_processes_without_a_folder_in_common_are_refused(launched, given):
+    launched(run_id="none" if not given else "abc")
+    with pytest.raises(ValueError, match=r"must write to one folder. Start them by torchrun --standalone"):
+        ranks.command_line(given)
+
+
+def test_several_processes_take_no_sweep(launched):
+    launched(run_id="abc")
+    with pytest.raises(ValueError, match="several processes compute one run; leave out -m"):
+        ranks.command_line(["-m", "seed=0,1"])
+
+
+@pytest.mark.parametrize("given", [[], ["hydra.run.dir=outputs/abc"], ["resume=x.pt"]])
+def test_processes_that_are_started_again_go_on_from_the_checkpoint(launched, tmp_path, given):
+    launched(run_id="abc", restarts=1)
+    assert resume.AUTO not in " ".join(ranks.command_line(given))  # there is none yet: from the beginning
+    run_folder(tmp_path / "outputs" / "abc")
+    completed = ranks.command_line([*given, "seed=4"])
+    assert completed[-1] == "resume=auto"
+    assert [a.replace("'", "") for a in completed if "hydra" in a] == ["hydra.run.dir=outputs/abc"]
+    assert "resume=x.pt" not in completed
+
+
+def test_processes_that_resume_a_folder_do_so_again(launched, tmp_path):
+    launched(run_id="abc", restarts=1)
+    run_folder(tmp_path / "run")
+    completed = ranks.command_line(["resume=run"])
+    assert completed == ["seed=3", "resume=run", "hydra.run.dir='run'", "hydra.output_subdir=.hydra_resumed"]
+
+
+# What processes exchange, in threads
+
+
+def test_one_process_alone_exchanges_nothing():
+    alone, batch = Ranks(), mg.tasks.Sinusoid().sample(3)
+    assert alone.is_first
+    assert alone.share(batch) is batch
+    assert alone.mean({"a": 0.1}, weight=0) == {"a": 0.1}
+    assert (alone.total(3), alone.largest(2), alone.gathered("x")) == (3, 2, ["x"])
+
+
+def test_means_are_over_all_tasks_and_a_process_without_any_does_not_count():
+    def process(group):
+        own = Ranks(group)
+        weight = [1, 3, 0][own.rank]
+        value = float("nan") if own.rank == 2 else float(own.rank)
+        return (
+            own.mean({"loss": value}, weight),
+            own.total(weight),
+            own.largest(own.rank),
+            own.gathered(own.rank),
+        )
+
+    assert in_threads(3, process) == [({"loss": 0.75}, 4, 2, [0, 1, 2])] * 3
+
+
+def test_evaluation_of_shares_is_that_of_all_tasks_in_their_order(composed):
+    config = composed("device=cpu")
+    tasks = mg.tasks.Sinusoid(shots=4, queries=3)
+    settings = {"num_tasks": 7, "steps": 2, "chunk": 3, "device": torch.device("cpu")}
+
+    parts = [build_parts(config) for _ in range(2)]
+    parts[1].module.load_state_dict(parts[0].module.state_dict())
+
+    def judged(own):
+        return evaluate(
+            parts[own.rank].algorithm, tasks, generator=generator(0, "test"), ranks=own, **settings
+        )
+
+    expected, found = judged(Ranks()), in_threads(2, lambda group: judged(Ranks(group)))
+    assert found[0] == found[1]
+    for name, interval in expected.items():
+        assert found[0][name] == pytest.approx(interval, rel=1e-5)
+
+
+def test_a_process_that_has_ended_is_told_in_a_sentence():
+    def process(group):
+        if group.rank() == 0:
+            Ranks(group).largest(0)
+
+    with pytest.raises(ConnectionError, match="Another process of this run has ended"):
+        in_threads(2, process)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["meta_batch=1"], "meta_batch=1 leaves some of 2 processes without a task"),
+        (["optimizer=newton_cg"], "NewtonCG takes derivatives of the loss of the whole meta-batch"),
+        (["optimizer=adahessian"], "AdaHessian takes derivatives of the loss of the whole meta-batch"),
+    ],
+)
+def test_what_several_processes_cannot_compute_is_refused(composed, overrides, message):
+    config = composed("device=cpu", *overrides)
+    parts = build_parts(config)
+    Ranks().check(config, parts)
+    with pytest.raises(ValueError, match=message):
+        in_threads(2, lambda group: Ranks(group).check(config, parts))
+
+
+def test_processes_draw_different_random_numbers_and_find_them_again(composed, tmp_path):
+    config, path = composed("device=cpu"), tmp_path / "last.pt"
+    parts = build_parts(config)
+    states = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        in_threads(rank + 1, lambda group, rank=rank: Ranks(group).seed(7) if group.rank() == rank else None)
+        states.append(checkpoint.random_state())
+    checkpoint.save(path, parts, step=3, config=plain(config), random=states)
+    drawn = []
+    for rank in range(3):  # the last one was not there when the state was saved
+        torch.manual_seed(1)
+        assert checkpoint.restore(checkpoint.load(path), parts, plain(config), rank) == 3
+        drawn.append(torch.rand(1).item())
+    assert len(set(drawn)) == 3
+
+
+# Processes
+
+
+def torchrun(*arguments, size, cwd, restarts=0):
+    """Start processes; each error of theirs and of torchrun's is in its stderr."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    options = ["--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "experiments.train"]
+    return subprocess.Popen(
+        [*command, *SETTINGS, *arguments],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def completed(process):
+    _, errors = process.communicate(timeout=300)
+    return process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of a run of two processes that nothing interrupts."""
+    cwd = tmp_path_factory.mktemp("whole")
+    code, errors = completed(torchrun("hydra.run.dir=run", size=2, cwd=cwd))
+    assert code == 0, errors
+    return cwd / "run"
+
+
+def running(cwd, *arguments, rows=25, **options):
+    """Start processes and wait until they have written some rows."""
+    process, metrics = (
+        torchrun("hydra.run.dir=run", *arguments, cwd=cwd, **options),
+        cwd / "run" / "metrics.jsonl",
+    )
+    while len(read_rows(metrics)) < rows and process.poll() is None:
+        time.sleep(0.01)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def workers(process):
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in found if b"experiments.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def same_outcome(one, other):
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    assert (one / "result.json").read_bytes() == (other / "result.json").read_bytes()
+
+
+def assert_close(one, other):
+    for a, b in zip(read_rows(one / "metrics.jsonl"), read_rows(other / "metrics.jsonl"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (one, other)]
+    for name, interval in results[0].pop("metrics").items():
+        assert interval == pytest.approx(results[1]["metrics"][name], rel=1e-4)
+    assert results[0].items() <= results[1].items()
+
+
+@pytest.mark.slow
+def test_two_processes_and_three_compute_what_one_does(composed, whole, tmp_path):
+    with_plots = {
+        "plots/learning_curve.png",
+        "plots/adaptation.png",
+        "plots/memory.png",
+        "train.log",
+        "memory.txt",
+    }
+    assert all((whole / name).exists() for name in with_plots)
+    assert json.loads((whole / "provenance.json").read_text())["processes"] == 2
+    code, errors = completed(torchrun("hydra.run.dir=run", size=3, cwd=tmp_path))
+    assert code == 0, errors
+    (tmp_path / "one").mkdir()
+    threads = torch.get_num_threads()
+    run_job(composed(*SETTINGS, "threads=1"), tmp_path / "one")
+    torch.set_num_threads(threads)
+    assert_close(whole, tmp_path / "one")
+    assert_close(tmp_path / "run", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_run_in_seconds_with_a_message(tmp_path, victim):
+    process = running(tmp_path, size=2)
+    os.kill(sorted(workers(process))[victim], signal.SIGKILL)
+    start = time.monotonic()
+    code, errors = completed(process)
+    assert code != 0
+    assert time.monotonic() - start < 25
+    assert "Another process of this run has ended" in errors
+    assert "-9" in errors  # torchrun's: which one, and by what
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_processes_are_started_again_and_go_on_bit_for_bit(whole, tmp_path, victim):
+    process = running(tmp_path, size=2, restarts=1)
+    os.kill(sorted(workers(process))[victim], signal.SIGKILL)
+    code, errors = completed(process)
+    assert code == 0, errors
+    same_outcome(tmp_path / "run", whole)
+    resumed = json.loads((tmp_path / "run" / "provenance.json").read_text())["resumed"]
+    assert [entry["step"] % 8 for entry in resumed] == [0]
+    assert not (tmp_path / "run" / "failure.txt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_saves_and_another_number_of_processes_goes_on(whole, tmp_path, size):
+    process = running(tmp_path, "checkpoint.every=1000", size=2)
+    process.send_signal(signal.SIGTERM)
+    code, errors = completed(process)
+    assert code != 0
+    assert "Interrupted by SIGTERM after" in errors
+    step = checkpoint.load(tmp_path / "run" / checkpoint.FILE)["step"]
+    assert 20 < step < 60
+    code, errors = completed(torchrun("resume=run", size=size, cwd=tmp_path))
+    assert code == 0, errors
+    if size == 2:
+        same_outcome(tmp_path / "run", whole)
+    else:
+        assert_close(tmp_path / "run", whole)
+
+
+# Checkpoints under SIGKILL
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_whole_whenever_its_process_is_killed(forks, tmp_path):
+    chance = random.Random(0)
+    for attempt in range(20):
+        path, saved = tmp_path / str(attempt) / "last.pt", forks.Value("i", -1)
+        process = forks.Process(target=save_for_ever, args=(path, saved))
+        process.start()
+        while saved.value < 0:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        state = checkpoint.load(path)
+        assert state["step"] in (saved.value, saved.value + 1)
+        assert torch.equal(state["model"]["weight"], torch.full((300, 300), float(state["step"])))
