@@ -1,0 +1,221 @@
+"""Watch runs: `python -m experiments.watch FOLDER [--metric NAME] [--every SECONDS] [--html FILE] [--once]`.
+
+Shows every run below a folder, running, finished or failed: its step, the time left, the last value of a metric and
+its curve, in the terminal again and again until Ctrl-C, or on one page that reloads itself in a browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import html
+import itertools
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from experiments import result
+from experiments.files import write_text
+from experiments.job import FAILURE, launch
+from experiments.metrics import read_rows, series
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 40
+TIME = "time/outer_step(ms)"
+CLEAR = "\x1b[H\x1b[J"
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; }
+th, td { border-bottom: 1px solid light-dark(#ddd, #444); padding: .4rem 1rem .4rem 0; text-align: left; }
+td { white-space: nowrap; }
+svg { display: block; }
+polyline { fill: none; stroke: light-dark(#0a58a6, #7db8f0); stroke-width: 1.5; }
+"""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What is shown of a run.
+
+    Attributes:
+        name: Its folder.
+        state: Running, stopped, finished, or why it failed.
+        step: How far it is.
+        iterations: How far it goes; None where the folder does not say.
+        seconds_left: By the time of its last steps; None of a run that does not run.
+        metric: What the curve is of.
+        curve: Steps and values.
+    """
+
+    name: str
+    state: str
+    step: int
+    iterations: int | None
+    seconds_left: float | None
+    metric: str
+    curve: tuple[list[int], list[float]]
+
+    def cells(self) -> list[str]:
+        """Return name, state, progress, time left, and the metric with its last value."""
+        of = "" if self.iterations is None else f" / {self.iterations}"
+        left = "" if self.seconds_left is None else f"{tqdm.format_interval(self.seconds_left)} left"
+        last = f"{self.metric} {self.curve[1][-1]:.4g}" if self.curve[1] else "no metric yet"
+        return [self.name, self.state, f"{self.step}{of}", left, last]
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="experiments.watch", description="Watch the curves of runs.")
+    parser.add_argument("folder", type=Path, help="a run folder, or one with run folders below it")
+    parser.add_argument("--metric", default="", help="what is drawn (the first that is validated)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks (5)")
+    parser.add_argument("--html", type=Path, help="write a page for a browser, not the terminal")
+    parser.add_argument("--once", action="store_true", help="look once")
+    arguments = parser.parse_args()
+    launch(partial(watch, **vars(arguments)))
+
+
+def watch(folder: Path, metric: str, every: float, html: Path | None, once: bool) -> None:
+    """Show all runs, again and again.
+
+    Raises:
+        ValueError: There is no run, or none has the metric.
+    """
+    while True:
+        runs = [look(run, folder, metric) for run in runs_below(folder)]
+        if metric and not any(run.curve[1] for run in runs):
+            raise ValueError(f"watch: no run below {folder} has the metric {metric}.")
+        if html is None:
+            sys.stdout.write(f"{CLEAR if sys.stdout.isatty() else ''}{table(runs)}\n")
+            sys.stdout.flush()
+        else:
+            write_text(html, page(runs, folder, every))
+        if once:
+            return
+        time.sleep(every)
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the folders that have metrics, a folder itself included.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = sorted(file.parent for file in folder.rglob("metrics.jsonl"))
+    if not found:
+        raise ValueError(f"watch: {folder} has no run in it or below it: expected a metrics.jsonl.")
+    return found
+
+
+def look(folder: Path, root: Path, metric: str) -> Watched:
+    """Read a run, whatever state it is in."""
+    rows, costs = read_rows(folder / "metrics.jsonl"), read_rows(folder / "costs.jsonl")
+    step, iterations, state = rows[-1]["step"] if rows else 0, _iterations(folder), _state(folder)
+    times = series(costs, TIME)[1][-10:]
+    runs_on = state == "running" and iterations is not None and times
+    left = (iterations - step) * statistics.median(times) / 1000 if runs_on else None  # type: ignore[reportOptionalOperand]
+    name = metric or _first_metric(rows)
+    shown = str(folder.relative_to(root)) if folder != root else folder.name
+    return Watched(shown, state, step, iterations, left, name, series(rows, name))
+
+
+def table(runs: list[Watched]) -> str:
+    """Return a line for each run: what it is, and its curve."""
+    cells = [run.cells() for run in runs]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=True)), sparkline(run.curve[1])]).rstrip()
+        for row, run in zip(cells, runs, strict=True)
+    )
+
+
+def sparkline(values: list[float], width: int = WIDTH) -> str:
+    """Draw values with one character for each, or for the mean of neighbours where there are more than fit.
+
+    What is not finite is drawn as a question mark.
+    """
+    count = min(width, len(values))
+    bounds = [round(i * len(values) / count) for i in range(count + 1)] if count else []
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
+    finite = [value for value in means if abs(value) < float("inf")]
+    low, span = (min(finite), max(finite) - min(finite)) if finite else (0.0, 0.0)
+    return "".join(
+        BLOCKS[round((value - low) / (span or 1.0) * (len(BLOCKS) - 1))] if abs(value) < float("inf") else "?"
+        for value in means
+    )
+
+
+def page(runs: list[Watched], folder: Path, every: float) -> str:
+    """Return a page that reloads itself."""
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in run.cells())}<td>{_curve(*run.curve)}</td></tr>"
+        for run in runs
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{every:g}">'
+        f"<title>metagrad: {html.escape(folder.name)}</title><style>{STYLE}</style></head><body>"
+        f"<h1>{html.escape(str(folder))}</h1><div class=table><table>{rows}</table></div></body></html>\n"
+    )
+
+
+def _curve(steps: list[int], values: list[float], width: int = 320, height: int = 60) -> str:
+    """Return the finite values as a drawing, with the range beside it."""
+    points = [(step, value) for step, value in zip(steps, values, strict=True) if abs(value) < float("inf")]
+    if not points:
+        return ""
+    (first, last), low, high = (points[0][0], points[-1][0]), *(f(v for _, v in points) for f in (min, max))
+    drawn = " ".join(
+        f"{width * (step - first) / ((last - first) or 1):.1f},"
+        f"{2 + (height - 4) * (high - value) / ((high - low) or 1):.1f}"
+        for step, value in points
+    )
+    return (
+        f'<svg width="{width}" height="{height}" role="img" aria-label="from {low:.4g} to {high:.4g}">'
+        f'<title>{low:.4g} to {high:.4g}</title><polyline points="{drawn}"/></svg>'
+    )
+
+
+def _first_metric(rows: list[dict[str, float]]) -> str:
+    """Return what is drawn where nobody says: a validation metric after adaptation, else the first there is."""
+    names = [name for row in rows for name in row if name != "step" and "_ci95" not in name]
+    validated = [name for name in names if name.startswith("validation/") and "_before" not in name]
+    return next(iter([*validated, *names]), "")
+
+
+def _iterations(folder: Path) -> int | None:
+    file = folder / ".hydra" / "config.yaml"
+    return yaml.safe_load(file.read_text()).get("iterations") if file.is_file() else None
+
+
+def _state(folder: Path) -> str:
+    if (folder / FAILURE).exists():
+        return (folder / FAILURE).read_text().strip().partition("\n")[0] or "failed"
+    if (folder / result.FILE).exists():
+        return "finished"
+    return "running" if _is_locked(folder) else "stopped"
+
+
+def _is_locked(folder: Path) -> bool:
+    """Say whether a process writes to a folder, which it holds the lock of."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+if __name__ == "__main__":
+    main()
