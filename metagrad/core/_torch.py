@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._functorch.utils
 import torch._subclasses.fake_tensor
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -43,6 +44,9 @@ is_legacy_batched = _C._functorch.is_legacy_batchedtensor
 
 get_unwrapped = _C._functorch.get_unwrapped
 """The tensor that a wrapper wraps: the same one transform further out."""
+
+unwrap_dead_wrappers = torch._functorch.utils.unwrap_dead_wrappers
+"""Arguments without the wrappers of transforms that have ended; a Function is applied to nothing else."""
 
 get_interpreter_stack = _C._functorch.get_interpreter_stack
 """The active transforms, the outermost first."""

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from metagrad.core import _torch
 from metagrad.sparse.kernels.accumulation import index_sum
-from metagrad.sparse.kernels.tangents import nestable
+from metagrad.sparse.kernels.tangents import Kernel, nestable
 from metagrad.sparse.statistics import count_densified
 
 R = TypeVar("R", bound="Rows")
@@ -267,7 +267,7 @@ def gather_rows(
     Returns:
         ``[*ids.shape, D...]``.
     """
-    return _GatherRows.apply(table, ids, row_ndim, unique, holes)
+    return _GatherRows.apply(table, ids, Places(), row_ndim, unique, holes)
 
 
 def scatter_rows(
@@ -282,66 +282,88 @@ def scatter_rows(
         unique: ``ids`` is 1-d, ascending and without duplicates.
         holes: ``ids`` may hold :data:`HOLE`.
     """
-    return _ScatterRows.apply(source, ids, tuple(shape), unique, holes)
+    return _ScatterRows.apply(source, ids, Places(), tuple(shape), unique, holes)
 
 
-class _GatherRows(torch.autograd.Function):
+class Places:
+    """Where the ids of a lookup are among its rows: checked and found once, for derivatives of every order."""
+
+    _is_checked = False
+    _distinct: tuple[Tensor, Tensor] | None = None  # the rows, and the place of each id among them
+
+    def check(self, ids: Tensor, row_shape: Sequence[int], holes: bool) -> None:
+        """Raise if an id is out of range."""
+        if not self._is_checked:
+            check_range("embedding(ids, table): ids", ids, row_shape, holes)
+            self._is_checked = True
+
+    def look_up(self, table: Rows, ids: Tensor) -> Tensor:
+        """Gather rows ``[N]``, kept or not, below the tape."""
+        if self._distinct is not None and self._distinct[0] is table._kept.rows:
+            return table._kept.values.index_select(0, self._distinct[1])
+        return look_up(table, ids)
+
+    def summed(self, ids: Tensor, source: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
+        """Return the rows there are, and the sum of the vectors of each, ``[R, D...]``."""
+        rows, place = self._distinct = self._distinct or torch.unique(ids, return_inverse=True)
+        values = index_sum(source, place, len(rows)).to(source.dtype)
+        if holes and len(rows) and rows[0] == HOLE:
+            return rows[1:], values[1:]
+        return rows, values
+
+
+class _GatherRows(Kernel):
     @staticmethod
-    def forward(table, ids, row_ndim, unique, holes):
+    def forward(table, ids, places, row_ndim, unique, holes):
         with _torch.without_torch_function():
+            if isinstance(table, Rows) and ids is table.rows:
+                return table._kept.values.detach()
             flat = ids.reshape(-1)
-            check_range("embedding(ids, table): ids", flat, table.shape[:row_ndim], holes)
-            if isinstance(table, Rows):
-                found = table._kept.values.detach() if ids is table.rows else look_up(table, flat)
-            else:
-                found = take(table, flat, row_ndim, holes)
+            places.check(flat, table.shape[:row_ndim], holes)
+            found = (
+                places.look_up(table, flat) if isinstance(table, Rows) else take(table, flat, row_ndim, holes)
+            )
             return found.view(*ids.shape, *found.shape[1:])
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        table, ids, *ctx.how = inputs
+        table, ids, ctx.places, *ctx.how = inputs
         ctx.shape = tuple(table.shape)
         ctx.save_for_backward(ids)
         ctx.save_for_forward(ids)
 
     @staticmethod
     def backward(ctx, cotangent):
-        _, unique, holes = ctx.how
-        return (
-            _ScatterRows.apply(cotangent, *ctx.saved_tensors, ctx.shape, unique, holes),
-            None,
-            None,
-            None,
-            None,
-        )
+        _, *how = ctx.how
+        source = _ScatterRows.apply(cotangent, *ctx.saved_tensors, ctx.places, ctx.shape, *how)
+        return source, None, None, None, None, None
 
     @staticmethod
     @nestable
     def jvp(ctx, tangent, *_):
-        return _GatherRows.apply(tangent, *ctx.saved_tensors, *ctx.how)
+        return _GatherRows.apply(tangent, *ctx.saved_tensors, ctx.places, *ctx.how)
 
     @staticmethod
-    def vmap(info, in_dims, table, ids, row_ndim, unique, holes):
+    def vmap(info, in_dims, table, ids, places, row_ndim, unique, holes):
         if in_dims[0] is None:
-            return _GatherRows.apply(table, ids.movedim(in_dims[1], 0), row_ndim, False, holes), 0
+            return gather_rows(table, ids.movedim(in_dims[1], 0), row_ndim, holes=holes), 0
         table = _batched(table, in_dims[0], info.batch_size)
         ids = _counted_through(ids, in_dims[1], info.batch_size, table.shape[1 : 1 + row_ndim], holes)
-        return _GatherRows.apply(table, ids, row_ndim + 1, unique, holes), 0
+        return gather_rows(table, ids, row_ndim + 1, unique=unique, holes=holes), 0
 
 
-class _ScatterRows(torch.autograd.Function):
+class _ScatterRows(Kernel):
     @staticmethod
-    def forward(source, ids, shape, unique, holes):
+    def forward(source, ids, places, shape, unique, holes):
         with _torch.without_torch_function():
             width = source.shape[ids.ndim :]
-            rows, values = ids.reshape(-1), written_out(source.detach()).reshape(ids.numel(), *width)
-            if not unique:
-                rows, values = _summed(rows, values, holes)
+            values = written_out(source.detach()).reshape(ids.numel(), *width)
+            rows, values = (ids, values) if unique else places.summed(ids.reshape(-1), values, holes)
             return wrap(Kept(rows, values), shape)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        source, ids, ctx.shape, *ctx.how = inputs
+        source, ids, ctx.places, ctx.shape, *ctx.how = inputs
         ctx.row_ndim = len(ctx.shape) - (source.ndim - ids.ndim)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(ids)
@@ -350,29 +372,24 @@ class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         if cotangent is None:
-            return None, None, None, None, None
-        return (
-            _GatherRows.apply(cotangent, *ctx.saved_tensors, ctx.row_ndim, *ctx.how),
-            None,
-            None,
-            None,
-            None,
-        )
+            return None, None, None, None, None, None
+        table = _GatherRows.apply(cotangent, *ctx.saved_tensors, ctx.places, ctx.row_ndim, *ctx.how)
+        return table, None, None, None, None, None
 
     @staticmethod
     @nestable
     def jvp(ctx, tangent, *_):
-        return _ScatterRows.apply(tangent, *ctx.saved_tensors, ctx.shape, *ctx.how)
+        return _ScatterRows.apply(tangent, *ctx.saved_tensors, ctx.places, ctx.shape, *ctx.how)
 
     @staticmethod
-    def vmap(info, in_dims, source, ids, shape, unique, holes):
+    def vmap(info, in_dims, source, ids, places, shape, unique, holes):
         size = info.batch_size
         row_shape = shape[
             : len(shape) - (source.ndim - ids.ndim) + (in_dims[0] is not None) - (in_dims[1] is not None)
         ]
         ids = _counted_through(ids, in_dims[1], size, row_shape, holes)
         source = _batched(source, in_dims[0], size)
-        return _ScatterRows.apply(source, ids, (size, *shape), unique, holes), 0
+        return scatter_rows(source, ids, (size, *shape), unique=unique, holes=holes), 0
 
 
 def _counted_through(
@@ -419,11 +436,3 @@ def written_out(tensor: Tensor) -> Tensor:
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor
-
-
-def _summed(ids: Tensor, source: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
-    rows, place = torch.unique(ids, return_inverse=True)
-    values = index_sum(source, place, len(rows)).to(source.dtype)
-    if holes and len(rows) and rows[0] == HOLE:
-        return rows[1:], values[1:]
-    return rows, values

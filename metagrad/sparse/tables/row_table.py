@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
-from metagrad.sparse.kernels.tangents import nestable
+from metagrad.sparse.kernels.tangents import Kernel, nestable
 from metagrad.sparse.tables.row_sparse import Kept, Rows, check_range, gather_rows, scatter_rows, take, wrap
 
 
@@ -107,7 +107,7 @@ def _assembled(base: Tensor, kept: Kept, scale: Tensor | None) -> RowTable:
     return result
 
 
-class _Overlay(torch.autograd.Function):
+class _Overlay(Kernel):
     @staticmethod
     def forward(base, values, scale, rows):
         return _assembled(

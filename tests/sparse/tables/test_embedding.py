@@ -388,6 +388,28 @@ def test_errors(call, error, message):
         call()
 
 
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_the_rows_of_ids_are_found_once_for_all_derivatives(monkeypatch, padding_idx):
+    found, unique = [], torch.unique
+    monkeypatch.setattr(torch, "unique", lambda *a, **how: found.append(a) or unique(*a, **how))
+    table = torch.randn(6, 2, dtype=torch.float64).requires_grad_()
+    loss = embedding(torch.tensor([4, 3, 3, 0]), table, padding_idx=padding_idx).exp().sum()
+    for _ in range(3):
+        (gradient,) = torch.autograd.grad(loss, table, create_graph=True)
+        loss = gradient.square().sum()
+    assert len(found) == 1
+
+
+def test_a_pullback_outlives_its_transform():
+    table, ids = torch.randn(6, 2, dtype=torch.float64), torch.tensor([4, 3, 3, 0])
+    cotangent = torch.randn(4, 2, dtype=torch.float64)
+    got, expected = (
+        torch.func.vjp(lambda t, f=f: f(ids, t).sin(), table)[1](cotangent)[0]
+        for f in (embedding, F.embedding)
+    )
+    torch.testing.assert_close(got + torch.zeros_like(table), expected)
+
+
 BAG_TABLE = torch.randn(9, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 BAG_TABLE[5] = BAG_TABLE[2]  # equal maxima
 FLAT = torch.tensor([2, 5, 2, 7, 1, 5, 2, 2, 8])
