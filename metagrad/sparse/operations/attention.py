@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from metagrad.sparse.checks import check_floating, check_same
@@ -15,16 +16,19 @@ _CALL = "attention(q, k, v, pattern)"
 TOGETHER = 1 << 17  # entries: below it one block-diagonal product is faster than a loop over heads (measured)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float | None = None, dropout_p: float = 0.0
+) -> Tensor:
     r"""Attend from each query to the keys that its row of the pattern stores.
 
     .. math::
-        y_i = \sum_{j \in \mathrm{row}\ i} \frac{e^{s_{ij}}}{\sum_{l \in \mathrm{row}\ i} e^{s_{il}}} \, v_j,
-        \qquad s_{ij} = \mathrm{scale} \cdot q_i^\top k_j
+        y_i = \sum_{j \in \mathrm{row}\ i} \frac{z_{ij}}{1 - p}
+        \frac{e^{s_{ij}}}{\sum_{l \in \mathrm{row}\ i} e^{s_{il}}} \, v_j,
+        \qquad s_{ij} = \mathrm{scale} \cdot q_i^\top k_j, \qquad z_{ij} \sim \mathrm{Bernoulli}(1 - p)
 
     Like ``torch.nn.functional.scaled_dot_product_attention`` with the pattern as its boolean mask, and right at
     every order. Memory and time of every derivative are those of the entries, times the heads: it is the output
-    that is normalised and not the weights, so the forward keeps one number for each entry.
+    that is normalised and not the weights, so the forward keeps one number for each entry; with dropout three.
 
     Args:
         q: Queries, [..., n, D]; leading dimensions are batch and heads, and broadcast.
@@ -32,16 +36,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float
         v: Values, [..., m, E].
         pattern: Which keys each query sees, of shape (n, m), the same in all heads.
         scale: The factor of the scores; None is 1 / sqrt(D).
+        dropout_p: The probability p with which each normalised weight is set to zero, drawn of torch's global
+            generator; 0 draws nothing. As in torch's function it is applied always: pass 0 in evaluation.
 
     Returns:
         [..., n, E]. A query without keys gets zeros, and gives no gradient.
 
     Raises:
-        ValueError: Shapes do not fit the pattern or each other, or two devices.
+        ValueError: Shapes do not fit the pattern or each other, two devices, or ``dropout_p`` is no probability.
         TypeError: Operands of other types or of two dtypes.
 
     Note:
-        There is no dropout and no bias on the scores.
+        There is no bias on the scores. Under ``vmap``, dropout needs its ``randomness=``.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1]), (3, 2))
@@ -54,9 +60,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float
         place of the weights: Dao et al., "FlashAttention", arXiv:2205.14135, section 3.1.
     """
     batch = _check_arguments(q, k, v, pattern)
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{_CALL}: dropout_p must be from 0 to 1, got {dropout_p}.")
     q = q * (1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
     if not batch:
-        return _attend(q, k, v, pattern)
+        return _attend(q, k, v, pattern, dropout_p)
     num = batch.numel()
     if not num:
         return v.new_zeros(*batch, pattern.shape[0], v.shape[-1])
@@ -64,18 +72,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float
     size = _group(num, pattern.nnz)
     q, k, v = (x.unflatten(0, (-1, size)).flatten(1, 2) for x in (q, k, v))
     cells = pattern if size == 1 else pattern.repeat(size)
-    heads = [_attend(*head, cells) for head in zip(q, k, v, strict=True)]
+    heads = [_attend(*head, cells, dropout_p) for head in zip(q, k, v, strict=True)]
     return torch.stack(heads).reshape(*batch, pattern.shape[0], v.shape[-1])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> Tensor:
     """Attend in one head, scale included in the queries."""
     scores = rules.sample(pattern, q, k)
     # The result does not depend on what is subtracted, so it may be a constant at every order.
     weights = torch.exp(scores - rules.gather(_row_max(scores.detach(), pattern), pattern.rows))
-    summed = rules.matmul(pattern, weights, torch.cat([v, v.new_ones(v.shape[0], 1)], dim=1))
-    total = torch.where(_is_empty(pattern), 1, summed[:, -1:])
-    return summed[:, :-1] / total
+    if dropout_p:  # all weights are normalised by, those left are summed
+        total = rules.segment_sum(weights, pattern.rows).unsqueeze(1)
+        summed = rules.matmul(pattern, F.dropout(weights, dropout_p), v)
+    else:
+        both = rules.matmul(pattern, weights, torch.cat([v, v.new_ones(v.shape[0], 1)], dim=1))
+        summed, total = both[:, :-1], both[:, -1:]
+    return summed / torch.where(_is_empty(pattern), 1, total)
 
 
 def _row_max(scores: Tensor, pattern: Pattern) -> Tensor:

@@ -63,6 +63,71 @@ def test_the_scale_is_a_factor_of_the_scores():
     assert_same_tower(sparse(pattern, 0.7), dense(pattern, 0.7), inputs, order=1)
 
 
+def seeded(fn):
+    def drawn(*inputs):
+        torch.manual_seed(3)
+        return fn(*inputs)
+
+    return drawn
+
+
+def dropped(pattern, p, heads=()):
+    """Attend densely, with the factors that dropout draws for the entries."""
+
+    def attend(q, k, v):
+        factors = torch.nn.functional.dropout(torch.ones(math.prod(heads) * pattern.nnz, dtype=q.dtype), p)
+        mask = pattern.to_mask()
+        where = torch.zeros(*heads, *mask.shape, dtype=q.dtype)
+        where[mask.expand(*heads, -1, -1)] = factors
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
+        return (scores.softmax(-1) * where) @ v
+
+    return attend
+
+
+class TestDropout:
+    pattern = random_pattern()
+
+    @pytest.mark.parametrize(("p", "heads"), [(0.3, ()), (0.3, (3,)), (1.0, ())])
+    def test_equals_dense_attention_at_every_order(self, p, heads):
+        inputs = [draw(*heads, *shape, seed=i) for i, shape in enumerate(((5, 3), (4, 3), (4, 2)))]
+        fn = seeded(lambda *x: attention(*x, self.pattern, dropout_p=p))
+        assert_same_tower(fn, seeded(dropped(self.pattern, p, heads)), inputs)
+
+    def test_forward_mode_and_vmap(self):
+        inputs = (draw(5, 3), draw(4, 3, seed=1), draw(4, 2, seed=2))
+        tangents = tuple(draw(*x.shape, seed=7) for x in inputs)
+
+        def fn(*x):
+            return attention(*x, self.pattern, dropout_p=0.3)
+
+        got = torch.func.jvp(seeded(fn), inputs, tangents)
+        torch.testing.assert_close(got, torch.func.jvp(seeded(dropped(self.pattern, 0.3)), inputs, tangents))
+        torch.manual_seed(3)
+        stacked = torch.vmap(fn, randomness="same")(*(torch.stack([x, x]) for x in inputs))
+        torch.testing.assert_close(stacked, torch.stack([got[0], got[0]]))
+
+    def test_a_recomputation_drops_the_same_weights(self):
+        x, pattern = draw(20, 4).requires_grad_(), Pattern.banded(20, 2, 2)
+
+        def step(x, t):
+            y = attention(x, x, x, pattern, dropout_p=0.5)
+            return x - 0.1 * mg.grad((y**3).sum(), x, create_graph=True), None
+
+        found = []
+        for memory in ("full", "step"):
+            torch.manual_seed(0)
+            found.append(mg.grad(mg.unroll(step, x, steps=2, memory=memory)[0].square().sum(), x))
+        torch.testing.assert_close(*found)
+
+    def test_the_expectation_is_attention_without(self):
+        inputs = [draw(*shape, seed=i) for i, shape in enumerate(((5, 3), (4, 3), (4, 2)))]
+        torch.manual_seed(0)
+        many = attention(*(x.expand(4000, -1, -1) for x in inputs), self.pattern, dropout_p=0.4)
+        bound = 6 * many.std(0) / math.sqrt(len(many)) + 1e-9
+        assert ((many.mean(0) - attention(*inputs, self.pattern)).abs() <= bound).all()
+
+
 def test_a_query_without_keys_gets_zeros_and_gives_none_a_gradient():
     pattern = Pattern(torch.tensor([0, 2]), torch.tensor([1, 1]), (3, 2))
     q, k, v = (draw(*s, seed=i).requires_grad_() for i, s in enumerate(((3, 2), (2, 2), (2, 2))))
@@ -208,6 +273,7 @@ def peak(n, band, order):
         ({"k": draw(4, 2)}, ValueError, r"k \[\.\.\., 4, D\]"),
         ({"v": draw(3, 2)}, ValueError, r"v \[\.\.\., 4, E\]"),
         ({"v": draw(4)}, ValueError, r"v \[\.\.\., 4, E\]"),
+        ({"dropout_p": 1.5}, ValueError, r"dropout_p must be from 0 to 1, got 1\.5"),
         ({"q": draw(2, 5, 3), "k": draw(3, 4, 3)}, ValueError, "leading dimensions of q, k and v must broadcast"),
         ({"q": draw(5, 3).to("meta"), "k": draw(4, 3).to("meta"), "v": draw(4, 2).to("meta")}, ValueError,
          "q is on meta and the pattern on cpu"),
