@@ -6,10 +6,11 @@ from metagrad.sparse.matrix.parameter import Parameter
 from metagrad.sparse.matrix.tensor import SparseTensor, sddmm
 from metagrad.sparse.operations.arithmetic import add, div, dropout, mul, pow, sub
 from metagrad.sparse.operations.attention import attention
-from metagrad.sparse.operations.conv import Rulebook, conv
+from metagrad.sparse.operations.conv import conv
 from metagrad.sparse.operations.masked import mask_gradient, masked_mean, masked_softmax, masked_sum
 from metagrad.sparse.operations.products import linear, spgemm, spmm
 from metagrad.sparse.operations.reduce import log_softmax, max, mean, norm, softmax, sum
+from metagrad.sparse.operations.rulebook import Rulebook, StridedRulebook
 from metagrad.sparse.operations.segments import (
     gather,
     segment_max,
@@ -35,6 +36,7 @@ __all__ = [
     "Segments",
     "SparsePolicy",
     "SparseTensor",
+    "StridedRulebook",
     "add",
     "attention",
     "calibrate",

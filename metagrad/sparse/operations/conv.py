@@ -1,197 +1,38 @@
-r"""Submanifold sparse convolution, as a family of rules closed under differentiation.
+r"""Sparse convolution, submanifold or with a stride, as a family of rules closed under differentiation.
 
-The convolution is linear in features and in weights. Its derivative in the features is the convolution with the
-kernel flipped and its channels exchanged; that in the weights is :class:`_Correlate`, whose own derivatives are
-convolutions. Only features and weights are kept for a derivative, never the features of all pairs: those are
-gathered for one kernel position at a time.
+The convolution is linear in features and in weights. Its derivative in the features is the convolution backwards
+along the same pairs, with the channels of the kernel exchanged; that in the weights is :class:`_Correlate`, whose own
+derivatives are convolutions. Only features and weights are kept for a derivative, never the features of all pairs:
+those are gathered for one kernel position at a time.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import product
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS, check_floating, check_same
+from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.kernels.derivatives import shown
 from metagrad.sparse.kernels.tangents import Bilinear
+from metagrad.sparse.operations.rulebook import Routes, Rulebook, StridedRulebook
 
 _CALL = "conv(x, weight, rulebook, bias)"
-_RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
 
 
-class Rulebook:
-    """The pairs of sites that lie one kernel offset apart, found once and shared by all layers on these sites.
-
-    The grid has no border: coordinates may be any integers, and whatever is not a site is zero. The offsets of an
-    odd kernel come in mirrored pairs, so only the first half of them is stored.
-
-    Args:
-        coords: int64 [sites, 1 + d]: the number of the example, then d coordinates, in the order of the kernel's
-            dimensions (height, width of an image). No site twice, in any order.
-        kernel_size: Sites along each dimension of the kernel, odd; one number for all.
-        dilation: Steps between the kernel's sites; one number for all dimensions, or d of them.
-
-    Attributes:
-        pairs: For each kernel position before the middle one, row by row: the sites, and for each of them its
-            neighbour in that direction.
-
-    Raises:
-        ValueError: A site is given twice, coordinates are of another shape or too far apart to be numbered, the
-            kernel is even, or sizes are not positive or not d.
-        TypeError: Coordinates or sizes are not integers.
-
-    Example:
-        >>> coords = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]])
-        >>> rulebook = metagrad.sparse.Rulebook(coords, 3)
-        >>> rulebook
-        Rulebook(sites=3, kernel_size=(3, 3), dilation=(1, 1), pairs=5)
-        >>> rulebook.pairs[3]  # site 1 has site 0 on its left
-        (tensor([1]), tensor([0]))
-
-    References:
-        Graham, van der Maaten, "Submanifold sparse convolutional networks", arXiv:1706.01307, section 3.
-    """
-
-    coords: Tensor
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    pairs: tuple[tuple[Tensor, Tensor], ...]
-
-    def __init__(
-        self, coords: Tensor, kernel_size: int | Sequence[int], *, dilation: int | Sequence[int] = 1
-    ) -> None:
-        _check_coords(coords)
-        num_dims = coords.shape[1] - 1
-        self.coords = coords.detach().long()
-        self.kernel_size = _sizes("kernel_size", kernel_size, num_dims)
-        self.dilation = _sizes("dilation", dilation, num_dims)
-        if any(size % 2 == 0 for size in self.kernel_size):
-            raise ValueError(
-                f"{_RULEBOOK}: kernel_size must be odd, got {self.kernel_size}: an even kernel has no middle, so its "
-                "output would be on other sites."
-            )
-        self.pairs = _find_pairs(self.coords, _first_offsets(self.kernel_size, self.dilation))
-
-    @property
-    def num_sites(self) -> int:
-        """Sites."""
-        return self.coords.shape[0]
-
-    @property
-    def num_pairs(self) -> int:
-        """Products of a site's features with a kernel position's matrix: each site with itself, and both ways."""
-        return self.num_sites + 2 * sum(len(sites) for sites, _ in self.pairs)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the sites are."""
-        return self.coords.device
-
-    def __repr__(self) -> str:
-        return (
-            f"Rulebook(sites={self.num_sites}, kernel_size={self.kernel_size}, dilation={self.dilation}, "
-            f"pairs={self.num_pairs})"
-        )
-
-
-def _first_offsets(kernel_size: tuple[int, ...], dilation: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """List the steps to the kernel positions before the middle one; position -1 - i is the mirror of i."""
-    steps = [
-        range(-(size // 2) * apart, size // 2 * apart + 1, apart)
-        for size, apart in zip(kernel_size, dilation, strict=True)
-    ]
-    offsets = list(product(*steps))
-    return offsets[: len(offsets) // 2]
-
-
-def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Find the sites that have a neighbour at each offset, by sorting and searching their numbers."""
-    if not len(coords):
-        return ((coords.new_zeros(0), coords.new_zeros(0)),) * len(offsets)
-    lowest = coords.amin(0)
-    # Numbered with as many empty cells after each line as an offset is long: a step out of a line meets no site.
-    reach = [0] + [max((abs(offset[d]) for offset in offsets), default=0) for d in range(coords.shape[1] - 1)]
-    spans = [
-        int(high) - int(low) + 1 + more
-        for low, high, more in zip(lowest.tolist(), coords.amax(0).tolist(), reach, strict=True)
-    ]
-    strides = _strides(spans)
-    keys = ((coords - lowest) * coords.new_tensor(strides)).sum(1)
-    keys, order = torch.sort(keys)
-    _check_distinct(keys, order, coords)
-    found = []
-    for offset in offsets:
-        wanted = keys + sum(step * stride for step, stride in zip(offset, strides[1:], strict=True))
-        place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-        hit = (keys[place] == wanted).nonzero().squeeze(1)
-        found.append((order[hit], order[place[hit]]))
-    return tuple(found)
-
-
-def _strides(spans: list[int]) -> list[int]:
-    strides = [1]
-    for span in reversed(spans):
-        strides.insert(0, strides[0] * span)
-    if strides[0] > MAX_CELLS:
-        raise ValueError(
-            f"{_RULEBOOK}: the box around the sites has {' x '.join(map(str, spans))} cells, more than 2^63 - 1, "
-            "which int64 cannot number. Check the coordinates, or split the sites into examples that are near "
-            "each other."
-        )
-    return strides[1:]
-
-
-def _check_distinct(keys: Tensor, order: Tensor, coords: Tensor) -> None:
-    same = (keys[1:] == keys[:-1]).nonzero()
-    if len(same):
-        at = int(same[0])
-        first, second = sorted((int(order[at]), int(order[at + 1])))
-        raise ValueError(
-            f"{_RULEBOOK}: every site must be given once, but rows {first} and {second} are both "
-            f"{coords[first].tolist()}. coords.unique(dim=0, return_inverse=True) merges them; add their features "
-            "by segment_sum."
-        )
-
-
-def _check_coords(coords: Tensor) -> None:
-    if not isinstance(coords, Tensor):
-        raise TypeError(f"{_RULEBOOK}: coords must be a tensor of integers, got {type(coords).__name__}.")
-    if coords.dtype not in INDEX_DTYPES:
-        raise TypeError(f"{_RULEBOOK}: coords must be integers (int64), got {coords.dtype}.")
-    if coords.ndim != 2 or coords.shape[1] < 2:
-        raise ValueError(
-            f"{_RULEBOOK}: coords must be [sites, 1 + d], the number of the example and d coordinates, "
-            f"got {list(coords.shape)}."
-        )
-
-
-def _sizes(name: str, given: int | Sequence[int], num_dims: int) -> tuple[int, ...]:
-    sizes = tuple(given) if isinstance(given, Sequence) else (given,) * num_dims
-    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-        raise TypeError(f"{_RULEBOOK}: {name} must be an int or a sequence of them, got {given!r}.")
-    if len(sizes) != num_dims:
-        raise ValueError(
-            f"{_RULEBOOK}: coords have {num_dims} dimensions beside the number of the example, so {name} must be one "
-            f"number or {num_dims}, got {given!r}."
-        )
-    if min(sizes) < 1:
-        raise ValueError(f"{_RULEBOOK}: {name} must be at least 1, got {given!r}.")
-    return sizes
-
-
-def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None) -> Tensor:
-    r"""Convolve features on the sites of a sparse grid; the output is on the same sites.
+def conv(
+    x: Tensor, weight: Tensor, rulebook: Rulebook | StridedRulebook, bias: Tensor | None = None
+) -> Tensor:
+    r"""Convolve features on the sites of a sparse grid; the rulebook says on which sites the output is.
 
     .. math:: y_p = b + \sum_{o \,:\, p + o \text{ is a site}} W_o \, x_{p + o}
 
-    Equal to ``torch.nn.functional.conv2d`` (or ``conv1d``, ``conv3d``) of the grid, zero where there is no site,
-    with padding ``dilation * (kernel_size - 1) / 2``, read at the sites. Time is in pairs of sites, memory of every
-    derivative in sites: no grid is made.
+    With a :class:`Rulebook` these are the sites of the input; with a :class:`StridedRulebook` they are its
+    ``out_coords``, q, for which p is ``q * stride - padding``. Equal to ``torch.nn.functional.conv2d`` (or
+    ``conv1d``, ``conv3d``) of the grid, zero where there is no site, read at the sites: with padding
+    ``dilation * (kernel_size - 1) / 2``, or with the stride and padding of the rulebook. Time is in pairs of sites,
+    memory of every derivative in sites: no grid is made.
 
     Args:
         x: Features, [sites, C_in], in the order of the rulebook's ``coords``.
@@ -200,14 +41,14 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
         bias: [C_out].
 
     Returns:
-        [sites, C_out].
+        [sites, C_out], or [outputs, C_out] with a stride.
 
     Raises:
         ValueError: Shapes do not fit the rulebook or each other, or two devices.
         TypeError: Operands of other types or of two dtypes.
 
     Note:
-        No stride, no even kernels and no pooling: these change the sites. Under ``vmap`` the batch is a loop.
+        Under ``vmap`` the batch is a loop.
 
     Example:
         >>> coords = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]])
@@ -222,77 +63,90 @@ def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = No
     """
     _check_arguments(x, weight, rulebook, bias)
     kernels = weight.flatten(2).permute(2, 1, 0).contiguous()
-    y = _Convolve.apply(rulebook, *shown(x, kernels))
+    y = _Convolve.apply(rulebook, False, *shown(x, kernels))
     return y if bias is None else y + bias
 
 
 class _Convolve(Bilinear):
-    """x [sites, C_in], w [positions, C_in, C_out] to [sites, C_out]."""
+    """x [sites, C_in], w [positions, C_in, C_out] to [outputs, C_out]; backwards, x is on the sites of the output."""
 
     @staticmethod
-    def forward(rulebook: Rulebook, x: Tensor, w: Tensor) -> Tensor:
-        y = widened(x @ w[len(rulebook.pairs)])
-        for i, (sites, neighbours) in enumerate(rulebook.pairs):
-            y.index_add_(0, sites, widened(x[neighbours] @ w[i]))
-            y.index_add_(0, neighbours, widened(x[sites] @ w[-1 - i]))
+    def forward(rulebook: Routes, backwards: bool, x: Tensor, w: Tensor) -> Tensor:
+        num = rulebook.num_sites if backwards else rulebook.num_outputs
+        y = widened(x.new_zeros(num, w.shape[2]))
+        for route, kernel in zip(rulebook.routes(), w, strict=True):
+            if route is None:
+                y += x @ kernel
+            else:
+                to, of = route[::-1] if backwards else route
+                y.index_add_(0, to, widened(x[of] @ kernel))
         return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        d_x = _Convolve.apply(*ctx.structure, grad, _adjoint(w)) if ctx.needs_input_grad[1] else None
-        d_w = _Correlate.apply(*ctx.structure, x, grad) if ctx.needs_input_grad[2] else None
-        return None, d_x, d_w
+        rulebook, backwards = ctx.structure
+        d_x = _Convolve.apply(rulebook, not backwards, grad, _adjoint(w)) if ctx.needs_input_grad[2] else None
+        d_w = _Correlate.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
+        return None, None, d_x, d_w
 
     @staticmethod
-    def vmap(info, in_dims, rulebook, x, w):
-        return _each(_Convolve, info.batch_size, in_dims, rulebook, x, w), 0
+    def vmap(info, in_dims, rulebook, backwards, x, w):
+        return _each(_Convolve, info.batch_size, in_dims, (rulebook, backwards), x, w), 0
 
 
 class _Correlate(Bilinear):
-    """x [sites, C_in], g [sites, C_out] to [positions, C_in, C_out]: the sum of x[p + o] g[p] over p."""
+    """x [sites, C_in], g [outputs, C_out] to [positions, C_in, C_out]: the sum of x g^T over the pairs of each."""
 
     @staticmethod
-    def forward(rulebook: Rulebook, x: Tensor, g: Tensor) -> Tensor:
-        half = len(rulebook.pairs)
-        w = x.new_empty(2 * half + 1, x.shape[1], g.shape[1])
-        w[half] = x.mT @ g
-        for i, (sites, neighbours) in enumerate(rulebook.pairs):
-            w[i] = x[neighbours].mT @ g[sites]
-            w[-1 - i] = x[sites].mT @ g[neighbours]
+    def forward(rulebook: Routes, backwards: bool, x: Tensor, g: Tensor) -> Tensor:
+        routes = rulebook.routes()
+        w = x.new_empty(len(routes), x.shape[1], g.shape[1])
+        for i, route in enumerate(routes):
+            if route is None:
+                w[i] = x.mT @ g
+            else:
+                to, of = route[::-1] if backwards else route
+                w[i] = x[of].mT @ g[to]
         return w
 
     @staticmethod
     def backward(ctx, grad):
         x, g = ctx.saved_tensors
-        d_x = _Convolve.apply(*ctx.structure, g, _adjoint(grad)) if ctx.needs_input_grad[1] else None
-        d_g = _Convolve.apply(*ctx.structure, x, grad) if ctx.needs_input_grad[2] else None
-        return None, d_x, d_g
+        rulebook, backwards = ctx.structure
+        d_x = _Convolve.apply(rulebook, not backwards, g, _adjoint(grad)) if ctx.needs_input_grad[2] else None
+        d_g = _Convolve.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
+        return None, None, d_x, d_g
 
     @staticmethod
-    def vmap(info, in_dims, rulebook, x, g):
-        return _each(_Correlate, info.batch_size, in_dims, rulebook, x, g), 0
+    def vmap(info, in_dims, rulebook, backwards, x, g):
+        return _each(_Correlate, info.batch_size, in_dims, (rulebook, backwards), x, g), 0
 
 
 def _adjoint(w: Tensor) -> Tensor:
-    """Return the kernel that moves cotangents back: a pair of sites is met at the mirrored position."""
-    return w.flip(0).mT.contiguous()
+    """Return the kernel that moves cotangents back along the pairs."""
+    return w.mT.contiguous()
 
 
-def _each(rule: type[Function], size: int, in_dims: tuple, rulebook: Rulebook, *operands: Tensor) -> Tensor:
+def _each(rule: type[Function], size: int, in_dims: tuple, structure: tuple, *operands: Tensor) -> Tensor:
     """Apply a rule to each member of a vmapped batch."""
     members = zip(
-        *([x] * size if dim is None else x.unbind(dim) for x, dim in zip(operands, in_dims[1:], strict=True)),
+        *(
+            [x] * size if dim is None else x.unbind(dim)
+            for x, dim in zip(operands, in_dims[-2:], strict=True)
+        ),
         strict=True,
     )
-    return torch.stack([rule.apply(rulebook, *member) for member in members])
+    return torch.stack([rule.apply(*structure, *member) for member in members])
 
 
-def _check_arguments(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None) -> None:
-    if not isinstance(rulebook, Rulebook):
+def _check_arguments(
+    x: Tensor, weight: Tensor, rulebook: Rulebook | StridedRulebook, bias: Tensor | None
+) -> None:
+    if not isinstance(rulebook, (Rulebook, StridedRulebook)):
         raise TypeError(
             f"{_CALL}: rulebook must be a Rulebook, got {type(rulebook).__name__}. "
-            "Rulebook(coords, kernel_size) makes one."
+            "Rulebook(coords, kernel_size) or StridedRulebook(coords, kernel_size, stride) makes one."
         )
     for name, tensor in (("x", x), ("weight", weight)) + ((("bias", bias),) if bias is not None else ()):
         check_floating(_CALL, name, tensor)
