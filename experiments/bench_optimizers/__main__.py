@@ -4,7 +4,8 @@ An MLP, a Conv4 and a transformer, at two sizes of a batch. Before each step a g
 of a copy of the model is timed; printed are medians over the rounds of the ratio of both, over whole periods where a
 step is not like the next: "-10" in a name says that curvature, roots or bases are renewed every 10 steps, or that
 there are at most 10 products with the Hessian. The peak is that of metagrad's MemoryTracker, from making the
-optimizer to the end of its first period and one step more, state included, over that of one gradient.
+optimizer to the end of its first period and one step more, state included, over that of one gradient. With one
+thread, times are those of the processor.
 `pytorch_optimizer` takes part where it is installed, and is given gradients with their graph at the steps for which
 it wants them.
 
@@ -27,7 +28,7 @@ import torch
 from experiments.bench_optimizers import cubic, lbfgs, robustness, zoo
 from experiments.bench_optimizers.checks import check
 from experiments.bench_optimizers.measuring import measure
-from experiments.bench_optimizers.methods import METHODS, WORKLOADS
+from experiments.bench_optimizers.methods import COMPILED, METHODS, WORKLOADS
 from experiments.bench_optimizers.report import table, write
 
 
@@ -46,14 +47,19 @@ def parsed() -> argparse.Namespace:
         help="what is measured (cost)",
     )
     add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
-    add("--optimizers", nargs="+", help=f"any of {', '.join(METHODS)} (all); other studies have their own")
+    add(
+        "--optimizers",
+        nargs="+",
+        help=f"any of {', '.join(METHODS)} (all), or {', '.join(COMPILED)}; other studies have theirs",
+    )
     add("--rounds", type=int, default=3, help="periods of each optimizer, or pairs of runs (3)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
     add("--out", type=Path, default=Path("outputs/bench_optimizers"), help="where optimizers.* go")
     arguments = parser.parse_args()
     methods = {"robustness": robustness.OPTIMIZERS, "zoo": zoo.OPTIMIZERS}.get(arguments.study, METHODS)
     arguments.optimizers = arguments.optimizers or list(methods)
-    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, methods)):
+    others = COMPILED if methods is METHODS else {}
+    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, [*methods, *others])):
         unknown = [name for name in chosen if name not in known]
         if unknown:
             parser.error(f"{', '.join(unknown)}: expected any of {', '.join(known)}")
@@ -67,6 +73,9 @@ def main() -> None:
     arguments = parsed()
     warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
+    warnings.filterwarnings(
+        "ignore", ".*runs without being compiled.*MemoryTracker"
+    )  # memory is that of eager code
     torch.set_num_threads(arguments.threads)
     if arguments.study in ("cubic", "lbfgs"):
         {"cubic": cubic, "lbfgs": lbfgs}[arguments.study].main(arguments.rounds, arguments.out)

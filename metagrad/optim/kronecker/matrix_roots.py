@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +47,27 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)
 
 
+def inverse_roots(matrices: Sequence[Tensor], p: Sequence[int]) -> list[Tensor]:
+    """Compute the inverse root of each matrix, :func:`inverse_root`; of those of one shape and root, at once.
+
+    Args:
+        matrices: Each ``[..., n, n]``.
+        p: Which root of each.
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for place, (matrix, root) in enumerate(zip(matrices, p, strict=True)):
+        alike[matrix.shape, matrix.dtype, matrix.device, root].append(place)
+    found: dict[int, Tensor] = {}
+    for places in alike.values():
+        first = places[0]
+        if len(places) == 1:
+            found[first] = inverse_root(matrices[first], p[first])
+        else:
+            stacked = inverse_root(torch.stack([matrices[place] for place in places]), p[first])
+            found |= zip(places, stacked.unbind(), strict=True)
+    return [found[place] for place in range(len(matrices))]
+
+
 def eigenvectors(matrix: Tensor) -> Tensor:
     r"""Compute the eigenvectors of symmetric matrices, by descending eigenvalues.
 
@@ -80,7 +102,7 @@ class _InverseRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(matrix, vectors, roots, p):
-        return _from_basis(torch.diag_embed(roots), vectors)
+        return (vectors * roots.unsqueeze(-2)) @ vectors.mT
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -11,7 +11,7 @@ from torch import Tensor
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled, root
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.kronecker.matrix_roots import inverse_root
+from metagrad.optim.kronecker.matrix_roots import inverse_roots
 from metagrad.optim.kronecker.per_axis import (
     AxisMatrices,
     axis_gram,
@@ -196,13 +196,13 @@ class ShampooRule(AxisMatrices):
         if is_due is False:
             return roots
         correction = 1.0 if _sums(h.decay) else 1 - h.decay ** (step + 1)
-        new = tuple(
-            tuple(
-                inverse_root(matrix / correction + h.eps * _eye(matrix), self.exponent or 2 * len(block))
-                for matrix in block
-            )
+        damped = [
+            (matrix / correction + h.eps * _eye(matrix), self.exponent or 2 * len(block))
             for block in statistics
-        )
+            for matrix in block
+        ]
+        found = iter(inverse_roots(*zip(*damped, strict=True)))
+        new = tuple(tuple(next(found) for _ in block) for block in statistics)
         if is_due is True:
             return new
         return tuple(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import metagrad as mg
-from metagrad.optim.kronecker.matrix_roots import eigenvectors, inverse_root
+from metagrad.optim.kronecker.matrix_roots import eigenvectors, inverse_root, inverse_roots
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 F64 = torch.float64
@@ -93,6 +93,26 @@ def test_forward_mode_and_vmap():
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
     back = torch.func.vmap(torch.func.grad(lambda a: product(a).pow(3).sum()))(batch)
     assert back.isfinite().all()
+
+
+def test_roots_of_several_matrices_are_those_of_each_with_their_derivatives():
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (3, 2, 3, 3, 1))
+    matrices = [(a @ a.T + torch.eye(len(a))).requires_grad_() for a in drawn]
+    roots = (4, 4, 4, 2, 2)
+    together = inverse_roots(matrices, roots)
+    alone = [inverse_root(*pair) for pair in zip(matrices, roots, strict=True)]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    first, second = (
+        torch.autograd.grad(sum(x.pow(3).sum() for x in xs), matrices, create_graph=True)
+        for xs in (together, alone)
+    )
+    pairs = [first, second]
+    pairs += [torch.autograd.grad(sum(g.square().sum() for g in gs), matrices) for gs in (first, second)]
+    for got, expected in (pairs[:2], pairs[2:]):
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_zero_has_a_root_of_zero_with_derivatives_of_zero():
