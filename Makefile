@@ -9,7 +9,7 @@ OMP_NUM_THREADS ?= 1
 PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 	--maxprocesses 8 --dist worksteal --durations 10
 
-.PHONY: demo test test-all mutants lint clean
+.PHONY: demo test test-all mutants lint docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,5 +35,9 @@ lint: $(READY)  ## formatting, lint and types, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
+docs: $(READY)  ## the site, in site/index.html: pages, and a reference made of docstrings
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist .pytest_cache .ruff_cache outputs multirun
+	rm -rf .venv site build dist .pytest_cache .ruff_cache outputs multirun

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,42 @@ def test_every_module_can_be_imported():
         importlib.import_module(name)
 
 
-@pytest.mark.parametrize(
-    "public",
-    [
-        *(getattr(metagrad, n) for n in metagrad.__all__ if callable(getattr(metagrad, n))),
-        *(getattr(metagrad.tasks, n) for n in ("Omniglot", "Sinusoid", "Batch")),
-        *(getattr(metagrad.models, n) for n in metagrad.models.__all__),
-        metagrad.optim.rules.sgd,
-    ],
-    ids=lambda public: public.__name__,
-)
-def test_every_public_name_has_an_example(public):
-    assert ">>>" in (public.__doc__ or ""), f"{public.__name__} has no example"
+ROOMS = [
+    *(room for name in metagrad.__all__ if inspect.ismodule(room := getattr(metagrad, name))),
+    metagrad.optim.rules,
+]
+PUBLIC = {
+    value
+    for room in ROOMS
+    for value in map(vars(room).get, room.__all__)
+    if callable(value) and value.__module__.startswith("metagrad.")
+}
+WITH_EXAMPLES = {value for value in PUBLIC if ">>>" in (value.__doc__ or "")}
+NAMED = re.compile(r":(?:class|func|meth):`~?([\w.]+)`|``([\w.]+)")
+
+
+def is_plain(value) -> bool:
+    """Return whether there is nothing to show: a protocol, a tuple of values, an exception."""
+    return getattr(value, "_is_protocol", False) or issubclass(value, (tuple, Exception))
+
+
+def is_shown_elsewhere(value) -> bool:
+    """Return whether a docstring names what makes the value, and has an example."""
+    named = {part for pair in NAMED.findall(value.__doc__ or "") for name in pair for part in name.split(".")}
+    return bool(named & {value.__name__ for value in WITH_EXAMPLES})
+
+
+def test_every_public_name_has_a_docstring():
+    assert not [
+        value for value in PUBLIC if not value.__doc__ or value.__doc__.startswith(f"{value.__name__}(")
+    ]
+
+
+def test_every_public_function_has_an_example_and_every_class_or_what_makes_it():
+    assert len(PUBLIC) > 200
+    without = PUBLIC - WITH_EXAMPLES
+    functions = {value for value in without if inspect.isroutine(value)}
+    classes = {
+        value for value in without - functions if not is_plain(value) and not is_shown_elsewhere(value)
+    }
+    assert not sorted(value.__name__ for value in functions | classes)

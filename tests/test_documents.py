@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import metagrad
 from experiments import bench_curvature, bench_sparse, bench_tasks
 from experiments.bench import workloads
 from experiments.config import SCHEMAS
@@ -150,6 +154,25 @@ def test_an_option_that_does_not_exist_is_found():
     path, text = ROOT / "README.md", "`python -m experiments.train experiment=no algorithm/inner=adam,no`"
     assert missing_options(path, text) == ["experiment=no", "algorithm/inner=no"]
     assert missing_workloads(path, "`python -m experiments.bench sinusoid no`") == ["no"]
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=name)
+def test_a_page_has_its_place_in_the_site(page):
+    assert re.search(rf"[ :]{page.name}$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {path.stem: path.read_text() for path in (tmp_path / "reference").glob("*.html")}
+    rooms = [name for name in metagrad.__all__ if inspect.ismodule(getattr(metagrad, name))]
+    anchors = [(room, f"metagrad.{room}.{n}") for room in rooms for n in getattr(metagrad, room).__all__]
+    assert not [
+        anchor for room, anchor in anchors if f'id="{anchor}"' not in found[room] and anchor[-5:] != "rules"
+    ]
 
 
 @pytest.mark.parametrize("pattern", LONGEST)

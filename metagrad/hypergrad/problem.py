@@ -50,7 +50,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A bilevel problem at given parameters and hyper-parameters.
+    """A bilevel problem at given parameters and hyper-parameters; :func:`hypergradient` makes it.
 
     Attributes:
         outer_loss: ``outer_loss(params, hyper)``, one number.

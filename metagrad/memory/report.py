@@ -20,7 +20,7 @@ _LEAK_SHARE = 0.01
 
 @dataclass(frozen=True)
 class Record:
-    """What one phase instance did to memory. All sizes are bytes.
+    """What one phase did to memory, as :class:`MemoryTracker` saw it. All sizes are bytes.
 
     Attributes:
         path: the open phases from the outermost to this one, e.g. `(("outer", 3), ("inner", 0))`; a phase

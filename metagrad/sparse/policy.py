@@ -113,7 +113,12 @@ _SCOPE: Scope[SparsePolicy] = Scope("policy")
 
 
 def current_policy() -> SparsePolicy:
-    """Return the policy that the kernels ask now."""
+    """Return the policy that the kernels ask now, which :func:`use_policy` sets.
+
+    Example:
+        >>> isinstance(metagrad.sparse.current_policy(), metagrad.sparse.SparsePolicy)
+        True
+    """
     return _SCOPE.get() or DEFAULT
 
 

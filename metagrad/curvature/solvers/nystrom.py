@@ -18,7 +18,7 @@ FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
 @dataclass(frozen=True, eq=False)
 class Nystrom:
-    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; itself a linear map.
+    r"""A low-rank approximation :math:`\hat A = U \Lambda U^T \preceq A`; a linear map, made by :func:`nystrom`.
 
     Attributes:
         basis: Orthonormal rows, the columns of U, [rank, n].

@@ -63,7 +63,7 @@ class SolveError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """Statistics of a solve. For a flat right-hand side, tensors do not have the dimension k.
+    """Statistics of a :func:`solve`. For a flat right-hand side, tensors do not have the dimension k.
 
     Attributes:
         results: How each right-hand side ended, k of them.

@@ -20,7 +20,7 @@ _MOST_NAMES = 3  # of modules of which the same is said
 
 @dataclass(frozen=True)
 class ModuleFinding:
-    """What is to be known of the derivatives of a module.
+    """What :func:`preflight` knows of the derivatives of a module.
 
     Attributes:
         module: Its path, as ``model.named_modules()`` has it: empty for what the model computes between its
@@ -54,7 +54,7 @@ class ModuleFinding:
 
 @dataclass(frozen=True)
 class MemoryCost:
-    """Bytes of a step beside those of model and data.
+    """Bytes of a step beside those of model and data, as :func:`preflight` counts them.
 
     Attributes:
         held: When the forward pass is over: what is kept for the derivative.

@@ -39,6 +39,13 @@ class Imbalanced:
     Raises:
         ValueError: For a number below one.
 
+    Example:
+        >>> x, labels = torch.randn(40, 3), torch.arange(40) % 4
+        >>> tasks = metagrad.tasks.FewShot(
+        ...     (x, labels), ways=3, shots=metagrad.tasks.Imbalanced(total=12), queries=2)
+        >>> tasks.sample(2).query.x.shape
+        torch.Size([2, 6, 3])
+
     References:
         Triantafillou et al., Meta-Dataset: A Dataset of Datasets for Learning to Learn from Few Examples, 2020,
         section 3 and appendix, and `meta_dataset/data/sampling.py` of its code.

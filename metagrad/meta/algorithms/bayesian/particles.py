@@ -28,7 +28,7 @@ from metagrad.optim.rules import Params, Rule, with_batch_ndim
 
 @dataclass(frozen=True)
 class ParticleOutput(MetaOutput):
-    """The outcome of a meta-batch; ``query_outputs`` are the mean over the particles of what the model returns.
+    """The outcome of a meta-batch of :class:`BMAML`; ``query_outputs`` are the mean over its particles.
 
     Attributes:
         particle_outputs: What the model returns for the query inputs, of each particle,
@@ -40,7 +40,7 @@ class ParticleOutput(MetaOutput):
 
 @dataclass(frozen=True)
 class AdaptedParticles(Adapted):
-    """Particles that are adapted to a batch of tasks; a call returns the mean of what the model returns.
+    """Particles that :class:`BMAML` adapts to a batch of tasks; a call returns the mean of what the model returns.
 
     ``params`` are ``[tasks, particles, ...]``.
     """
