@@ -50,6 +50,13 @@ def test_the_workflow_runs_ci_on_every_python_that_is_supported():
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
 
 
+def test_a_release_is_tried_on_every_python_before_it_is_published():
+    ci, release = (yaml.safe_load(read(f".github/workflows/{name}.yml"))["jobs"] for name in ("ci", "release"))
+    assert release["try"]["strategy"]["matrix"] == ci["ci"]["strategy"]["matrix"]
+    assert release["publish"]["needs"] == "try"
+    assert release["try"]["needs"] == "build"
+
+
 def test_one_version_everywhere():
     citation = yaml.safe_load(read("CITATION.cff"))
     assert {"authors", "cff-version", "message", "title"} <= set(citation)
