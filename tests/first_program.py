@@ -1,4 +1,4 @@
-"""Run the first program of a document with the metagrad that is installed: `python tests/first_program.py README.md`."""
+"""Run the first program of a document with the installed metagrad: `python tests/first_program.py README.md`."""
 
 from __future__ import annotations
 
