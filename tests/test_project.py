@@ -51,7 +51,9 @@ def test_the_workflow_runs_ci_on_every_python_that_is_supported():
 
 
 def test_a_release_is_tried_on_every_python_before_it_is_published():
-    ci, release = (yaml.safe_load(read(f".github/workflows/{name}.yml"))["jobs"] for name in ("ci", "release"))
+    ci, release = (
+        yaml.safe_load(read(f".github/workflows/{name}.yml"))["jobs"] for name in ("ci", "release")
+    )
     assert release["try"]["strategy"]["matrix"] == ci["ci"]["strategy"]["matrix"]
     assert release["publish"]["needs"] == "try"
     assert release["try"]["needs"] == "build"
