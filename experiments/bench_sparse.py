@@ -1,11 +1,13 @@
 """Time and weigh gradients of sparse values, orders 1 to 3: `python -m experiments.bench_sparse [WORKLOAD ...]`.
 
 What is differentiated is t_0 = sum(sin(A x)) with respect to the values v of A on a fixed pattern, and from then on
-t_k = sum((d t_{k-1} / dv)^2), which no cut gradient survives. First every method is compared with dense matrices in
-float64 on a small problem; then the methods take turns, and medians are printed with their ratios to ours. Ratios
-within one run are what to quote: 1.00 is ours, 40 is forty times slower or larger. Structure that a training loop
-makes once (patterns, compiled programs) is made in a first call, which is not timed. The peak is what torch's
-allocator gave out in one more call, memory inside its kernels included; JAX states its own.
+t_k = sum((d t_{k-1} / dv)^2), which no cut gradient survives; likewise for lookups in a table, attention with dropout
+and convolution with a stride. Of the product of 2M entries it is the forward alone, beside SciPy and MKL. First every
+method is compared with dense tensors in float64 on a small problem; then the methods take turns, and medians are
+printed with their ratios to ours. Ratios within one run are what to quote: 1.00 is ours, 40 is forty times slower or
+larger. Structure that a training loop makes once (patterns, compiled programs) is made in a first call, which is not
+timed. Times are those of the CPU, of all its threads. The peak is what torch's allocator gave out in one more call,
+memory inside its kernels included; JAX states its own, SciPy's is not seen.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import argparse
 import os
 import random
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.allocations import peak_bytes
+from experiments.bench_sparse_operations import OPERATIONS, methods_of
+from experiments.seconds import cpu_seconds
 from metagrad.sparse import Pattern, SparseTensor
 
 OURS = "metagrad"
@@ -169,16 +173,22 @@ class Result:
     note: str = ""
 
 
-def errors(work: Problem) -> dict[tuple[str, int], str]:
-    """Say which methods raise or are wrong, by the dense matrix in float64; empty where all is right.
+Work = Any
+"""A problem: of matrices, or of an operation."""
+Methods = Mapping[str, Callable[[Any, int], Run]]
+Notes = dict[tuple[str, int], str]
+
+
+def errors(work: Work, methods: Methods | None = None, orders: Sequence[int] = ORDERS) -> Notes:
+    """Say which methods raise or are wrong, by dense tensors in float64; empty where all is right.
 
     Raises:
         SystemExit: Ours is not right.
     """
-    found = {}
-    for order in ORDERS:
-        expected = dense(work.double(), order)()
-        for name, method in METHODS.items():
+    methods, found = methods or METHODS, {}
+    for order in orders:
+        expected = methods.get("dense", dense)(work.double(), order)().to_dense()
+        for name, method in methods.items():
             note = _compare(method, work.double(), order, expected)
             if note and name == OURS:
                 raise SystemExit(f"{name} does not agree with dense matrices at order {order}: {note}.")
@@ -187,14 +197,17 @@ def errors(work: Problem) -> dict[tuple[str, int], str]:
     return found
 
 
-def measure(work: Problem, order: int, rounds: int, bad: dict[tuple[str, int], str]) -> dict[str, Result]:
+def measure(
+    work: Work, order: int, rounds: int, bad: Notes, methods: Methods | None = None
+) -> dict[str, Result]:
     """Time the methods in turns, in a new order each round, then weigh each."""
-    results = {name: Result(note=bad.get((name, order), "")) for name in METHODS}
+    methods = methods or METHODS
+    results = {name: Result(note=bad.get((name, order), "")) for name in methods}
     runs: dict[str, Run] = {}
-    for name in METHODS:
+    for name in methods:
         if not results[name].note:
             try:
-                runs[name] = METHODS[name](work, order)
+                runs[name] = methods[name](work, order)
                 runs[name]()
             except (MemoryError, RuntimeError) as error:
                 runs.pop(name, None)
@@ -215,9 +228,7 @@ def seconds(run: Run) -> float:
     run()
     times: list[float] = []
     while sum(times) < 0.05:
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
+        times.append(cpu_seconds(run))
     return statistics.median(times)
 
 
@@ -236,14 +247,33 @@ def report(name: str, order: int, results: dict[str, Result]) -> str:
     return "\n".join(lines)
 
 
+def known() -> list[str]:
+    """Return the names of all workloads."""
+    return [*WORKLOADS, *OPERATIONS]
+
+
+def tables(name: str, rounds: int) -> Iterator[str]:
+    """Check the methods of a workload, and measure them at each order."""
+    methods, orders, small = METHODS, ORDERS, problem(60, 200, 3)
+    if name in WORKLOADS:
+        work = WORKLOADS[name]()
+    else:
+        operation = OPERATIONS[name]
+        methods, orders = methods_of(operation), operation.orders
+        small, work = operation.make(*operation.small), operation.make(*operation.large)
+    bad = errors(small, methods, orders)
+    for order in orders:
+        yield report(name, order, measure(work, order, rounds, bad, methods))
+
+
 def _of_layout(matrix: Tensor, work: Problem, order: int) -> Tensor:
     leaf = matrix.detach().requires_grad_()
     return gradient(leaf, torch.sparse.mm(leaf, work.x), order)
 
 
-def _compare(method: Callable[[Problem, int], Run], work: Problem, order: int, expected: Tensor) -> str:
+def _compare(method: Callable[[Any, int], Run], work: Work, order: int, expected: Tensor) -> str:
     try:
-        error = (method(work, order)() - expected).abs().max() / expected.abs().max()
+        error = (method(work, order)().to_dense() - expected).abs().max() / expected.abs().max()
     except (ImportError, RuntimeError, MemoryError) as failure:
         return _first_line(failure)
     return "" if error < ROUNDING else f"wrong by {100 * error:.1f} %"
@@ -256,18 +286,15 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     """Run the workloads named on the command line, by default the small one."""
     parser = argparse.ArgumentParser(description="Time and weigh gradients of sparse values, orders 1 to 3.")
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(WORKLOADS)}")
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(known())}")
     parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
     arguments = parser.parse_args()
-    unknown = set(arguments.workloads) - set(WORKLOADS)
-    if unknown or arguments.rounds < 1:
-        parser.error(f"expected workloads among {', '.join(WORKLOADS)} and at least one round")
+    if set(arguments.workloads) - set(known()) or arguments.rounds < 1:
+        parser.error(f"expected workloads among {', '.join(known())} and at least one round")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
-    bad = errors(problem(60, 200, 3))
     for name in arguments.workloads or ["16k"]:
-        work = WORKLOADS[name]()
-        for order in ORDERS:
-            print(report(name, order, measure(work, order, arguments.rounds, bad)), end="\n\n", flush=True)
+        for text in tables(name, arguments.rounds):
+            print(text, end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|p
 WORKLOADS = {
     "bench": workloads.WORKLOADS,
     "bench_curvature": bench_curvature.WORKLOADS,
-    "bench_sparse": bench_sparse.WORKLOADS,
+    "bench_sparse": bench_sparse.known(),
     "bench_tasks": bench_tasks.SOURCES,
 }
 

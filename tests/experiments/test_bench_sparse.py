@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from experiments import bench_sparse as bench
+from experiments.bench_sparse_operations import OPERATIONS, methods_of
 
 
 @pytest.fixture
@@ -87,6 +88,29 @@ def test_ours_must_not_be(monkeypatch):
 def test_dense_matrices_are_not_made_where_they_do_not_fit():
     with pytest.raises(MemoryError, match="more than 6144 MiB"):
         bench.dense(bench.problem(10**5, 10, 1), 1)
+
+
+KNOWN = {"lookup": {("F.embedding(sparse=True)", 3)}}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_agree_with_dense_ones(name):
+    operation = OPERATIONS[name]
+    notes = bench.errors(operation.make(*operation.small), methods_of(operation), operation.orders)
+    # SciPy need not be there.
+    assert {at for at, note in notes.items() if not note.startswith("ModuleNotFound")} == KNOWN.get(
+        name, set()
+    )
+
+
+def test_prints_an_operation_at_each_of_its_orders(monkeypatch, capsys):
+    small = {name: one._replace(large=one.small, orders=(2, 3)) for name, one in OPERATIONS.items()}
+    monkeypatch.setattr(bench, "OPERATIONS", small)
+    monkeypatch.setattr(sys, "argv", ["bench_sparse", "lookup", "--rounds", "1"])
+    bench.main()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert [table[:15] for table in tables] == [f"lookup, order {k}" for k in (2, 3)]
+    assert "F.embedding(sparse=True)  wrong by " in tables[1]
 
 
 def test_unknown_workloads_are_named(program, capsys):
