@@ -22,6 +22,16 @@ def other_backend(*settings: Any) -> Any:
     return torch._TorchCompileWrapper(*settings)  # type: ignore[attr-defined]
 
 
+def trace(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """Run a function, and return what it computed as a graph of operations that write into nothing."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    pure = torch.func.functionalize(function, remove="mutations")
+    module = make_fx(pure, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
 def graph_pass(change: Callable[[fx.Graph], None], *files: str) -> Any:
     """Return a pass of ours over the graphs that inductor makes; its cache knows the pass by the files."""
     import torch._inductor.custom_graph_pass as passes

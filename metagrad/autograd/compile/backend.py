@@ -76,9 +76,8 @@ class Backend:
             self.compile_for_cpu = self.compile
 
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
-        """Compile a graph."""
-        devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
-        graph = (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
+        """Compile a graph that Dynamo has made."""
+        graph = self.compiled(module, examples)
         if _torch_compiler.changes_objects():
             return graph
 
@@ -89,6 +88,11 @@ class Backend:
             return outputs
 
         return noting
+
+    def compiled(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
+        """Compile a graph."""
+        devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
+        return (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
 
 
 def _options_for_cpu() -> dict[str, Any]:

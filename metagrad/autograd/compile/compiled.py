@@ -8,10 +8,11 @@ needs to be looked at again.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -169,12 +170,18 @@ class Compiled:
         finally:
             _gate.closed = False
         check()
-        with warnings.catch_warnings():
-            # What torch deprecates in itself, and what it asks of tensors while it traces, is not the caller's.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-            warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
+        with compiler_warnings_ignored():
             return self.function(*args)
+
+
+@contextlib.contextmanager
+def compiler_warnings_ignored() -> Iterator[None]:
+    """Ignore what torch deprecates in itself, and what it asks of tensors while it traces: it is not the caller's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", r"Guards may run slower on Python 3\.13\.0")
+        yield
 
 
 _numbers = count()
@@ -215,14 +222,15 @@ class Fallback:
             result = eager()
             self.gave_up = not isinstance(error, _UnavailableError)
             warnings.warn(
-                f"{self.call}: runs without being compiled, because {_reason(error)}. Pass compile=False to choose "
+                f"{self.call}: runs without being compiled, because {reason(error)}. Pass compile=False to choose "
                 "this without a warning.",
                 stacklevel=2,
             )
             return result
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return why something cannot be compiled, to follow "because"."""
     if isinstance(error, UncompilableError):
         return str(error)
     if type(error).__name__ == "FailOnRecompileLimitHit":

@@ -161,6 +161,11 @@ def _nested(
 _NO_FORWARD_DERIVATIVE = ("forward AD", "jvp", "ZeroTensors are immutable")
 
 
+def lacks_forward_derivative(error: RuntimeError) -> bool:
+    """Say whether an error of forward mode is that an operation has no derivative."""
+    return any(sign in str(error) for sign in _NO_FORWARD_DERIVATIVE)
+
+
 def _forward(
     fn: Callable[[Sequence[Tensor]], Tensor],
     leaves: list[Tensor],
@@ -173,7 +178,7 @@ def _forward(
                 torch.func.grad_and_value(fn), (leaves,), (weights,)
             )
         except RuntimeError as error:
-            if not any(sign in str(error) for sign in _NO_FORWARD_DERIVATIVE):
+            if not lacks_forward_derivative(error):
                 raise
             what = str(error).splitlines()[0]
             raise MissingDerivative(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
+from metagrad.autograd.compile.compiled import Compile, checked_compile, reason
+from metagrad.autograd.compile.linear import compiled_hvp
 from metagrad.autograd.derivatives.hvp import hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearized
 from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.transforms import is_transformed
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
 from metagrad.curvature.operators.objective import BatchLoss, LossFn, Parameters, takes_nothing
@@ -35,6 +38,7 @@ def hessian(
     mode: Mode = "reverse",
     chunk: Bytes = "64MiB",
     create_graph: bool = False,
+    compile: Compile = False,
     allow_unused: bool = False,
     reduction: Reduction = "mean",
     progress: Progress | None = None,
@@ -62,6 +66,12 @@ def hessian(
     All but the first need the loss as a function. Each evaluation runs it again, with the same random numbers, and so
     the running statistics of BatchNorm in training are updated again.
 
+    With ``compile`` the product is traced once, forward over reverse (or reverse over reverse, where an operation has
+    no forward derivative and the mode is not ``"forward"``). All that does not depend on the vector is computed and
+    kept; the rest is one compiled graph. A new operator is traced again, which takes seconds and pays for many
+    products. A loss that writes running statistics, branches on numbers or calls an ``autograd.Function``, as sparse
+    parameters and tables do, is refused.
+
     Args:
         loss: A tensor with one element, and its graph; or a function ``loss_fn(params, *batch)`` that returns one, or
             a function without required arguments that reads the parameters where they are.
@@ -77,6 +87,8 @@ def hessian(
         chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
         create_graph: Put products on the tape, to be differentiated in the parameters and in vectors; but not those
             made under ``torch.no_grad()``.
+        compile: Compile the product; a dict holds options of ``torch.compile``. For one batch, for ``loss`` as a
+            function, and without ``create_graph``.
         allow_unused: Treat parameters that the loss does not depend on as constants, instead of raising.
         reduction: For several batches, how their losses reduce their terms: ``"mean"``, ``"sum"``, or a function
             of the batch that counts; see :func:`~metagrad.curvature.accumulated`.
@@ -90,7 +102,7 @@ def hessian(
     Raises:
         ValueError: The loss is not one number, or does not depend on a parameter (it is named); the mode is unknown,
             or needs the loss as a function; a derivative is missing or known to be wrong in torch; two passes over
-            the data differ; or a product has nan or inf.
+            the data differ; the product cannot be compiled; or a product has nan or inf.
         TypeError: ``params`` is no dict of floating point tensors, or ``data`` is an iterator.
 
     Example:
@@ -116,7 +128,9 @@ def hessian(
     """
     ParameterSpace(params)  # checks them
     _check(loss, params, mode)
-    how = _How(mode, tuple(sparse), checked_bytes(_CALL, "chunk", chunk), create_graph, allow_unused)
+    options = _checked_compile(compile, loss, mode, create_graph, data)
+    size = checked_bytes(_CALL, "chunk", chunk)
+    how = _How(mode, tuple(sparse), size, create_graph, options, allow_unused)
     if isinstance(loss, Tensor):
         if data is not None:
             raise ValueError(
@@ -131,7 +145,7 @@ def hessian(
     def operator_for(batch: Batch) -> HessianOperator:
         objective = BatchLoss(loss, params, _arguments(batch))
         value = objective.here()
-        if mode == "reverse":
+        if mode == "reverse" and options is None:
             return _with_graph(value, objective.params, how)
         return _evaluated(value, objective, how)
 
@@ -156,6 +170,7 @@ class _How(NamedTuple):
     sparse: tuple[str, ...]
     chunk: int
     create_graph: bool
+    compile: dict[str, Any] | None
     allow_unused: bool
 
 
@@ -286,6 +301,47 @@ class _Evaluated(HessianOperator):
         super()._free()
 
 
+class _Compiled(HessianOperator):
+    """Products by a compiled graph of what depends on the vector."""
+
+    def __init__(
+        self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: BatchLoss, how: _How
+    ) -> None:
+        super().__init__(space, loss, gradient)
+        point = [at.detach() for at in objective.point(space)]
+
+        def loss_at(at: list[Tensor]) -> Tensor:
+            return objective.at(space, at).reshape(())
+
+        try:
+            with objective.random_numbers():
+                self._product = compiled_hvp(
+                    loss_at, point, forward_only=how.mode == "forward", options=how.compile or {}
+                )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # The loss has run once without being traced, so the trace or the compiler is the cause.
+            raise MissingDerivative(
+                f"{_CALL}: the product cannot be compiled: {reason(error)}. Leave compile out."
+            ) from error
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        if is_transformed():
+            raise ValueError(f"{_CALL}: products that are compiled run outside of torch.func transforms.")
+        products = torch.empty_like(vectors, requires_grad=False)
+        for row, product in zip(vectors.detach(), products, strict=True):
+            for part, place in zip(
+                self._product(self.space.split(row)), self.space.split(product), strict=True
+            ):
+                place.copy_(part)
+        return products
+
+    def _free(self) -> None:
+        del self._product
+        super()._free()
+
+
 def _with_graph(loss: Tensor, params: Parameters, how: _How) -> HessianOperator:
     variables = find_variables(_CALL, loss, params, how.sparse)
     spec = tree_structure(dict(params))
@@ -305,7 +361,8 @@ def _evaluated(loss: Tensor, objective: BatchLoss, how: _How) -> HessianOperator
     space = ParameterSpace.of(objective.params, variables)
     with torch.set_grad_enabled(how.create_graph):
         gradient = space.unflatten(space.join(coordinates(variables, parts)))
-    return _Evaluated(space, loss if how.create_graph else loss.detach(), gradient, objective, how)
+    kind = _Evaluated if how.compile is None else _Compiled
+    return kind(space, loss if how.create_graph else loss.detach(), gradient, objective, how)
 
 
 def _check(loss: Tensor | LossFn, params: Parameters, mode: Mode) -> None:
@@ -324,6 +381,26 @@ def _check(loss: Tensor | LossFn, params: Parameters, mode: Mode) -> None:
             f"{_CALL}: mode='block' needs to know the blocks: pass metagrad.autograd.chain(model, loss_fn) for the "
             "loss, with ordinary parameters."
         )
+
+
+def _checked_compile(
+    compile: Compile, loss: Tensor | LossFn, mode: Mode, create_graph: bool, data: object
+) -> dict[str, Any] | None:
+    """Return the options of torch.compile, None where nothing is compiled."""
+    checked = checked_compile(_CALL, compile)
+    if checked is None:
+        return None
+    refused = {
+        "takes the loss as a function of (params, *data)": isinstance(loss, Tensor) or takes_nothing(loss),
+        "compiles one product, and has no whole to compile": checked.whole,
+        'goes with mode="reverse" or "forward"': mode == "block",
+        "goes without create_graph: compiled products have no graph": create_graph,
+        "is for one batch": data is not None and not is_one_batch(data),
+    }
+    for rule, is_broken in refused.items():
+        if is_broken:
+            raise ValueError(f"{_CALL}: compile {rule}.")
+    return checked.options
 
 
 def _arguments(batch: Batch) -> tuple[Tree, ...]:

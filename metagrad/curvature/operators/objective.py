@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
@@ -88,8 +89,12 @@ class BatchLoss:
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         """Draw the same random numbers, and cast alike."""
-        with self._random.restored(), self._autocast.restored():
+        with self.random_numbers(), self._autocast.restored():
             yield
+
+    def random_numbers(self) -> AbstractContextManager[None]:
+        """Draw the same random numbers."""
+        return self._random.restored()
 
 
 def _variable(param: Tensor | SparseTensor) -> Tensor | SparseTensor:

@@ -17,6 +17,7 @@ from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.sparse import Pattern, RowSparse, SparseTensor
+from tests.marks import slow
 
 
 def draw(*shape):
@@ -451,3 +452,139 @@ def test_mixed_derivatives_need_the_graph():
         pytest.raises(ValueError, match=r'mixed\(vector, others\): pass mode="reverse"'),
     ):
         H.mixed(torch.ones(2), [o])
+
+
+# Compiled products
+
+
+EAGER = {"backend": "eager"}
+
+
+def regression(activation=torch.tanh):
+    x, y = draw(6, 3), draw(6)
+    params = {"W": draw(4, 3), "b": draw(4), "w": draw(4)}
+
+    def loss_fn(params, x, y):
+        return (activation(x @ params["W"].t() + params["b"]) @ params["w"] - y).square().mean()
+
+    return loss_fn, params, (x, y)
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"), [("reverse", "eager"), slow("forward", "eager"), slow("reverse", "aot_eager")]
+)
+def test_compiled_products_are_those_of_the_dense_hessian(mode, backend):
+    torch.manual_seed(0)
+    loss_fn, params, batch = regression()
+    expected = dense(loss_fn, params, *batch)
+    with hessian(loss_fn, params, batch, mode=mode, compile={"backend": backend}) as H:
+        close(H.to_dense(), expected)
+        vector = {name: draw(*p.shape) for name, p in params.items()}
+        close(H.space.flatten(H @ vector), expected @ H.space.flatten(vector))
+        close(H["w"].to_dense(), expected[-4:, -4:])
+        gradient = torch.func.grad(loss_fn)(params, *batch)
+        close(H.gradient, H.space.flatten(gradient))
+        assert not (H @ torch.ones(20, dtype=torch.float64, requires_grad=True)).requires_grad
+    with pytest.raises(ValueError, match="H is closed"):
+        H @ vector
+
+
+@pytest.mark.slow
+def test_products_of_compiled_kernels():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    )
+    model = model.eval().double()
+    params = dict(model.named_parameters())
+    loss_fn = with_params(model, F.cross_entropy)
+    batch = draw(5, 3, 4, 4), torch.randint(3, (5,))
+    with hessian(loss_fn, params, batch, compile=True) as H:
+        close(H.to_dense(), dense(loss_fn, params, *batch))
+
+
+def test_compiled_products_fall_back_on_reverse_mode():
+    """torch has no forward derivative of F.huber_loss."""
+    torch.manual_seed(0)
+    _, params, (x, y) = regression()
+
+    def loss_fn(params, x, y):
+        return F.huber_loss(torch.tanh(x @ params["W"].t() + params["b"]) @ params["w"], y)
+
+    with hessian(loss_fn, params, (x, y), compile=EAGER) as H, hessian(loss_fn, params, (x, y)) as expected:
+        close(H.to_dense(), expected.to_dense())
+    with pytest.raises(MissingDerivative, match=r"the product cannot be compiled: .* Leave compile out"):
+        hessian(loss_fn, params, (x, y), mode="forward", compile=EAGER)
+
+
+def test_compiled_products_draw_the_same_random_numbers():
+    torch.manual_seed(0)
+    loss_fn, params, batch = regression(lambda z: F.dropout(z.exp()))
+    state = torch.get_rng_state()
+    expected = hessian(loss_fn, params, batch).to_dense()
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    close(hessian(loss_fn, params, batch, compile=EAGER).to_dense(), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_compiled_products_cast_as_the_loss_did():
+    torch.manual_seed(0)
+    loss_fn, params, batch = regression()
+    params, batch = {name: p.float() for name, p in params.items()}, tuple(part.float() for part in batch)
+
+    def cast(params, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(params, x, y)
+
+    vector = torch.ones(20)
+    expected = hessian(cast, params, batch, mode="forward") @ vector
+    compiled = hessian(cast, params, batch, compile=EAGER)
+    close(compiled @ vector, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        close(compiled @ vector, expected)
+
+
+@pytest.mark.slow
+def test_a_custom_function_is_not_compiled():
+    """torch 2.13 cannot make a graph of the derivatives of an autograd.Function that writes into nothing."""
+    A = SparseTensor(Pattern(torch.tensor([0, 1, 1]), torch.tensor([1, 0, 2]), (2, 3)), draw(3))
+
+    def loss_fn(params, x):
+        return (params["A"] @ x).pow(3).sum()
+
+    with pytest.raises(ValueError, match=r"the product cannot be compiled: .* Leave compile out"):
+        hessian(loss_fn, {"A": A}, (draw(3, 2),), compile=EAGER)
+
+
+def test_what_cannot_be_compiled_is_refused():
+    loss_fn, params, batch = regression()
+    wanted = {name: p.clone().requires_grad_() for name, p in params.items()}
+    with pytest.raises(ValueError, match=r"compile takes the loss as a function of \(params, \*data\)"):
+        hessian(loss_fn(wanted, *batch), wanted, compile=True)
+    with pytest.raises(ValueError, match="compile takes the loss as a function"):
+        hessian(lambda: loss_fn(wanted, *batch), wanted, compile=True)
+    with pytest.raises(ValueError, match="compile compiles one product, and has no whole"):
+        hessian(loss_fn, params, batch, compile="whole")
+    model = nn.Sequential(nn.Linear(3, 1))
+    with pytest.raises(ValueError, match='compile goes with mode="reverse" or "forward"'):
+        hessian(chain(model, F.mse_loss), dict(model.named_parameters()), batch, mode="block", compile=True)
+    with pytest.raises(ValueError, match="compile goes without create_graph"):
+        hessian(loss_fn, params, batch, compile=True, create_graph=True)
+    with pytest.raises(ValueError, match="compile is for one batch"):
+        hessian(loss_fn, params, [batch, batch], compile=True)
+    with pytest.raises(ValueError, match="compile must be False, True"):
+        hessian(loss_fn, params, batch, compile="step")
+    H = hessian(loss_fn, params, batch, compile=EAGER)
+    with pytest.raises(ValueError, match=r"products that are compiled run outside of torch\.func transforms"):
+        torch.vmap(lambda v: H.products(v[None]))(torch.eye(20, dtype=torch.float64))
+
+
+def test_a_loss_that_branches_on_numbers_is_not_compiled():
+    loss_fn, params, batch = regression(lambda z: z.sin() if z.sum() > 0 else z.cos())
+    with pytest.raises(ValueError, match=r"the product cannot be compiled: .* Leave compile out"):
+        hessian(loss_fn, params, batch, compile=EAGER)

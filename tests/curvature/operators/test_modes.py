@@ -11,6 +11,7 @@ import metagrad as mg
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from tests.curvature.layers import cases
+from tests.marks import fast
 
 MODES = ["reverse", "forward", "block"]
 CASES = {case.name: case for case in cases()}
@@ -29,6 +30,9 @@ REFUSED = {
         "attention flash", "Hardsigmoid()", "multi_margin_loss", "ctc_loss", "Embedding", "EmbeddingBag",
         *DISTANCES,
     },
+}  # fmt: skip
+COMPILED_REFUSED = REFUSED["reverse"] | {
+    "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "gaussian_nll_loss",
 }  # fmt: skip
 THIRD_REFUSED = REFUSED["reverse"] | {
     "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "BatchNorm2d without statistics", "LayerNorm",
@@ -78,6 +82,23 @@ def test_products_of_every_layer(name, mode):
         found = H.products(vectors.repeat(repeats, 1))
     scale = 1 + float(expected.abs().max())
     torch.testing.assert_close(found, expected.repeat(repeats, 1), rtol=0, atol=1e-7 * scale)
+
+
+@pytest.mark.parametrize("name", fast({"Linear"}, CASES))
+def test_compiled_products_of_every_layer(name):
+    case = CASES[name]
+    vectors = directions(ParameterSpace(case.params))
+    make = functools.partial(hessian, case.loss_fn, case.params, case.batch, compile={"backend": "eager"})
+    if name in COMPILED_REFUSED:
+        with pytest.raises(ValueError, match=r"derivative|order 2|cannot be compiled"):
+            make()
+        return
+    expected = expected_products(name)
+    torch.manual_seed(0)
+    with make() as H:
+        found = H.products(vectors)
+    scale = 1 + float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7 * scale)
 
 
 @pytest.mark.parametrize("name", CASES)
