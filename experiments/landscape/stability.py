@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.landscape.schema import Method
-from metagrad.optim.kronecker.layers import joined, split
+from metagrad.optim.kronecker.layers import joined
 from metagrad.optim.kronecker.per_axis import axis_product
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def _kfac(optimizer: Any, params: Mapping[str, nn.Parameter]) -> Root:
         for name, (left, right) in roots.items():
             bias = f"{name.rpartition('.')[0]}.bias"
             matrix = left @ joined(stacks[name], stacks[bias], batch_ndim=1) @ right
-            shape = stacks[name].shape
-            found[name], found[bias] = split(matrix, shape, has_bias=True)
+            found[name], found[bias] = matrix[..., :-1].reshape(stacks[name].shape), matrix[..., -1]
         return found
 
     return root
