@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,11 @@ from metagrad.core.capture import AutocastState
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.distributed.sums import refuse_different, sums, union
 from metagrad.sparse.matrix.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Batch: TypeAlias = Tree
 """The arguments of a loss besides the parameters: a tuple such as ``(x, y)``, or a list of tensors."""
@@ -47,6 +51,25 @@ def is_one_batch(data: Iterable[Batch] | Batch) -> bool:
     return isinstance(data, list) and bool(data) and isinstance(data[0], Tensor)
 
 
+def batches_of(data: Iterable[Batch] | Batch) -> Iterable[Batch]:
+    """Return batches, of which one batch alone is a list."""
+    return [data] if is_one_batch(data) else data  # type: ignore[reportReturnType]
+
+
+def refuse_graph(call: str, group: ProcessGroup | None, *, has_data: bool, create_graph: bool) -> None:
+    """Refuse what has no meaning in a group of processes."""
+    if group is None:
+        return
+    if not has_data:
+        raise ValueError(
+            f"{call}: group sums over the data of processes. Give the loss as a function, and this process's data."
+        )
+    if create_graph:
+        raise ValueError(
+            f"{call}: create_graph=True: sums over processes have no graph. Leave group or create_graph out."
+        )
+
+
 def accumulated(
     operator_for: Callable[[Batch], LossOperator],
     params: Mapping[str, Tensor | SparseTensor],
@@ -58,6 +81,7 @@ def accumulated(
     check_deterministic: bool = True,
     begin_pass: Callable[[], None] | None = None,
     model: nn.Module | None = None,
+    group: ProcessGroup | None = None,
 ) -> Accumulated:
     r"""Accumulate an operator over batches, exactly, with the graph of one batch at a time.
 
@@ -81,6 +105,8 @@ def accumulated(
             takes two passes.
         begin_pass: Called before each pass, to draw the same random numbers in all of them.
         model: Where to look for layers that may be the reason then.
+        group: Processes that have other batches of the same data; sums go over the batches of all of them. They make
+            the same products in the same order, with the same parameters and vectors; products have no graph.
 
     Returns:
         The operator. Of sparse tables its coordinates are the rows that any batch looks up.
@@ -109,7 +135,7 @@ def accumulated(
             f'{call}: reduction must be "mean", "sum", or a function that returns how many terms the mean of a batch '
             f"has, got {reduction!r}."
         )
-    found = Accumulated(operator_for, params, batches, call, reduction, progress, begin_pass)
+    found = Accumulated(operator_for, params, batches, call, reduction, progress, begin_pass, group)
     if check_deterministic:
         refuse_moving(call, found.probe(), found.probe(), model, batches)
     return found
@@ -127,6 +153,7 @@ class Accumulated(Operator):
         reduction: Reduction | None,
         progress: Progress | None,
         begin_pass: Callable[[], None] | None,
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(ParameterSpace(params))
         self.call = call
@@ -135,11 +162,14 @@ class Accumulated(Operator):
         self.progress = progress
         self._operator_for = operator_for
         self._begin_pass = begin_pass
+        self._group = group
         # Products may be computed under another autocast state than the one that the model is meant to run in.
         self._autocast = AutocastState()
         self.space = self._joint_space(params)
 
     def _products(self, vectors: Tensor) -> Tensor:
+        if self._group is not None:
+            refuse_different(self.call, "the vector of a product", vectors, self._group)
         return self._sum(lambda operator, places: [self._multiplied(operator, places, vectors)])[0]
 
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
@@ -205,6 +235,10 @@ class Accumulated(Operator):
                 terms = [term * count for term in terms]
                 divisor = count if divisor is None else divisor + count
             totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
+        if self._group is not None:
+            number = totals[0].new_tensor(0.0 if divisor is None else float(divisor))
+            *totals, number = sums([*totals, number], self._group)
+            divisor = None if divisor is None else number
         return totals if divisor is None else [total / divisor for total in totals]
 
     def _count(self, batch: Batch, operator: LossOperator) -> float | Tensor | None:
@@ -225,6 +259,8 @@ class Accumulated(Operator):
                 break
             for name, found in of_batch.items():
                 rows[name] = torch.cat([rows.get(name, found), found]).unique()
+        if self._group is not None:
+            rows = {name: union(found, self._group) for name, found in rows.items()}
         return ParameterSpace(params, rows=rows)
 
     def _multiplied(self, operator: LossOperator, places: Tensor | None, vectors: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -19,6 +19,9 @@ from metagrad.curvature.operators.output_hessians import (
     sampled_scores,
 )
 from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Kind = Literal["exact", "sampled", "empirical"]
 
@@ -40,6 +43,7 @@ def fisher(
     reduction: Reduction | None = None,
     progress: Progress | None = None,
     check_deterministic: bool = True,
+    group: ProcessGroup | None = None,
 ) -> Operator:
     r"""Make the operator of a Fisher information matrix.
 
@@ -81,6 +85,7 @@ def fisher(
             :math:`s_n` from :math:`\ell_n`: ``"mean"`` is over the first dimension of ``x``.
         progress: As for :func:`ggn`.
         check_deterministic: As for :func:`ggn`.
+        group: Processes that have other data each; see :func:`hessian`.
 
     Returns:
         An operator, which is a context manager.
@@ -133,6 +138,7 @@ def fisher(
         progress=progress,
         check_deterministic=check_deterministic,
         begin_pass=labels.restart,
+        group=group,
     )
 
 

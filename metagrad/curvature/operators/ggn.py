@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,19 @@ from metagrad.curvature.operators.batches import (
     Progress,
     Reduction,
     accumulated,
+    batches_of,
     is_one_batch,
     num_data,
+    refuse_graph,
 )
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.output_hessians import OutputMatrix, loss_hessian
 from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
 from metagrad.curvature.operators.space import ParameterSpace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def ggn(
@@ -38,6 +44,7 @@ def ggn(
     reduction: Reduction | None = None,
     progress: Progress | None = None,
     check_deterministic: bool = True,
+    group: ProcessGroup | None = None,
 ) -> Operator:
     r"""Make the operator of the generalised Gauss-Newton matrix.
 
@@ -80,6 +87,8 @@ def ggn(
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
             differ.
+        group: Processes that have other data each, as a share of the batches: products are those of all data. They
+            make the same products in the same order, with the same parameters and vectors, and without a graph.
 
     Returns:
         An operator, which is a context manager.
@@ -114,6 +123,7 @@ def ggn(
         reduction=reduction,
         progress=progress,
         check_deterministic=check_deterministic,
+        group=group,
     )
 
 
@@ -185,6 +195,7 @@ def operator_of(
     progress: Progress | None,
     check_deterministic: bool,
     begin_pass: Callable[[], None] | None = None,
+    group: ProcessGroup | None = None,
 ) -> Operator:
     r"""Make :math:`J^\top M J` of a batch, or of several, with ``M = output_matrix_of(evaluation)``."""
     how = JacobianMode(problem.call, mode)
@@ -196,18 +207,20 @@ def operator_of(
             evaluation, output_matrix_of(evaluation), mode=how, chunk=size, reduction=reduction
         )
 
-    if is_one_batch(data):
+    refuse_graph(problem.call, group, has_data=True, create_graph=problem.create_graph)
+    if group is None and is_one_batch(data):
         return operator_for(data)
     return accumulated(
         operator_for,
         problem.params,
-        data,
+        batches_of(data),
         call=problem.call,
         reduction=None,
         progress=progress,
         check_deterministic=check_deterministic,
         begin_pass=begin_pass,
         model=problem.model if isinstance(problem.model, nn.Module) else None,
+        group=group,
     )
 
 

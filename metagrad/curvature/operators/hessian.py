@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,11 +18,22 @@ from metagrad.autograd.derivatives.variables import coordinates, differentiated,
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.transforms import is_transformed
 from metagrad.core.tree import Tree, tree_map, tree_structure
-from metagrad.curvature.operators.batches import Batch, Progress, Reduction, accumulated, is_one_batch
+from metagrad.curvature.operators.batches import (
+    Batch,
+    Progress,
+    Reduction,
+    accumulated,
+    batches_of,
+    is_one_batch,
+    refuse_graph,
+)
 from metagrad.curvature.operators.objective import BatchLoss, LossFn, Parameters, takes_nothing
 from metagrad.curvature.operators.operator import LossOperator, Named, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Mode = Literal["reverse", "forward", "block"]
 
@@ -43,6 +54,7 @@ def hessian(
     reduction: Reduction = "mean",
     progress: Progress | None = None,
     check_deterministic: bool = True,
+    group: ProcessGroup | None = None,
 ) -> Operator:
     r"""Make the operator of the Hessian of a loss.
 
@@ -95,6 +107,8 @@ def hessian(
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
             differ.
+        group: Processes that have other data each, as a share of the batches: products are those of all data. They
+            make the same products in the same order, with the same parameters and vectors, and without a graph.
 
     Returns:
         An operator, which is a context manager; of one batch it has the ``loss`` and its ``gradient``, flat.
@@ -131,6 +145,7 @@ def hessian(
     options = _checked_compile(compile, loss, mode, create_graph, data)
     size = checked_bytes(_CALL, "chunk", chunk)
     how = _How(mode, tuple(sparse), size, create_graph, options, allow_unused)
+    refuse_graph(_CALL, group, has_data=data is not None, create_graph=create_graph)
     if isinstance(loss, Tensor):
         if data is not None:
             raise ValueError(
@@ -149,17 +164,18 @@ def hessian(
             return _with_graph(value, objective.params, how)
         return _evaluated(value, objective, how)
 
-    if data is None or is_one_batch(data):
+    if group is None and (data is None or is_one_batch(data)):
         return operator_for(() if data is None else data)
     return accumulated(
         operator_for,
         params,
-        data,
+        batches_of(data),
         call="hessian(loss_fn, params, data)",
         reduction=reduction,
         progress=progress,
         check_deterministic=check_deterministic,
         model=loss.model if isinstance(loss, Chain) else None,
+        group=group,
     )
 
 

@@ -1,0 +1,45 @@
+"""Sums over the processes of a group, of what has the same shape in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def sums(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
+    """Add tensors of one dtype and device up over processes, in one all-reduce; without a graph."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+
+
+def union(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the numbers that any process has, ascending."""
+    everyone: list[Tensor] = [numbers] * group.size()
+    dist.all_gather_object(everyone, numbers.cpu(), group=group)
+    return torch.cat(everyone).unique().to(numbers.device)
+
+
+def refuse_different(call: str, name: str, tensor: Tensor, group: ProcessGroup) -> None:
+    """Refuse a tensor that is not the same in all processes.
+
+    Raises:
+        ValueError: It is another one in some process.
+    """
+    own = torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float64, device=tensor.device)
+    mark = (own * tensor.detach().reshape(-1).double()).sum()
+    marks = [torch.empty_like(mark) for _ in range(group.size())]
+    dist.all_gather(marks, mark, group=group)
+    if any(not torch.equal(mark, other) for other in marks):
+        raise ValueError(
+            f"{call}: {name} must be the same in all processes of the group. Give every process the same seed, or "
+            "send it from one of them by torch.distributed.broadcast."
+        )
