@@ -17,6 +17,7 @@ from experiments.bench import rival_jax, rivals
 from experiments.bench.workloads import Workload
 from metagrad.autograd.compile.compiled import Compile
 from metagrad.core.budget import Memory
+from metagrad.tasks import Batch
 
 BASELINE = "textbook loop"
 ANOTHER = "MAML, all adapt"  # another gradient than the loop's, for comparison
@@ -76,18 +77,38 @@ def textbook_loop(work: Workload) -> Tensor:
 
 def torch_func(work: Workload) -> Tensor:
     """Differentiate the steps of one task by torch.func.grad, and batch tasks by torch.vmap."""
+    return _by_torch_func(work, work.params, work.batch)
 
-    def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return work.loss_fn(functional_call(work.model, params, (x,)), y)
+
+def _by_torch_func(work: Workload, params: dict[str, Tensor], batch: Batch) -> Tensor:
+    """Compute the meta-objective as a function of the meta-parameters."""
+
+    def loss_of(fast: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return work.loss_fn(functional_call(work.model, {**params, **fast}, (x,)), y)
 
     def task(x: Tensor, y: Tensor, query_x: Tensor, query_y: Tensor) -> Tensor:
-        fast = work.adapted
+        fast = {name: params[name] for name in work.adapted}
         for _ in range(work.steps):
             grads = grad(loss_of)(fast, x, y)
             fast = {name: p - work.lr * grads[name] for name, p in fast.items()}
         return loss_of(fast, query_x, query_y)
 
-    return vmap(task)(*work.batch.support, *work.batch.query).mean()
+    return vmap(task)(*batch.support, *batch.query).mean()
+
+
+def prepare_by_hand(work: Workload) -> Prepared:
+    """Compile the meta-gradient as one function of torch.func, as is written by hand for one model and batch size."""
+    if work.steps > LONGEST_GRAPH:
+        raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
+
+    def objective(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        return _by_torch_func(work, params, batch)
+
+    compiled = torch.compile(grad(objective), fullgraph=True)
+    params = {
+        name: p.detach() for name, p in work.params.items()
+    }  # torch.compile would differentiate once more
+    return Prepared(lambda: list(compiled(params, work.batch).values()))
 
 
 def prepare_maml(
@@ -154,6 +175,7 @@ METHODS: dict[str, Method] = {
     "metagrad, block by block": of_loss(block_by_block),
     ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
+    "torch.func, one compiled function": Method(prepare_by_hand),
     "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),
     "learn2learn": Method(of_loss(rivals.learn2learn_loop).prepare, "learn2learn"),
     "TorchOpt": Method(of_loss(rivals.torchopt_loop).prepare, "torchopt"),
