@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import checkpoint, result
 from experiments.files import write_text
 from experiments.signals import Interrupted, signals_raised
+from metagrad.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ def launch(program: Callable[[], object], config: str | None = None, module: str
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         program()
         return
+    keep_freed_memory()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra shall raise what goes wrong, not print it
     logging.raiseExceptions = False  # a full disk or a closed pipe fails at the next write of the run itself
     try:

@@ -367,4 +367,4 @@ def test_cuda_that_is_not_there():
 
 
 def test_public_names():
-    assert metagrad.memory.__all__ == ["MemoryTracker", "Record", "current"]
+    assert metagrad.memory.__all__ == ["MemoryTracker", "Record", "current", "keep_freed_memory"]

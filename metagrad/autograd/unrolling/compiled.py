@@ -46,6 +46,7 @@ from metagrad.core.tree import (
     tree_flatten,
     tree_leaves,
 )
+from metagrad.memory import allocator
 
 Around = Callable[[int], contextlib.AbstractContextManager]
 """The context to enter around the step of a number."""
@@ -354,6 +355,7 @@ class _Loop:
 
     def keeping_states(self, stride: int) -> tuple[Tree, Tree]:
         """Run the loop with every ``stride``-th state, and walk back over its steps."""
+        allocator.advise(self.compiled.call, self.tensors)
         with torch.no_grad():
             outputs, kept = self.run([operand(tensor) for tensor in self.tensors], stride)
         self.constants = self.compiled.read(self.owner, functools.partial(self._check, self.tensors))

@@ -19,7 +19,8 @@ from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
 from metagrad.autograd.unrolling.trial import Trial
 from metagrad.core.budget import device_of, free_bytes
 from metagrad.core.modules import modules_of
-from metagrad.core.tree import Tree, tree_map
+from metagrad.core.tree import Tree, dissect, tree_map
+from metagrad.memory import allocator
 
 Step = Callable[..., tuple[Tree, Tree]]
 Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
@@ -52,6 +53,7 @@ def recomputed(
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
     modules = modules_of(step)
+    allocator.advise("unroll(step, ..., memory)", dissect(state)[0])
 
     def recomputed_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         called = f"unroll(step, ...) {name.format(t)}"
