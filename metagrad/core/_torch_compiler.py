@@ -5,6 +5,7 @@ They are imported where they are used, so that ``import metagrad`` does not load
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +64,20 @@ def changes_objects() -> bool:
     except AttributeError:
         return True
     return bool(hooks) or any(isinstance(kind, changes) for kind in kinds)
+
+
+def passing_code(code: types.CodeType, values: dict[str, object]) -> object | None:
+    """Return the compiled code of a function whose guards pass for these arguments, as torch.compile finds it.
+
+    None where there is none, where torch.compile is told not to run it (``torch.compiler.set_stance``), or where its
+    cache is kept in another way than in torch 2.13.
+    """
+    import torch._dynamo.eval_frame
+
+    try:
+        if torch._dynamo.eval_frame._stance.stance != "default":
+            return None
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)  # type: ignore[attr-defined]
+        return next((entry.code for entry in entries if entry.guard_manager.check(values)), None)
+    except AttributeError:
+        return None

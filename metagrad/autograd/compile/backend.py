@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from metagrad.autograd.compile.products import transpose_products
 from metagrad.core import _torch_compiler
+from metagrad.core.tree import Structure, Tree, dissect, tensors_in
 
 Graph = Callable[..., Sequence[Tensor]]
 
@@ -40,12 +41,23 @@ _noted = _Noted()
 
 
 @contextlib.contextmanager
-def _noting() -> Iterator[list[GraphCall]]:
-    before, _noted.calls = _noted.calls, []
+def noting() -> Iterator[list[GraphCall]]:
+    """Note the calls of graphs, for those who are noting them already as well."""
+    before, calls = _noted.calls, []
+    _noted.calls = calls
     try:
-        yield _noted.calls
+        yield calls
     finally:
+        if before is not None:
+            before.extend(calls)
         _noted.calls = before
+
+
+def _noted_call(graph: Graph, *inputs: object) -> Sequence[Tensor]:
+    outputs = graph(*inputs)
+    if _noted.calls is not None:
+        _noted.calls.append(GraphCall(graph, inputs, outputs))
+    return outputs
 
 
 class Backend:
@@ -78,16 +90,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph that Dynamo has made."""
         graph = self.compiled(module, examples)
-        if _torch_compiler.changes_objects():
-            return graph
-
-        def noting(*inputs: object) -> Sequence[Tensor]:
-            outputs = graph(*inputs)
-            if _noted.calls is not None:
-                _noted.calls.append(GraphCall(graph, inputs, outputs))
-            return outputs
-
-        return noting
+        return graph if _torch_compiler.changes_objects() else functools.partial(_noted_call, graph)
 
     def compiled(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph."""
@@ -117,7 +120,7 @@ class Repeated:
             return function(*groups)
         if self.graph is not None:
             return self.graph(tensors)
-        with _noting() as calls:
+        with noting() as calls:
             results = function(*groups)
         self.graph = _placed(calls[0], tensors, results) if len(calls) == 1 else None
         return results
@@ -141,7 +144,9 @@ class PlacedGraph(NamedTuple):
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the graph."""
         pairs = zip(self.places, self.constants, strict=True)
-        outputs = self.graph(*(value if place is None else tensors[place] for place, value in pairs))
+        outputs = _noted_call(
+            self.graph, *(value if place is None else tensors[place] for place, value in pairs)
+        )
         values = (*outputs, *tensors)
         return [values[place] for place in self.results]
 
@@ -155,3 +160,32 @@ def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> Pl
     if any(id(result) not in found for result in results):
         return None
     return PlacedGraph(call.graph, constants, places, [found[id(result)] for result in results])
+
+
+class KeptCall(NamedTuple):
+    """A call of compiled code as a call of its graph.
+
+    Attributes:
+        graph: The graph, as a function of the tensors among the arguments.
+        structure: Of what the code returns.
+    """
+
+    graph: PlacedGraph
+    structure: Structure
+
+    def __call__(self, args: tuple) -> Tree:
+        """Return what the code returns for other arguments, for which its guards pass."""
+        return self.structure.fill(self.graph(tensors_in(args)))
+
+
+def kept_call(call: GraphCall, args: tuple, result: Tree) -> KeptCall | None:
+    """Return what calls the graph; None unless it takes and returns nothing but tensors among the arguments.
+
+    What else it takes was read from elsewhere, such as a buffer of a module, and must be read again.
+    """
+    tensors = tensors_in(args)
+    if len(set(map(id, tensors))) < len(tensors):
+        return None
+    results, structure = dissect(result)
+    placed = _placed(call, tensors, results)
+    return None if placed is None or None in placed.places else KeptCall(placed, structure)

@@ -20,9 +20,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from metagrad.autograd.compile.backend import Backend
+from metagrad.autograd.compile.backend import Backend, GraphCall, KeptCall, kept_call, noting
+from metagrad.autograd.compile.guards import guards_of_what_changes
 from metagrad.autograd.recompute.replay import record
-from metagrad.core import _torch
+from metagrad.core import _torch, _torch_compiler
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.tree import is_differentiable
@@ -132,6 +133,7 @@ class _Gate(threading.local):
 
 
 _gate = _Gate()
+_MOST_KEPT = 16
 
 
 def pass_gate() -> None:
@@ -152,15 +154,49 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         # Not as a decorator, which would import the compiler along with this module.
         torch.compiler.assume_constant_result(pass_gate)
+        own = with_own_code(function)
+        self._code, self._names = own.__code__, own.__code__.co_varnames[: own.__code__.co_argcount]
+        # A mode may have an opinion on what is a call, as CUDA graphs have.
+        self._kept: dict[object, KeptCall] | None = None if options.get("mode") else {}
         self.function = torch.compile(
-            with_own_code(function),
+            own,
             fullgraph=True,
             backend=Backend(**options),
             dynamic=options.get("dynamic"),
+            options={"guard_filter_fn": guards_of_what_changes},
         )
 
     def __call__(self, check: Callable[[], None], *args: object) -> Any:
-        """Call the function; ``check`` is called first where it has to be compiled, and may raise."""
+        """Call the function; ``check`` is called first where it has to be compiled, and may raise.
+
+        Where the guards of code that ran before pass, its graph is called: torch.compile, which calls it otherwise,
+        takes many times as long for what is around the guards.
+        """
+        found = None
+        if self._kept:
+            found = _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
+            if found in self._kept:
+                return self._kept[found](args)
+        with noting() as calls:
+            result = self._called(check, args)
+        if self._kept is not None:
+            self._keep(args, calls, result)
+        return result
+
+    def _keep(self, args: tuple, calls: Sequence[GraphCall], result: object) -> None:
+        """Keep the graph that was called; none, from then on, if one is no function of the arguments alone."""
+        assert self._kept is not None
+        kept = None if len(calls) != 1 else kept_call(calls[0], args, result)
+        if kept is None:
+            self._kept = None
+            return
+        found = _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
+        if found is not None:
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.clear()
+            self._kept[found] = kept
+
+    def _called(self, check: Callable[[], None], args: tuple) -> Any:
         _gate.closed, _gate.tried = True, False
         try:
             return self.function(*args)
