@@ -130,6 +130,8 @@ def arguments(x: object, call: str) -> Nested:
     Raises:
         TypeError: As :func:`structured`; or there is no tensor.
     """
+    if isinstance(x, Tensor):
+        return x
     value = structured(dict(x) if isinstance(x, Mapping) else x, call)
     if not tree_leaves(value):
         raise TypeError(

@@ -21,6 +21,7 @@ from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
+from metagrad.meta.execution.executors import Executors
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
@@ -37,11 +38,11 @@ from metagrad.meta.objective.query_weights import (
     weighted,
     weights_at,
 )
-from metagrad.meta.objective.task_loss import LossFn, TaskLoss, label_bounds
+from metagrad.meta.objective.task_loss import LabelBounds, LossFn, TaskLoss, label_bounds
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
-from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
+from metagrad.optim.walk import hyperparameters_in, is_constant, with_hyperparameters
 
 
 class MAML(nn.Module):
@@ -330,6 +331,30 @@ class MAML(nn.Module):
         if steps is None:
             steps = self.steps
         check_steps("MAML(batch, steps)", steps)
+        labels = label_bounds(self.loss_fn, *tasks.targets)
+        executors = self._cache.executors
+        if is_transformed() or executors is None or not executors.are_of(self):
+            executors = self._cache.executors = None if is_transformed() else self._executors()
+        if executors is None:
+            return self._new_executor(steps, tasks, labels)
+        form = steps, labels, tasks.are_tensors
+        return executors.of(form, functools.partial(self._new_executor, steps, tasks, labels))
+
+    def _executors(self) -> Executors | None:
+        """Return what keeps executors; None where they depend on more than it sees."""
+        names = [name for name in self._learned.names if name is not None]
+        is_kept = (
+            self.start is None
+            and self.norm is None
+            and not self.sparse
+            and is_constant((self.adapted, self.query_weights))
+            and all(name in self._parameters for name in names)
+            and (bool(names) or is_constant(self._learned.template))
+        )
+        return Executors(self) if is_kept else None
+
+    def _new_executor(self, steps: int, tasks: Tasks, labels: LabelBounds | None) -> TaskExecutor:
+        """Return what runs tasks, after a check of all attributes."""
         self._check()
         params, rule = self._adapted_parameters(), self.inner
         refuse_transforms(list(params.values()), self.hypergradient)
@@ -346,7 +371,7 @@ class MAML(nn.Module):
             TaskLoss(
                 self.model,
                 self.loss_fn,
-                label_bounds(self.loss_fn, *tasks.targets),
+                labels,
                 norms=self._norms(),
                 tables=self.sparse,
             ),
@@ -433,6 +458,11 @@ class _Cache:
         self.parameters = dict(model.named_parameters())
         self.stacking = Stacking(task_chunk)
         self.compiled = None if options is None else CompiledMAML(options)
+        self.executors: Executors | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is known by the identity of modules."""
+        return {**self.__dict__, "executors": None}
 
     def trained(self) -> Params:
         """Return the parameters of the model that require grad, with the values that they have now.

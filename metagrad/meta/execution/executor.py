@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.core.substitution import Slots
-from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, LossCheck, Nonfinite
-from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions
+from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, Learned, LossCheck, Nonfinite
+from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions, structure_of
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.compiled import refuse_model
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, phase, start_values
-from metagrad.meta.inner.shared import SharingCall, shared_values
-from metagrad.meta.objective.features import split_layers
+from metagrad.meta.inner.shared import SharingCall, shared_slots
+from metagrad.meta.objective.features import SplitLayers, split_layers
 from metagrad.meta.objective.task_loss import TaskLoss
-from metagrad.meta.objective.tasks import Tasks, concatenated, num_tasks
+from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
+
+T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
@@ -73,16 +77,7 @@ class TaskExecutor:
         with outer_phase():
             while (part := losses.remaining) is not None:
                 chunk = self._chunk_size(part)
-                check = GradientCheck(
-                    self.params,
-                    self.inner.rule,
-                    self._modules,
-                    part,
-                    losses.numbers,
-                    skipped,
-                    self._again,
-                    self.name,
-                )
+                check = GradientCheck(self._learned, part, losses.numbers, skipped, self._again, self.name)
                 with check.inputs() as (params, rule):
                     results = self._begin()
                     with Attempt(self.stacking, model, chunk) as attempt:
@@ -104,14 +99,54 @@ class TaskExecutor:
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
         """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
         objective = self.inner.objective
-        rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
-        parts = list(tasks._replace(rows=rows).split(chunk))
-        inner = dataclasses.replace(self.inner, rule=rule)
-        inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
+        if self.sparse:
+            rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
+            tasks = tasks._replace(rows=rows)
+        parts = list(tasks.split(chunk))
+        inner = self._loop(rule, len(parts), tasks.device, stacked=chunk != 1)
         inner, parts = self._with_features(inner, parts)
         run = inner.adapt if tasks.query_x is None else inner.evaluate
-        run = run if inner.compiled is None else functools.partial(_compiled, inner, self._slots)
+        run = run if inner.compiled is None else functools.partial(self._compiled, inner)
         return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
+
+    def _loop(self, rule: Rule, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
+        """Return the inner loop of one of several parts of the tasks."""
+        if rule is not self.inner.rule:
+            return dataclasses.replace(self.inner, rule=rule).of_parts(num_parts, device, stacked=stacked)
+        make = functools.partial(self.inner.of_parts, num_parts, device, stacked=stacked)
+        return self._once(("loop", stacked), make) if num_parts == 1 else make()
+
+    def _compiled(self, inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
+        """Run an inner loop compiled, or eagerly as fallback."""
+        compiled, objective = inner.compiled, inner.objective
+        assert compiled is not None
+        slots = self._once(("shared", objective.layers), lambda: shared_slots(objective, params))
+        shared = {name: kept[key] for name, kept, key in slots}
+        inner = dataclasses.replace(inner, shared=shared) if shared else inner
+
+        def of(loop: InnerLoop) -> Callable[[Params, Tasks], Evaluation | Adaptation]:
+            return loop.adapt if tasks.query_x is None else loop.evaluate
+
+        def attempt() -> Evaluation | Adaptation:
+            described = "compilable", tasks.are_tensors, tuple(tasks.rows)
+            self._once(described, lambda: refuse_uncompilable(inner, tasks))
+            if compiled.output_shape is not None:
+                objective.check_predictions(compiled.output_shape)
+            # Guards know what stands in the places of parameters; gradients go by what is handed over.
+            with self._slots.restored({}):
+                if not compiled.options.whole or tasks.query_x is None:
+                    return of(inner)(params, tasks)
+                count = tasks.count if inner.stacked else None
+                start = functools.partial(start_values, params, tasks.rows, count)
+                rule = compiled.rule(inner.rule, next(iter(params.values())), start, inner.steps)
+                evaluate = SharingCall(
+                    objective, dataclasses.replace(inner, compiled=None, shared={}).evaluate
+                )
+                return Evaluation(*compiled.whole_batch(evaluate, shared, params, tasks, rule))
+
+        return compiled.attempt(
+            attempt, lambda: of(dataclasses.replace(inner, compiled=None, shared={}))(params, tasks)
+        )
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
         """Put features in the places of inputs, where the first layers compute the same at every inner step."""
@@ -120,9 +155,7 @@ class TaskExecutor:
             return inner, parts
         if not all(isinstance(x, Tensor) for x in parts[0].inputs):
             return inner, parts
-        norms = inner.objective.norms
-        own = {id(p) for p in self.params.values()}
-        split = split_layers(inner.objective.model, own, None if norms is None else norms.norms)
+        split = self._split
         if split is None:
             return inner, parts
         first = TaskLoss(
@@ -159,12 +192,47 @@ class TaskExecutor:
     def _chunk_size(self, tasks: Tasks) -> int:
         if self.inner.chain is not None:
             return 1
-        return self.stacking.chunk_size(self.comparison(tasks))
+        return self.stacking.chunk_size(
+            tasks.count, self._structure, functools.partial(self.comparison, tasks)
+        )
 
     def comparison(self, tasks: Tasks) -> Comparison:
         """Return what shows whether tasks may be stacked."""
         inner = self.inner
         return Comparison(inner.compared, self.params, tasks, self.sparse, inner.order, inner.start)
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made under a key, by the first call with it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    # What follows depends on the modules as they were when this was made.
+
+    @functools.cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        """What :meth:`_once` has made."""
+        return {}
+
+    @functools.cached_property
+    def _learned(self) -> Learned:
+        """The tensors that gradients are taken of."""
+        return Learned(self.params, self.inner.rule, self._modules)
+
+    @functools.cached_property
+    def _structure(self) -> Hashable:
+        """What changes when the tasks must be examined again."""
+        objective, start = self.inner.objective, self.inner.start
+        policy = None if objective.norms is None else objective.norms.norms.policy
+        functions = () if start is None else tuple(id(function) for _, function in start.functions)
+        return structure_of(objective.model), tuple(self.params), functions, policy
+
+    @functools.cached_property
+    def _split(self) -> SplitLayers | None:
+        """The layers whose features are computed once, and the others; None if there are none of the former."""
+        objective = self.inner.objective
+        own = {id(p) for p in self.params.values()}
+        return split_layers(objective.model, own, None if objective.norms is None else objective.norms.norms)
 
     @functools.cached_property
     def _slots(self) -> Slots:
@@ -179,29 +247,6 @@ class TaskExecutor:
         objective = self.inner.objective
         parts = (objective.model, objective.loss_fn, *self.inner.modules)
         return [part for part in parts if isinstance(part, nn.Module)]
-
-
-def _compiled(inner: InnerLoop, slots: Slots, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
-    """Run an inner loop compiled, or eagerly as fallback."""
-    compiled = inner.compiled
-    assert compiled is not None
-    eager = dataclasses.replace(inner, compiled=None)
-    inner = dataclasses.replace(inner, shared=shared_values(inner.objective, params))
-    run, run_eagerly = (loop.adapt if tasks.query_x is None else loop.evaluate for loop in (inner, eager))
-
-    def attempt() -> Evaluation | Adaptation:
-        refuse_uncompilable(inner, tasks)
-        if compiled.options.whole and tasks.query_x is not None:
-            count = num_tasks(tasks.support_x) if inner.stacked else None
-            rule = compiled.rule(inner.rule, start_values(params, tasks.rows, count), inner.steps)
-            evaluate = SharingCall(inner.objective, eager.evaluate)
-            with slots.restored({}):
-                return Evaluation(*compiled.whole_batch(evaluate, inner.shared, params, tasks, rule))
-        # Guards of compiled code know what stands in the places of parameters; gradients go by what is handed over.
-        with slots.restored({}):
-            return run(params, tasks)
-
-    return compiled.attempt(attempt, lambda: run_eagerly(params, tasks))
 
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
@@ -221,5 +266,3 @@ def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
     refuse_model(inner.objective.model, (*tasks.rows, *inner.objective.tables))
     if not tasks.are_tensors:
         raise UncompilableError("inputs or targets are not single tensors")
-    if inner.compiled is not None and inner.compiled.output_shape is not None:
-        inner.objective.check_predictions(inner.compiled.output_shape)

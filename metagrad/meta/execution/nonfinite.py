@@ -91,14 +91,14 @@ class LossCheck:
 
     Attributes:
         remaining: What is to be computed next; None when all losses are finite.
-        numbers: The numbers of those tasks in the batch, ``[remaining]``, int64.
+        numbers: The numbers of those tasks in the batch, ``[remaining]``, int64; None for all of them.
         skipped: The tasks that were left out, ``[tasks]``, bool; None raises instead.
         results: Of all tasks; for one that was left out what it came to, without a gradient.
     """
 
     def __init__(self, policy: Nonfinite, tasks: Tasks, model: nn.Module, name: str = "MAML") -> None:
         self.remaining: Tasks | None = tasks
-        self.numbers = torch.arange(tasks.count, device=tasks.device)
+        self.numbers: Tensor | None = None
         self.skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
         self.results: Any = None
         self._tasks, self._name = tasks, name
@@ -110,7 +110,8 @@ class LossCheck:
         Raises:
             FloatingPointError: A loss is not finite; or of every task, where they may be left out.
         """
-        losses, steps = results.all_losses, results.losses.shape[1]
+        with torch.no_grad():
+            losses, steps = results.all_losses, results.losses.shape[1]
         if self.results is None:
             self.results = results
         self.remaining = None
@@ -122,9 +123,10 @@ class LossCheck:
             refuse_nonfinite(losses, steps, self._name)
         if not bool(finite.all()):
             self._buffers.restore()
-            self.numbers = self.numbers[finite]
+            kept = finite.nonzero().flatten()
+            self.numbers = kept if self.numbers is None else self.numbers[kept]
             self.remaining = self._tasks.select(self.numbers)
-        elif results is not self.results:
+        elif self.numbers is not None:
             merge = functools.partial(_filled, kept=self.numbers)
             self.results = tree_map(merge, self.results, results)
             self.skipped.fill_(True).index_fill_(0, self.numbers, False)
@@ -163,15 +165,50 @@ class Culprit(NamedTuple):
     place: str
 
 
-class GradientCheck:
-    """Looks at the gradients of a meta-batch before they reach parameters, hyper-parameters or modules.
+class Learned:
+    """The tensors that the gradients of a meta-batch are taken of, and where they are.
 
     Args:
         params: The parameters that are adapted.
         rule: The inner rule.
         modules: What may have other parameters: the model, and beside it a loss, whose are learned, but not adapted.
+    """
+
+    def __init__(self, params: Params, rule: Rule, modules: Sequence[nn.Module]) -> None:
+        self.params, self.rule = params, rule
+        # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
+        self.slots = Slots(modules)
+        hyper = [tensor for _, tensor in hyperparameters_in(rule)]
+        tensors = [*params.values(), *hyper, *self.slots.tensors]
+        self.leaves = list({id(t): t for t in tensors if t.requires_grad}.values())
+        self.is_rule_learned = any(tensor.requires_grad for tensor in hyper)
+        own, learned = {id(p) for p in params.values()}, {id(leaf) for leaf in self.leaves}
+        self.are_others_learned = bool(learned & {id(tensor) for tensor in self.slots.tensors} - own)
+
+    @contextlib.contextmanager
+    def exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Iterator[tuple[Params, Rule]]:
+        """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
+        exchange = {id(leaf): other for leaf, other in zip(self.leaves, others, strict=True)}
+        rule = self.rule
+        if self.is_rule_learned:
+            rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
+        params = {name: exchange.get(id(p), p) for name, p in self.params.items()}
+        if not later and not self.are_others_learned:
+            yield params, rule
+            return
+        own = {id(p) for p in self.params.values()}
+        beside = {key: other for key, other in exchange.items() if key not in own}
+        with self.slots.restored(beside) if later else self.slots.exchanged(beside):
+            yield params, rule
+
+
+class GradientCheck:
+    """Looks at the gradients of a meta-batch before they reach parameters, hyper-parameters or modules.
+
+    Args:
+        learned: What gradients are taken of.
         tasks: The tasks.
-        numbers: The numbers of the tasks in their batch.
+        numbers: The numbers of the tasks in their batch; None if they are all of it.
         skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
         again: Computes a task once more, without recomputation, compilation or tasks that run together.
         name: Of the algorithm, in errors.
@@ -179,45 +216,41 @@ class GradientCheck:
 
     def __init__(
         self,
-        params: Params,
-        rule: Rule,
-        modules: Sequence[nn.Module],
+        learned: Learned,
         tasks: Tasks,
-        numbers: Tensor,
+        numbers: Tensor | None,
         skipped: Tensor | None,
         again: Compute,
         name: str = "MAML",
     ) -> None:
-        self.params, self.rule, self.tasks, self.numbers = params, rule, tasks, numbers
+        self.learned, self.tasks, self.numbers = learned, tasks, numbers
         self.skipped, self.again, self.name = skipped, again, name
-        # Kept: a ``functional_call`` may have ended when the meta-batch is differentiated.
-        self._slots = Slots(modules)
-        tensors = [*params.values(), *(t for _, t in hyperparameters_in(rule)), *self._slots.tensors]
-        self._leaves = list({id(t): t for t in tensors if t.requires_grad}.values())
         self._autocast = AutocastState()
         self._cotangents: dict[int, Tensor] = {}
-        self._is_on = bool(self._leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
+        self._is_on = bool(learned.leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
 
     @contextlib.contextmanager
     def inputs(self) -> Iterator[tuple[Params, Rule]]:
         """Put tensors into the places of those that gradients are taken of, and look at the gradients of these."""
         if not self._is_on:
-            yield self.params, self.rule
+            yield self.learned.params, self.learned.rule
             return
-        with self._exchanged(_Entry.apply(self, *self._leaves)) as exchanged:  # type: ignore[reportArgumentType]
+        with self.learned.exchanged(_Entry.apply(self, *self.learned.leaves)) as exchanged:  # type: ignore[reportArgumentType]
             yield exchanged
 
     def outputs(self, results: Results) -> Results:
         """Note the cotangents of the results, which a gradient that is not finite is computed again from."""
         if not self._is_on:
             return results
-        values, spec = tree_flatten(results)
+        is_flat = all(value is None or isinstance(value, Tensor) for value in results)
+        values: list[Any] = list(results)
+        values, spec = (values, None) if is_flat else tree_flatten(results)
         for place, value in enumerate(values):
             if isinstance(value, Tensor) and value.requires_grad:
                 # An alias: the predictions, say, also have a cotangent that comes of the losses.
                 values[place] = value.view_as(value)
                 values[place].register_hook(functools.partial(self._cotangents.__setitem__, place))
-        return tree_unflatten(values, spec)
+        return type(results)(*values) if spec is None else tree_unflatten(values, spec)
 
     def repaired(self) -> Sequence[Tensor | None] | None:
         """Return gradients for those that are not finite; None leaves these unchanged."""
@@ -226,7 +259,8 @@ class GradientCheck:
             return None
         scale = max(float(c.detach().abs().max()) for c in cotangents.values()) or 1.0
         totals, culprits = None, []
-        for i, number in enumerate(self.numbers.tolist()):
+        numbers = range(self.tasks.count) if self.numbers is None else self.numbers.tolist()
+        for i, number in enumerate(numbers):
             own = {place: c[i : i + 1] / scale for place, c in cotangents.items()}
             with self._autocast.restored():
                 grads, place = self._of_task(self.tasks.select(slice(i, i + 1)), own)
@@ -237,7 +271,7 @@ class GradientCheck:
         if not culprits and scale > 1:
             return None
         if self.skipped is None or totals is None or not culprits:
-            raise FloatingPointError(_message(self.name, culprits, len(self.numbers)))
+            raise FloatingPointError(_message(self.name, culprits, len(numbers)))
         self.skipped[[culprit.task for culprit in culprits]] = True
         return [None if total is None else total * scale for total in totals]
 
@@ -248,8 +282,8 @@ class GradientCheck:
         found: list[int] = []
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            variables = [leaf.view_as(leaf) for leaf in self._leaves]
-            with self._exchanged(variables, later=True) as (params, rule):
+            variables = [leaf.view_as(leaf) for leaf in self.learned.leaves]
+            with self.learned.exchanged(variables, later=True) as (params, rule):
                 watched = _WatchedRule(rule, found)
                 values = tree_leaves(self.again(params, watched, task))
             grads = torch.autograd.grad(
@@ -265,18 +299,6 @@ class GradientCheck:
             return list(grads), "in the gradient of a hyper-parameter or of what else the tasks share"
         step = max(found)
         return list(grads), "after the last inner step" if step == watched.steps else f"at inner step {step}"
-
-    @contextlib.contextmanager
-    def _exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Iterator[tuple[Params, Rule]]:
-        """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
-        exchange = {id(leaf): other for leaf, other in zip(self._leaves, others, strict=True)}
-        own = {id(p) for p in self.params.values()}
-        beside = {key: other for key, other in exchange.items() if key not in own}
-        rule = self.rule
-        if any(id(tensor) in exchange for _, tensor in hyperparameters_in(rule)):
-            rule = with_hyperparameters(rule, lambda tensor: exchange.get(id(tensor), tensor))
-        with self._slots.restored(beside) if later else self._slots.exchanged(beside):
-            yield {name: exchange.get(id(p), p) for name, p in self.params.items()}, rule
 
 
 class _WatchedRule:

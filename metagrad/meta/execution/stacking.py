@@ -63,22 +63,20 @@ class Stacking:
         """Leave out what is known by the identity of modules."""
         return {**self.__dict__, "_stackable": {}}
 
-    def chunk_size(self, comparison: Comparison) -> int:
+    def chunk_size(self, count: int, structure: Hashable, comparison: Callable[[], Comparison]) -> int:
         """Return how many tasks to compute together; 1 means one by one, without vmap.
 
-        A model is examined once, and again when its structure has changed: its modules, hooks and flags.
+        Args:
+            count: The number of tasks.
+            structure: What changes when they must be examined again, see :func:`structure_of`.
+            comparison: Returns what shows whether they may be stacked.
         """
-        count = comparison.tasks.count
         if count == 1 or self.task_chunk == 1 or self._must_loop:
             return 1
-        norms = comparison.objective.norms
-        policy = None if norms is None else norms.norms.policy
-        adapted = tuple(comparison.params)
-        structure = _structure(comparison.objective.model), adapted, comparison.functions, policy
         if structure not in self._stackable:
             if len(self._stackable) == _MOST_STRUCTURES:
                 self._stackable.clear()
-            self._stackable[structure] = self._examine(comparison)
+            self._stackable[structure] = self._examine(comparison())
         return min(self.task_chunk or count, count) if self._stackable[structure] else 1
 
     def _examine(self, comparison: Comparison) -> bool:
@@ -150,7 +148,7 @@ def _is_of_vmap(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, (torch.OutOfMemoryError, BudgetError))
 
 
-def _structure(model: nn.Module) -> Hashable:
+def structure_of(model: nn.Module) -> Hashable:
     """Return what changes when modules, hooks or flags of a model do."""
     return (
         tuple(
@@ -238,11 +236,6 @@ class Comparison:
     sparse: Sequence[str]
     order: int
     start: OwnStart | None = None
-
-    @property
-    def functions(self) -> tuple[int, ...]:
-        """What tells the functions that compute what parameters start from."""
-        return () if self.start is None else tuple(id(function) for _, function in self.start.functions)
 
     def difference(self) -> str | None:
         """Say why tasks must run one after the other, or None if they may be stacked.

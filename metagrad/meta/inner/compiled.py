@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -19,10 +19,11 @@ from metagrad.autograd.compile.value_and_grad import ValueAndGrad
 from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured
-from metagrad.core.tree import Structure, dissect, tree_flatten, tree_map
+from metagrad.core.tree import HOLE, Structure, dissect, tree_flatten, tree_leaves, tree_map
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
+from metagrad.optim.walk import is_constant
 
 T = TypeVar("T")
 
@@ -61,6 +62,48 @@ def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
     ]
 
 
+_MOST_STRUCTURES = 64
+
+
+class _KeptRule(NamedTuple):
+    """A rule with every number as a tensor.
+
+    Attributes:
+        rule: The rule that it was made of.
+        form: The number of steps, dtype and device that it was made for.
+        made: The rule.
+        tensors: Its tensors.
+    """
+
+    rule: Rule
+    form: tuple
+    made: Rule
+    tensors: list[Tensor]
+
+
+def _form_of(value: object, tensors: list[Tensor], rule: _KeptRule | None) -> Hashable:
+    """Collect the tensors in dicts and tuples; return what tells their structure, None if it holds anything else.
+
+    Args:
+        value: The dicts and tuples.
+        tensors: Where the tensors are put.
+        rule: A rule that may be among them.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return HOLE
+    if value is None:
+        return "None"
+    if rule is not None and value is rule.made:
+        tensors.extend(rule.tensors)
+        return "rule"
+    if type(value) in (dict, tuple, Tasks):
+        items = value.values() if type(value) is dict else value  # type: ignore[attr-defined]
+        forms = tuple(_form_of(item, tensors, rule) for item in items)  # type: ignore[union-attr]
+        return None if None in forms else (type(value), tuple(value) if type(value) is dict else (), forms)  # type: ignore[arg-type]
+    return None
+
+
 _QUERY_LOSSES = 2  # among the fields of an evaluation
 
 
@@ -88,6 +131,8 @@ class CompiledMAML(CompiledStep):
         self.meta_batch = ValueAndGrad(self, options.options, _QUERY_LOSSES, _alike)
         self.output_shape: tuple[int, ...] | None = None
         self._longest: tuple[object, int] = (None, 0)
+        self._kept: _KeptRule | None = None
+        self._structures: dict[Hashable, Structure] = {}
 
     def __reduce__(self) -> tuple:
         """Copy and pickle what is to be compiled, but nothing that was."""
@@ -109,9 +154,21 @@ class CompiledMAML(CompiledStep):
     def _called(
         self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple
     ) -> tuple[Tensor, ...]:
-        tensors, structure = dissect(args)
+        tensors, structure = self._dissected(args)
         flat = FlatFunction(function, structure)
         return compiled(lambda: self.check(flat, tensors), flat, tensors)
+
+    def _dissected(self, args: tuple) -> tuple[list[Tensor], Structure]:
+        """Take arguments apart; the structures of tensors, by name or not, and of the kept rule are kept."""
+        tensors: list[Tensor] = []
+        form = _form_of(args, tensors, self._kept)
+        if form is None:
+            return dissect(args)
+        if form not in self._structures:
+            if len(self._structures) == _MOST_STRUCTURES:
+                self._structures.clear()
+            self._structures[form] = dissect(args)[1]
+        return tensors, self._structures[form]
 
     def note_outputs(self, losses: Tensor, predictions: Nested) -> None:
         """Note the shape of the predictions of a task; refuse what is no tensor."""
@@ -137,12 +194,30 @@ class CompiledMAML(CompiledStep):
         handed = [operand(tensor, True) for tensor in tensors]
         check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call)
 
-    def rule(self, rule: Rule, params: Params, steps: int) -> Rule:
+    def rule(self, rule: Rule, like: Tensor, start: Callable[[], Params], steps: int) -> Rule:
         """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.
+
+        Args:
+            rule: The rule.
+            like: One of the parameters, for its dtype and device.
+            start: Returns what the steps start from.
+            steps: How many there are.
 
         Raises:
             ValueError: The rule has no value for the last of the steps, which compiled code cannot see.
         """
+        form = steps, like.dtype, like.device
+        kept = self._kept
+        if kept is not None and kept.rule is rule and kept.form == form:
+            return kept.made
+        made = self._with_tensors(rule, start(), steps)
+        if is_constant(rule) and not torch.is_inference_mode_enabled():
+            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            self._kept = _KeptRule(rule, form, made, tensors)
+            self._structures.clear()
+        return made
+
+    def _with_tensors(self, rule: Rule, params: Params, steps: int) -> Rule:
         # Values for each step are items of a sequence or entries of a tensor.
         leaves, spec = tree_flatten(rule)
         form = spec, [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]

@@ -182,7 +182,7 @@ class InnerLoop:
             return start, none, used.reshape(-1), none
         _refuse_inference_mode()
         if self.compiled is not None:
-            rule = self.compiled.rule(self.rule, start, self.steps)
+            rule = self.compiled.rule(self.rule, first_param, lambda: start, self.steps)
         judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
         proximal = None if self.proximal is None else Proximal(start, self.proximal)
         args = _arguments(tasks, rule, judged, proximal, self.shared)

@@ -13,8 +13,10 @@ from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.optim.rules import Params
 
 
-def shared_values(objective: TaskLoss, adapted: Collection[str]) -> Params:
-    """Return the parameters that the layers and the loss read, require grad and do not adapt, by all of their names.
+def shared_slots(objective: TaskLoss, adapted: Collection[str]) -> list[tuple[str, dict, str]]:
+    """Return where the parameters are that the layers and the loss read, require grad and do not adapt.
+
+    Each has all of its names, with the dict that it is in and the key there.
 
     Args:
         objective: The loss.
@@ -23,12 +25,13 @@ def shared_values(objective: TaskLoss, adapted: Collection[str]) -> Params:
     own = {id(p) for name, p in objective.model.named_parameters() if name in adapted}
     modules = (objective.model,) if objective.layers is None else objective.layers
     read = {id(p) for module in (*modules, objective.loss_fn) for p in _parameters(module)}
-    return {
-        f"{root}.{name}": p
-        for root, module in _roots(objective)
-        for name, p in module.named_parameters(remove_duplicate=False)
-        if p.requires_grad and id(p) in read and id(p) not in own
-    }
+    return [
+        (f"{root}.{path}.{key}" if path else f"{root}.{key}", module._parameters, key)
+        for root, top in _roots(objective)
+        for path, module in top.named_modules(remove_duplicate=False)
+        for key, p in module._parameters.items()
+        if p is not None and p.requires_grad and id(p) in read and id(p) not in own
+    ]
 
 
 def placed(objective: TaskLoss, values: Params) -> contextlib.AbstractContextManager[None]:

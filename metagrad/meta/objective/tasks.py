@@ -61,7 +61,7 @@ class Tasks(NamedTuple):
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        return tree_leaves(self.support_x)[0].device
+        return _first_tensor(self.support_x).device
 
     @property
     def inputs(self) -> list[Nested]:
@@ -137,6 +137,8 @@ def read_examples(examples: Any, call: str, name: str) -> tuple[Nested, Nested]:
 
 def _check_tasks(call: str, tasks: Tasks) -> None:
     """Refuse parts that are empty, or whose sizes do not match."""
+    if _are_alike(tasks):
+        return
     pairs = {"support": tasks[:2], "query": tasks[2:4]}
     named = {
         f"{name}.{field}": part
@@ -154,6 +156,18 @@ def _check_tasks(call: str, tasks: Tasks) -> None:
                 f"{call}: {name}.x and {name}.y must have the same number of examples, got "
                 f"{tuple(x.shape)} and {tuple(y.shape)}."
             )
+
+
+def _are_alike(tasks: Tasks) -> bool:
+    """Say whether all parts are tensors, and fit together."""
+    if not tasks.are_tensors:
+        return False
+    shapes = [part.shape for part in tasks[:4] if part is not None]  # type: ignore[union-attr]
+    return (
+        all(len(shape) > 1 and 0 not in shape[:2] and shape[0] == shapes[0][0] for shape in shapes)
+        and shapes[0][1] == shapes[1][1]
+        and (len(shapes) < 4 or shapes[2][1] == shapes[3][1])
+    )
 
 
 def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
@@ -179,7 +193,11 @@ def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
 
 def num_tasks(value: Nested) -> int:
     """Return the length of the first axis."""
-    return tree_leaves(value)[0].shape[0]
+    return _first_tensor(value).shape[0]
+
+
+def _first_tensor(value: Nested) -> Tensor:
+    return value if isinstance(value, Tensor) else tree_leaves(value)[0]
 
 
 def concatenated(results: Sequence[Any]) -> Any:

@@ -1,0 +1,294 @@
+"""What is decided once for a model and its arguments is decided again where these change."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+from metagrad.meta.execution import executors
+from metagrad.optim import rules
+from tests.marks import fast
+
+
+class Layer(nn.Module):
+    """An affine map that reads attributes of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(2, 2, dtype=torch.float64), nn.Tanh()
+        self.scale, self.name, self.parts, self.extra = 1.0, "plain", [1.0], {"shift": 0.0}
+        self.register_buffer("offset", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.inner(self.linear(x)) * self.scale * self.parts[0] + self.extra["shift"] + self.offset
+        y = 2 * y if self.training else y
+        return 3 * y if self.name == "thrice" else y
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 2, dtype=torch.float64), Layer(), nn.Linear(2, 1, dtype=torch.float64))
+
+
+def maml_of(model: nn.Module, **arguments) -> mg.MAML:
+    given = {"inner": rules.sgd(lr=nn.Parameter(torch.tensor(0.1, dtype=torch.float64))), "steps": 2}
+    return mg.MAML(model, F.mse_loss, **given | arguments)  # type: ignore[arg-type]
+
+
+def batch_of(tasks: int = 3, shots: int = 4, dtype: torch.dtype = torch.float64) -> mg.tasks.Batch:
+    generator = torch.Generator().manual_seed(tasks)
+    batch = mg.tasks.Sinusoid(shots=shots, queries=3).sample(tasks, generator=generator)
+    return batch.to(dtype=dtype)
+
+
+def results_of(maml: mg.MAML, batch=None) -> list[Any]:
+    out = maml(batch or batch_of())
+    learned = [p for p in maml.parameters() if p.requires_grad]
+    return [out.loss.detach(), *torch.autograd.grad(out.loss, learned, allow_unused=True)]
+
+
+def hooked(module, *args):
+    return 3 * args[-1]
+
+
+def before(module, args):
+    return (3 * args[0],)
+
+
+def set_attribute(path: str, value: object) -> Callable[[Any], None]:
+    *parents, name = path.split(".")
+    return lambda model: setattr(model.get_submodule(".".join(parents)), name, value)
+
+
+def renamed(model: Any) -> None:
+    model[1].parts[0] = 2.0
+
+
+def entered(model: Any) -> None:
+    model[1].extra["shift"] = 1.0
+
+
+def written(model: Any) -> None:
+    with torch.no_grad():
+        model[1].offset.add_(1.0)
+
+
+def with_forward(model: Any) -> None:
+    layer = model[1].linear
+    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)
+
+
+OFTEN = (
+    "a training flag",
+    "a forward hook",
+    "a hook of a known layer",
+    "a parameter",
+    "what is learned",
+    "a buffer",
+)
+OFTEN += ("steps", "an item of adapted", "the rule", "the tensor of a learned number", "the model")
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a training flag": lambda model: model.eval(),
+    "the training flag of one module": lambda model: model[1].eval(),
+    "a number": set_attribute("1.scale", 2.0),
+    "a string": set_attribute("1.name", "thrice"),
+    "an item of a list": renamed,
+    "an item of a dict": entered,
+    "a forward hook": lambda model: model[1].register_forward_hook(hooked),
+    "a hook of a known layer": lambda model: model[2].register_forward_hook(hooked),
+    "a hook before forward": lambda model: model[0].register_forward_pre_hook(before),
+    "a forward of its own": with_forward,
+    "a layer": set_attribute("2", nn.Linear(2, 1, dtype=torch.float64)),
+    "one more layer": lambda model: model.append(nn.Tanh()),
+    "one layer less": lambda model: model.__delitem__(1),
+    "the class of an activation": set_attribute("1.inner", nn.Sigmoid()),
+    "a parameter": set_attribute("2.weight", nn.Parameter(torch.ones(1, 2, dtype=torch.float64))),
+    "the data of a parameter": lambda model: setattr(
+        model[2].weight, "data", torch.ones(1, 2, dtype=torch.float64)
+    ),
+    "a parameter less": set_attribute("2.bias", None),
+    "what is learned": lambda model: model[0].requires_grad_(False),
+    "what is learned of a layer": lambda model: model[2].weight.requires_grad_(False),
+    "a buffer": set_attribute("1.offset", torch.ones(2, dtype=torch.float64)),
+    "the values of a buffer": written,
+    "ties": lambda model: setattr(model[1].linear, "bias", model[0].bias),
+}
+
+
+@pytest.mark.filterwarnings("ignore:MAML")
+@pytest.mark.parametrize("name", fast(OFTEN, CHANGES))
+def test_a_change_of_the_model_is_seen(name):
+    model = model_of()
+    maml = maml_of(model)
+    first, again = results_of(maml), results_of(maml)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    CHANGES[name](model)
+    found = results_of(maml)
+    torch.testing.assert_close(found, results_of(maml_of(model)), rtol=1e-12, atol=1e-14)
+    assert len(found) != len(first) or not torch.allclose(found[0], first[0])
+
+
+ATTRIBUTES: dict[str, Callable[[Any], object]] = {
+    "steps": lambda maml: setattr(maml, "steps", 3),
+    "order": lambda maml: setattr(maml, "order", 1),
+    "memory": lambda maml: setattr(maml, "memory", "step"),
+    "truncate": lambda maml: setattr(maml, "truncate", 1),
+    "tolerance": lambda maml: setattr(maml, "tolerance", 100.0),
+    "task_chunk": lambda maml: setattr(maml, "task_chunk", 1),
+    "adapted": lambda maml: setattr(maml, "adapted", "2"),
+    "an item of adapted": lambda maml: maml.adapted.append("2.weight"),
+    "query_weights": lambda maml: setattr(maml, "query_weights", (1.0, 1.0)),
+    "proximal": lambda maml: setattr(maml, "proximal", 2.0),
+    "start": lambda maml: setattr(maml, "start", {"2.weight": "zeros"}),
+    "loss_fn": lambda maml: setattr(maml, "loss_fn", F.l1_loss),
+    "the rule": lambda maml: setattr(maml, "inner", rules.sgd(lr=0.5)),
+    "a learned number": lambda maml: maml.inner_lr.data.fill_(0.5),
+    "the tensor of a learned number": lambda maml: setattr(
+        maml, "inner_lr", nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    ),
+    "the model": lambda maml: setattr(maml, "model", nn.Linear(1, 1, dtype=torch.float64)),
+}
+
+
+def arguments_of(maml: mg.MAML) -> dict:
+    names = (
+        "steps",
+        "order",
+        "memory",
+        "truncate",
+        "tolerance",
+        "task_chunk",
+        "query_weights",
+        "proximal",
+        "start",
+    )
+    return {name: getattr(maml, name) for name in names} | {"adapt": maml.adapted, "inner": maml.inner}
+
+
+@pytest.mark.parametrize("name", fast(OFTEN, ATTRIBUTES))
+def test_a_change_of_an_attribute_is_seen(name):
+    maml = maml_of(model_of(), adapt=["0.*"] if name == "an item of adapted" else None)
+    first, _ = results_of(maml), results_of(maml)
+    ATTRIBUTES[name](maml)
+    found = results_of(maml)
+    fresh = mg.MAML(maml.model, maml.loss_fn, **arguments_of(maml))
+    expected = results_of(fresh)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sums_of(found), sums_of(expected), rtol=1e-10, atol=1e-12)
+    if name not in ("memory", "task_chunk"):
+        assert not torch.allclose(sums_of(found), sums_of(first))
+
+
+def sums_of(results: list[Any]) -> torch.Tensor:
+    """Sum squares, in whatever order the parameters stand."""
+    return torch.stack([t.square().sum() for t in results if t is not None]).sum()
+
+
+def test_a_rule_that_can_be_written_into_is_read_in_each_call():
+    lr = {"0.weight": 0.1, "0.bias": 0.1}
+    maml = maml_of(nn.Sequential(nn.Linear(1, 1, dtype=torch.float64)), inner=rules.sgd(lr=lr))
+    first = results_of(maml)
+    lr["0.weight"] = 0.5
+    found, fresh = results_of(maml), maml_of(maml.model, inner=rules.sgd(lr=lr))
+    torch.testing.assert_close(found, results_of(fresh), rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(found[0], first[0])
+
+
+def test_another_form_of_batch_is_seen():
+    maml = maml_of(model_of())
+    forms = [batch_of(), batch_of(tasks=2), batch_of(shots=5), batch_of(tasks=1), batch_of()]
+    found = [results_of(maml, batch) for batch in forms]
+    for batch, results in zip(forms, found, strict=True):
+        torch.testing.assert_close(results, results_of(maml_of(maml.model), batch), rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        torch.testing.assert_close(maml(batch_of()).loss, found[0][0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(maml(batch_of(), steps=0).loss, maml_of(maml.model, steps=0)(batch_of()).loss)
+    single = maml.float()
+    assert single(batch_of(dtype=torch.float32)).loss.dtype == torch.float32
+
+
+def test_other_parameters_are_seen_and_not_kept():
+    maml = maml_of(model_of())
+    first = results_of(maml)
+    doubled = {name: (2 * p).detach().requires_grad_() for name, p in maml.named_parameters()}
+    values = {name: p * 1 for name, p in doubled.items()}
+    loss = torch.func.functional_call(maml, values, (batch_of(),)).loss
+    with torch.no_grad():
+        for name, p in maml.named_parameters():
+            p.copy_(doubled[name])
+    torch.testing.assert_close(loss.detach(), results_of(maml)[0], rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(loss, first[0])
+    kept = weakref.ref(values["model.0.weight"])
+    del values, loss
+    gc.collect()
+    assert kept() is None
+
+
+def test_copies_have_their_own():
+    maml = maml_of(model_of())
+    first = results_of(maml)
+    for other in (copy.deepcopy(maml), pickle.loads(pickle.dumps(maml)), copy.copy(maml)):
+        other.steps = 1
+        torch.testing.assert_close(
+            results_of(other), results_of(maml_of(other.model, steps=1)), rtol=1e-12, atol=0
+        )
+    other: Any = copy.deepcopy(maml)
+    results_of(other)
+    other.model[1].scale = 3.0
+    assert not torch.allclose(results_of(other)[0], first[0])
+    torch.testing.assert_close(results_of(maml), first, rtol=0, atol=0)
+
+
+def test_nothing_is_left_to_the_garbage_collector():
+    maml = maml_of(model_of())
+    results_of(maml)
+    kept = [weakref.ref(maml), weakref.ref(maml.model)]
+    gc.collect()
+    gc.disable()
+    try:
+        del maml
+        assert [reference() for reference in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_decided_twice(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        executors.Executors, "__init__", lambda self, owner: made.append(owner) or init(self, owner)
+    )
+    maml = maml_of(model_of())
+    for _ in range(3):
+        maml(batch_of()).loss.backward()
+    assert made == [maml]
+
+
+init = executors.Executors.__init__
+
+
+COMPILED = ("a training flag", "a number", "an item of a dict", "a forward hook", "a buffer")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:MAML")
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("whole", [False, True], ids=["step", "whole"])
+def test_changes_of_the_model_are_seen_compiled(whole, name):
+    model = model_of()
+    maml = maml_of(model, compile={"backend": "eager", "whole": whole})
+    results_of(maml)
+    torch.testing.assert_close(results_of(maml), results_of(maml_of(model)), rtol=1e-9, atol=1e-12)
+    CHANGES[name](model)
+    for _ in range(2):
+        torch.testing.assert_close(results_of(maml), results_of(maml_of(model)), rtol=1e-9, atol=1e-12)
