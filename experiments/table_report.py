@@ -80,7 +80,7 @@ def _values(cells: list[Path]) -> list[str]:
     before = [one["metrics"][BEFORE]["mean"] for one in outcomes if BEFORE in one["metrics"]]
     trained, tested = (outcomes[0]["protocol"][f"inner_steps_{when}"] for when in ("train", "test"))
     spent = [
-        one["step"] * statistics.mean(series(rows, TIME)[1])
+        one["step"] * statistics.median(series(rows, TIME)[1])
         for one, rows in zip(outcomes, costs, strict=True)
     ]
     return [
@@ -106,7 +106,8 @@ def _protocol(cells: list[Path], config: Table) -> list[str]:
         f"Budget of a cell, {budget}.",
         "",
         "Accuracy is the mean over seeds with the 95 % confidence interval over all their test tasks; minutes are "
-        "those of the outer steps; MiB are the peak of the process on a CPU, of the allocator on a GPU.",
+        "outer steps times the median time of one; MiB are the peak of the process on a CPU, of the allocator on a "
+        "GPU.",
     ]
 
 
