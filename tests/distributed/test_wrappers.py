@@ -1,6 +1,11 @@
-"""Wrapped models are refused with a sentence."""
+"""Wrapped models are refused with a sentence; a wrapped learner averages the outer gradients of equal shares."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,3 +49,55 @@ def sharded():
 def test_wrapped_models_are_refused(make, message, use):
     with pytest.raises(ValueError, match=message):
         use(make())
+
+
+LEARNERS = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+import metagrad as mg
+
+torch.set_default_dtype(torch.float64)
+dist.init_process_group("gloo")
+make = {
+    "MAML": lambda model: mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.01), steps=2),
+    "recomputed": lambda model: mg.MAML(
+        model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.01), steps=2, memory="step"
+    ),
+    "MetaSGD": lambda model: mg.MetaSGD(model, F.mse_loss, lr=0.01, steps=2),
+}
+for name, learner in make.items():
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pair.append(learner(mg.models.MLP([1, 8, 1])))
+    whole, wrapped = pair[0], torch.nn.parallel.DistributedDataParallel(pair[1])
+    outers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in pair]
+    for step in range(3):
+        batch = mg.tasks.Sinusoid().sample(4, generator=torch.Generator().manual_seed(step))
+        batch = batch.to(dtype=torch.float64)
+        for outer, each, part in zip(outers, (whole, wrapped), (batch, batch.shard())):
+            outer.zero_grad()
+            each(part).loss.backward()
+        for expected, found in zip(whole.parameters(), pair[1].parameters(), strict=True):
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+        for outer in outers:
+            outer.step()
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_a_wrapped_learner_averages_the_outer_gradients_of_equal_shares(tmp_path):
+    """Over several steps: after the first one the wrapper has put its gradients into other buckets."""
+    program = tmp_path / "learners.py"
+    program.write_text(LEARNERS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(program),
+    ]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout.count("equal")) == (0, 2), ended.stderr
