@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,10 @@ def data_of(count):
     return torch.randn(count, 3).double(), torch.randint(0, 4, (count,))
 
 
-def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4)).double()
+def models(count):
+    """Return equal models; not to be called in the threads, which draw from one generator."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4)).double()
+    return [copy.deepcopy(net) for _ in range(count)]
 
 
 def operator(kind, net, batches, reduction, **options):
@@ -41,11 +44,12 @@ def operator(kind, net, batches, reduction, **options):
 def test_products_are_those_of_all_data(kind, reduction):
     x, y = data_of(7)
     shares = [[(x[:2], y[:2]), (x[2:4], y[2:4])], (x[4:], y[4:])]  # two batches here, one there
-    with operator(kind, model(), (x, y), reduction) as H:
+    nets = models(3)
+    with operator(kind, nets[2], (x, y), reduction) as H:
         expected = H.to_dense()
 
     def process(group):
-        with operator(kind, model(), shares[group.rank()], reduction, group=group) as H:
+        with operator(kind, nets[group.rank()], shares[group.rank()], reduction, group=group) as H:
             return H.to_dense()
 
     for found in in_threads(2, process):
@@ -69,10 +73,10 @@ def test_rows_of_a_table_are_those_that_any_process_looks_up():
 
 
 def test_vectors_that_differ_between_processes_are_refused():
-    x, y = data_of(4)
+    (x, y), nets = data_of(4), models(2)
 
     def process(group):
-        with operator("ggn", model(), (x, y), "mean", group=group) as H:
+        with operator("ggn", nets[group.rank()], (x, y), "mean", group=group) as H:
             H @ torch.full((H.shape[0],), 1.0 + group.rank()).double()
 
     with pytest.raises(ValueError, match="the vector of a product must be the same in all processes"):
@@ -80,8 +84,10 @@ def test_vectors_that_differ_between_processes_are_refused():
 
 
 def test_what_has_no_meaning_in_a_group_is_refused():
+    (x, y), nets = data_of(2), models(2)
+
     def process(group):
-        net, (x, y) = model(), data_of(2)
+        net = nets[group.rank()]
         params = dict(net.named_parameters())
         with pytest.raises(ValueError, match="group sums over the data of processes"):
             mg.hessian(F.cross_entropy(net(x), y), params, group=group)
