@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 
 import pytest
@@ -88,8 +87,7 @@ def test_a_sweep_by_a_plugin_ends_with_every_job_that_can(
     start_program, tmp_path, package, arguments, finished
 ):
     """A job that fails ends no other."""
-    if importlib.util.find_spec(f"hydra_plugins.{package}") is None:
-        pytest.skip(f"{package} is not installed: pip install -e '.[sweep]'")
+    pytest.importorskip(f"hydra_plugins.{package}", reason="not installed: pip install -e '.[sweep]'")
     sweep = ["-m", *arguments, *FAST, "memory.enabled=false", "hydra.sweep.dir=multirun"]
     start_program("train", *sweep, cwd=tmp_path).communicate()
     jobs = find_jobs(tmp_path / "multirun")
