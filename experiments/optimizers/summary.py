@@ -134,8 +134,7 @@ def figures(results: list[Result], config: Any, folder: Path) -> list[Path]:
                 axis.set_xlabel(title)
             row[0].set_ylabel(MEASURES.get(workload, LOSS)[1].capitalize().replace("l2", "L2"))
             row[0].set_title(workload)
-        fullest = max(axes[:, 0], key=lambda axis: len(axis.lines))
-        legend_below(fullest, columns=len(names))
+        legend_below(*axes[:, 0], columns=len(names))
     return [path]
 
 

@@ -65,11 +65,14 @@ def thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
-def legend_below(axis: Any, *, columns: int) -> None:
-    """Put the legend of one axis under the whole figure, in as many columns as fit; the figure grows by its rows."""
-    whole = axis.figure
-    handles, labels = axis.get_legend_handles_labels()
-    labels = [textwrap.fill(label, LONGEST_LABEL) for label in labels]
+def legend_below(*axes: Any, columns: int) -> None:
+    """Put one legend of some axes under the whole figure, in as many columns as fit; the figure grows by its rows."""
+    whole = axes[0].figure
+    found = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    handles, labels = list(found.values()), [textwrap.fill(label, LONGEST_LABEL) for label in found]
     options = {"loc": "outside lower center", "handlelength": 1.6, "columnspacing": 1.6}
     for number in range(columns, 0, -1):
         legend = whole.legend(handles, labels, ncols=number, **options)
