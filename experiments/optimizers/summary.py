@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 from experiments.plots.style import CYCLE, figure, legend_below
 from experiments.table_report import markdown
@@ -153,4 +154,5 @@ def _panel(axis: Any, workload: str, runs: Runs, name: str, names: list[str]) ->
         axis.plot(grid, middle, color=color, linestyle=dashes, label=optimizer)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.grid(axis="y")
