@@ -1,0 +1,119 @@
+"""What `make docs` adds to MkDocs: pages from outside of docs/, the figures that pages show, and a reference."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+from docs._hooks.docstrings import Docstrings
+from docs._hooks.reference import ROOMS, names_page, room_page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    ".github/CONTRIBUTING.md": "contributing.md",
+    "experiments/README.md": "experiments.md",
+    "docs/decisions": "decisions/index.md",
+    **{
+        str(path.relative_to(ROOT)): f"rooms/{path.parent.name}.md"
+        for path in ROOT.glob("metagrad/*/README.md")
+    },
+}
+"""Pages that stand outside of docs/, by their paths in the repository."""
+
+_LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Write the patterns of the navigation out, and teach Markdown what docstrings have."""
+    config.nav = list(_expanded(config.nav))
+    config.markdown_extensions.append(Docstrings())
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from outside of docs/, the figures that pages show, and the reference."""
+    for source, page in PAGES.items():
+        text = _index_of(source) if (ROOT / source).is_dir() else (ROOT / source).read_text()
+        files.append(File.generated(config, page, content=text))
+    for figure in _figures(files):
+        files.append(File.generated(config, f"figures/{Path(figure).name}", abs_src_path=str(ROOT / figure)))
+    files.append(File.generated(config, "reference/index.md", content=names_page()))
+    for room in ROOMS:
+        files.append(File.generated(config, _reference(room), content=room_page(room)))
+    return files
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """Let the links of a page point to where the site has what they name."""
+    here = page.file.src_uri
+    source = _sources().get(here, f"docs/{here}")
+    folder = source if (ROOT / source).is_dir() else posixpath.dirname(source)
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[2]))
+        place = posixpath.relpath(_place(target), posixpath.dirname(here) or ".")
+        return f"{link[1]}{place}{link[3] or ''}{link[4]}"
+
+    if here.startswith("reference/"):
+        return text
+    programs = _FENCE.findall(text)
+    parts = [_LINK.sub(moved, part) for part in _FENCE.split(text)]
+    return "".join(part + program for part, program in zip(parts, [*programs, ""], strict=True))
+
+
+def _place(path: str) -> str:
+    """Return where the site has a file of the repository."""
+    if path.endswith(".png"):
+        return f"figures/{posixpath.basename(path)}"
+    return PAGES.get(path, path.removeprefix("docs/"))
+
+
+def _sources() -> dict[str, str]:
+    return {page: source for source, page in PAGES.items()}
+
+
+def _figures(files: Files) -> set[str]:
+    """Return the pictures, outside of docs/, that pages show."""
+    pages = [(ROOT / "docs" / file.src_uri, file.content_string) for file in files.documentation_pages()]
+    found = {link[2] for _, text in pages for link in _LINK.finditer(text) if link[2].endswith(".png")}
+    return {path.removeprefix("../") for path in found}
+
+
+def _index_of(folder: str) -> str:
+    """Return a page that lists the pages of a folder by their titles."""
+    pages = sorted((ROOT / folder).glob("*.md"))
+    titles = [page.read_text().partition("\n")[0].lstrip("# ") for page in pages]
+    lines = [f"- [{title}]({page.stem}.md)" for title, page in zip(titles, pages, strict=True)]
+    return "\n".join([f"# {Path(folder).name.capitalize()}", "", *lines, ""])
+
+
+def _expanded(items: list[Any]) -> Iterator[Any]:
+    """Yield the items of a navigation; in place of a pattern, the pages that it fits."""
+    for item in items:
+        if isinstance(item, str) and "*" in item:
+            yield from (page for page in _all_pages() if fnmatch(page, item) and "index" not in page)
+        elif isinstance(item, dict):
+            yield {
+                title: list(_expanded(part)) if isinstance(part, list) else part
+                for title, part in item.items()
+            }
+        else:
+            yield item
+
+
+def _all_pages() -> list[str]:
+    own = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
+    return sorted([*own, *PAGES.values(), *map(_reference, ROOMS)])
+
+
+def _reference(room: str) -> str:
+    return f"reference/{room}.md"
