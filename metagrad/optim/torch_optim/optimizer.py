@@ -339,9 +339,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _compiled(self, work: Work, rule: Any, curvature: Curvature | None) -> Later:
         """Put off a compiled step, which writes what it computes."""
         group, params, grads = work
-        call, steps = type(self).__name__, self.__dict__.setdefault("_compiled_steps", {})
-        if id(group) not in steps:
-            steps[id(group)] = CompiledStep(f"{call}.step", _checked_compile(call, group["compile"]))  # type: ignore[arg-type]
+        step = self._compiled_step(group)
 
         def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
             states = {key: kept[p] for key, p in params.items()}
@@ -351,9 +349,20 @@ class RuleOptimizer(torch.optim.Optimizer):
                 for change in self._moves(eager, rule, states, curvature):
                     change.write(kept)
 
-            steps[id(group)].write(rule, params, grads, states, curvature, uncompiled)
+            step.write(rule, params, grads, states, curvature, uncompiled)
 
         return Later(write)
+
+    def _compiled_step(self, group: Group) -> CompiledStep:
+        """Return what compiles the steps of a group: one for its place, since `load_state_dict` replaces the dict."""
+        place = next(place for place, other in enumerate(self.param_groups) if other is group)
+        steps = self.__dict__.setdefault("_compiled_steps", {})
+        compile, step = steps.get(place, (None, None))
+        if step is None or compile != group["compile"]:
+            call = type(self).__name__
+            step = CompiledStep(f"{call}.step", _checked_compile(call, group["compile"]))  # type: ignore[arg-type]
+            steps[place] = group["compile"], step
+        return step
 
     def _later(
         self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None

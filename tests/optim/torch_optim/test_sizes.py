@@ -134,6 +134,28 @@ def test_a_compiled_step_continues_a_state_and_is_continued():
     assert_near([param], [other], rtol=1e-12, atol=0)
 
 
+def test_groups_that_are_replaced_have_the_compiled_steps_of_their_places():
+    """`load_state_dict` replaces the dicts of groups; the numbers by which objects are known are used again."""
+    options = {"backend": "eager"}
+    one, other = vector(), vector()
+    opt = Lion([{"params": [one], "lr": 0.1}, {"params": [other], "lr": 1.0}], compile=options)
+    one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+    for _ in range(3):
+        opt.step()
+        opt.load_state_dict(opt.state_dict())
+    made = dict(opt._compiled_steps)
+    opt.step()
+    assert list(made) == [0, 1]
+    assert opt._compiled_steps == made
+    opt.param_groups[1]["compile"] = {"backend": "aot_eager"}
+    opt.step()
+    assert opt._compiled_steps[0] is made[0]
+    assert opt._compiled_steps[1] != made[1]
+    torch.testing.assert_close(
+        [(vector() - one)[0], (vector() - other)[0]], [one.new_tensor(0.5), one.new_tensor(5.0)]
+    )
+
+
 def test_a_table_with_a_sparse_gradient_moves_uncompiled():
     table = nn.Embedding(4, 2, sparse=True)
     before = table.weight.detach().clone()
