@@ -66,8 +66,10 @@ def train(run: Run) -> None:
         _advance(run, bar, until=config.iterations, tracker=None)
 
 
-def outer_step(run: Run, tracker: mg.MemoryTracker | None) -> tuple[mg.tasks.Batch, mg.meta.MetaOutput]:
-    """Sample tasks, adapt to them, and move the meta-parameters."""
+def outer_step(
+    run: Run, tracker: mg.MemoryTracker | None
+) -> tuple[mg.tasks.Batch, mg.meta.MetaOutput | None]:
+    """Sample tasks, adapt to them, and move the meta-parameters; None is as of `outer.step`."""
     with nullcontext() if tracker is None else tracker.outer(run.step):
         with _phase(tracker, "sample"):
             source = run.parts.generator
@@ -120,13 +122,17 @@ def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None
     run.step += 1
     run.untimed += 1
     if run.config.algorithm.nonfinite == "skip":
-        run.skipped += int(out.skipped.sum())
+        run.skipped += batch.num_tasks if out is None else int(out.skipped.sum())
     bar.update()
     _record(run, bar, batch, out, tracker)
 
 
 def _record(
-    run: Run, bar: tqdm[Any], batch: mg.tasks.Batch, out: mg.meta.MetaOutput, tracker: mg.MemoryTracker | None
+    run: Run,
+    bar: tqdm[Any],
+    batch: mg.tasks.Batch,
+    out: mg.meta.MetaOutput | None,
+    tracker: mg.MemoryTracker | None,
 ) -> None:
     metrics: dict[str, float] = {}
     costs: dict[str, float] = {}
@@ -146,19 +152,24 @@ def _save(run: Run) -> None:
     run.journal.save(run.parts, step=run.step, config=plain(run.config), skipped=skipped, random=random)
 
 
-def _train_metrics(run: Run, batch: mg.tasks.Batch, out: mg.meta.MetaOutput) -> dict[str, float]:
-    means = {"train/query_loss": out.loss.item()}
-    kept = ~out.skipped
-    if is_classification(batch.query.y):
-        means["train/accuracy(%)"] = accuracies(out.query_outputs[kept], batch.query.y[kept]).mean().item()
-    if out.support_losses.shape[1]:
-        means["train/support_loss"] = out.support_losses[kept, 0].mean().item()
-    metrics = run.ranks.mean(means, weight=counted(out))
+def _train_metrics(run: Run, batch: mg.tasks.Batch, out: mg.meta.MetaOutput | None) -> dict[str, float]:
+    means = {} if out is None else _means(batch, out)
+    metrics = run.ranks.mean(means, weight=0 if out is None else counted(out))
     if run.config.algorithm.nonfinite == "skip":
         metrics["train/skipped(tasks)"] = run.ranks.total(run.skipped)
         run.skipped = 0
     metrics["optimizer/lr"] = float(run.parts.optimizer.param_groups[0]["lr"])
     return metrics
+
+
+def _means(batch: mg.tasks.Batch, out: mg.meta.MetaOutput) -> dict[str, float]:
+    """Return means over the tasks of this process that were not left out."""
+    means, kept = {"train/query_loss": out.loss.item()}, ~out.skipped
+    if is_classification(batch.query.y):
+        means["train/accuracy(%)"] = accuracies(out.query_outputs[kept], batch.query.y[kept]).mean().item()
+    if out.support_losses.shape[1]:
+        means["train/support_loss"] = out.support_losses[kept, 0].mean().item()
+    return means
 
 
 def _costs(run: Run) -> dict[str, float]:

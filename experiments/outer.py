@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,26 +28,42 @@ def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
     return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
 
 
-def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput:
+def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput | None:
     """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it.
 
-    Of several processes each has a share of the batch, and all move by the gradient of the whole.
+    Of several processes each has a share of the batch, and all move by the gradient of the whole. Where tasks that
+    are not finite are left out, None says that this process has no other ones; then it moves by those of the others.
     """
     if parts.takes_closure:
         return _step_by_closure(parts, batch, phase)
     parts.optimizer.zero_grad(set_to_none=True)
-    out = parts.algorithm(batch)
-    ranks = ranks or Ranks()
-    weight = (
-        1 if ranks.size == 1 else counted(out)
-    )  # before the backward pass, which may mark more tasks as skipped
-    with phase("backward"):
-        # An optimizer that uses curvature takes it while the graph of the loss is there.
-        getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
-        ranks.average(parts.module, weight)
+    ranks, out, failures = ranks or Ranks(), None, []
+    may_fail = ranks.size > 1 and getattr(parts.algorithm, "nonfinite", "raise") == "skip"
+    with _noted(failures) if may_fail else nullcontext():
+        out = parts.algorithm(batch)
+    # Before the backward pass, which may mark more tasks as skipped.
+    weight = 0 if out is None else 1 if ranks.size == 1 else counted(out)
+    if may_fail and not ranks.total(weight):
+        raise failures[0]
+    with phase("backward"), ranks.averaging(parts.module, weight):
+        if out is not None:
+            with _noted(failures) if may_fail else nullcontext():
+                # An optimizer that uses curvature takes it while the graph of the loss is there.
+                getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
+    if failures and all(p.grad is None for p in parts.module.parameters()):
+        raise failures[0]
     with phase("optimizer"):
         parts.optimizer.step()
-    return out
+    return None if failures else out
+
+
+@contextmanager
+def _noted(failures: list[FloatingPointError]) -> Iterator[None]:
+    """Note that no task of this process is finite, for the others to go on."""
+    try:
+        yield
+    except FloatingPointError as error:
+        failures.append(error)
 
 
 def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from experiments import checkpoint, resume
-from metagrad.distributed import average_buffers, average_gradients
+from metagrad.distributed import GradientAverager, average_buffers
 from metagrad.tasks.batch import share_of
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Ranks:
     """
 
     group: dist.ProcessGroup | None = None
+    _averagers: dict[torch.nn.Module, GradientAverager] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -96,11 +97,22 @@ class Ranks:
         """Return the tasks of this process; none where there are fewer tasks than processes."""
         return batch if self.size == 1 else batch.select(share_of(batch.num_tasks, self.rank, self.size))
 
-    def average(self, module: torch.nn.Module, weight: float) -> None:
-        """Average gradients, and buffers that move, over all tasks; `weight` is how many tasks count here."""
-        if self.size > 1:
+    @contextlib.contextmanager
+    def averaging(self, module: torch.nn.Module, weight: float) -> Iterator[None]:
+        """Average the gradients of a backward pass, and buffers that move, over all tasks.
+
+        `weight` is how many tasks count here.
+        """
+        if self.size == 1:
+            yield
+            return
+        if module not in self._averagers:
+            self._averagers[module] = GradientAverager(module, group=self.group)
+        with contextlib.ExitStack() as exchange:
+            exchange.enter_context(self._averagers[module].averaging(weight=weight))
+            yield
             with _told():
-                average_gradients(module, weight=weight, group=self.group)
+                exchange.close()
                 average_buffers(module, weight=weight, group=self.group)
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:
@@ -109,19 +121,22 @@ class Ranks:
             return dict(values)
         everyone = [(part, number) for part, number in self.gathered((dict(values), weight)) if number]
         total = sum(number for _, number in everyone)
-        return {name: math.fsum(part[name] * number for part, number in everyone) / total for name in values}
+        return {name: math.fsum(part[name] * n for part, n in everyone) / total for name in everyone[0][0]}
 
     def total(self, number: int) -> int:
         """Return the sum of a number."""
-        return sum(self.gathered(number))
+        return self._reduced(number, dist.ReduceOp.SUM)
 
     def largest(self, number: int) -> int:
-        """Return the largest of a number, with less to send than `gathered` has."""
+        """Return the largest of a number."""
+        return self._reduced(number, dist.ReduceOp.MAX)
+
+    def _reduced(self, number: int, how: dist.ReduceOp.RedOpType) -> int:
         if self.size == 1:
             return number
         value = torch.tensor(number)
         with _told():
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(value, how, group=self.group)
         return int(value)
 
     def gathered(self, value: T) -> list[T]:

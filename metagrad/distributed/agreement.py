@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,18 +25,42 @@ class Layout(enum.IntEnum):
     ROW_SPARSE = 2
 
 
+class Own(NamedTuple):
+    """What one process says of its exchange.
+
+    Attributes:
+        weight: Its weight.
+        places: When the gradient of each parameter became final, among those of all.
+        again: Which gradients have changed since they were sent.
+        failed: Whether an error keeps its gradients out.
+    """
+
+    weight: float
+    places: Sequence[int] = ()
+    again: Collection[int] = ()
+    failed: bool = False
+
+
 class Agreement(NamedTuple):
     """What all processes know.
 
     Attributes:
-        share: The weight of this process as a share of that of all.
+        total: The sum of the weights.
         layouts: The layout of each gradient; None where no process has one.
+        again: Which gradients some process has changed since it sent them.
+        order: The parameters in the order in which their gradients become final, the mean of the processes.
         nbytes: What it took to agree.
     """
 
-    share: float
+    total: float
     layouts: list[Layout | None]
+    again: set[int]
+    order: list[int]
     nbytes: int
+
+    def dense(self) -> list[int]:
+        """Return the parameters with strided gradients, in their order."""
+        return [number for number in self.order if self.layouts[number] is Layout.STRIDED]
 
 
 def joined(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -97,28 +121,55 @@ def checked_weight(call: str, weight: float) -> float:
 
 
 def agree(
-    call: str, params: Mapping[str, Tensor], weight: float, device: torch.device, group: ProcessGroup
+    call: str, params: Mapping[str, Tensor], own: Own, device: torch.device, group: ProcessGroup
 ) -> Agreement:
     """Exchange weights and the layouts of gradients, by tensors on a device.
 
     Raises:
-        ValueError: The weights are all 0, or a gradient has one layout here and another one there.
+        ValueError: The weights are all 0, or a gradient has one layout here and another one there, or one that
+            cannot be averaged: in all processes, since all have come to know of it.
+        RuntimeError: Another process has failed.
     """
-    flags = torch.zeros(1 + len(params) * len(Layout), dtype=torch.float64)
-    flags[0] = weight
-    for number, (name, param) in enumerate(params.items()):
-        if param.grad is not None and weight:
-            flags[1 + number * len(Layout) + layout_of(call, name, param.grad)] = 1
+    flags, error = torch.zeros(2 + len(params) * _FLAGS, dtype=torch.float64), None
+    try:
+        flags[2:] = _described(call, params, own)
+    except ValueError as refused:
+        error = refused
+    flags[0], flags[1] = own.weight, own.failed or error is not None
     flags = flags.to(device)
     dist.all_reduce(flags, group=group)
-    total, *counts = flags.tolist()
-    if not total:
+    total, failed, *rest = flags.tolist()
+    if error is not None:
+        raise error
+    if failed and not own.failed:
+        raise RuntimeError(
+            f"{call}: an error in {failed:.0f} of {group.size()} processes keeps their gradients out; what it is "
+            "is said there. The gradients here are left as they were."
+        )
+    if not total and not failed:
         raise ValueError(f"{call}: weight is 0 in every process, so there is nothing to average.")
-    found = [
-        _one_layout(call, name, counts[number * len(Layout) : (number + 1) * len(Layout)])
-        for number, name in enumerate(params)
+    of_each = [rest[at : at + _FLAGS] for at in range(0, len(rest), _FLAGS)]
+    layouts = [
+        _one_layout(call, name, each[: len(Layout)]) for name, each in zip(params, of_each, strict=True)
     ]
-    return Agreement(weight / total, found, flags.nbytes)
+    again = {number for number, each in enumerate(of_each) if each[-2]}
+    order = sorted(range(len(of_each)), key=lambda number: of_each[number][-1])
+    return Agreement(total, layouts, again, order, flags.nbytes)
+
+
+_FLAGS = len(Layout) + 2
+
+
+def _described(call: str, params: Mapping[str, Tensor], own: Own) -> Tensor:
+    """Return the flags of each parameter: its layout, whether it changed since it was sent, and its place."""
+    flags = torch.zeros(len(params), _FLAGS, dtype=torch.float64)
+    for number, (name, param) in enumerate(params.items()):
+        if param.grad is not None and own.weight and not own.failed:
+            flags[number, layout_of(call, name, param.grad)] = 1
+    flags[list(own.again), -2] = 1
+    if own.places:
+        flags[:, -1] = torch.tensor(own.places, dtype=torch.float64)
+    return flags.reshape(-1)
 
 
 def _one_layout(call: str, name: str, counts: list[float]) -> Layout | None:

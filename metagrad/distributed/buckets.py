@@ -43,27 +43,37 @@ def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
 
 
 def start(
-    tensors: Sequence[Tensor | None], like: Sequence[Tensor], share: float, limit: int, group: ProcessGroup
-) -> list[Bucket]:
-    """Begin to add up tensors over processes, each times its share; None counts as zeros, shaped as in ``like``."""
-    begun = []
-    for numbers in buckets_of([t if t is not None else p for t, p in zip(tensors, like, strict=True)], limit):
-        parts = [tensors[n] if share else None for n in numbers]
-        flat = torch.cat(
-            [
-                like[n].new_zeros(like[n].numel()) if part is None else part.reshape(-1)
-                for n, part in zip(numbers, parts, strict=True)
-            ]
-        ).mul_(share)
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        begun.append(Bucket(numbers, flat, work))
-    return begun
+    numbers: list[int],
+    tensors: Sequence[Tensor | None],
+    like: Sequence[Tensor],
+    factor: float,
+    group: ProcessGroup,
+) -> Bucket:
+    """Begin to add some tensors up over processes, each times a factor.
+
+    Args:
+        numbers: Which of them.
+        tensors: None counts as zeros, and so does all where the factor is 0.
+        like: Of their shapes.
+        factor: By what they are multiplied.
+        group: The processes.
+    """
+    parts = [tensors[n] if factor else None for n in numbers]
+    flat = torch.cat(
+        [
+            like[n].new_zeros(like[n].numel()) if part is None else part.reshape(-1)
+            for n, part in zip(numbers, parts, strict=True)
+        ]
+    ).mul_(factor)
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None
+    return Bucket(numbers, flat, work)
 
 
-def finish(bucket: Bucket, like: Sequence[Tensor]) -> dict[int, Tensor]:
+def finish(bucket: Bucket, like: Sequence[Tensor], correction: float = 1.0) -> dict[int, Tensor]:
     """Wait for a bucket, and return its tensors, which share its memory, by their numbers."""
     bucket.work.wait()
-    sizes = [like[n].numel() for n in bucket.numbers]
-    pieces = bucket.flat.split(sizes)
+    if correction != 1:
+        bucket.flat.mul_(correction)
+    pieces = bucket.flat.split([like[n].numel() for n in bucket.numbers])
     return {n: piece.view(like[n].shape) for n, piece in zip(bucket.numbers, pieces, strict=True)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.distributed import buckets
-from metagrad.distributed.agreement import agree, checked_weight, joined
+from metagrad.distributed.agreement import Own, agree, checked_weight, joined
 from metagrad.distributed.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -50,8 +50,11 @@ def average_buffers(
     found = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if group is None or not found:
         return Traffic(1 if group is None else group.size())
-    agreed = agree(_CALL, {}, weight, found[0].device, group)
-    begun = buckets.start(found, found, agreed.share, limit, group)
+    agreed = agree(_CALL, {}, Own(weight), found[0].device, group)
+    begun = [
+        buckets.start(numbers, found, found, weight / agreed.total, group)
+        for numbers in buckets.buckets_of(found, limit)
+    ]
     for one in begun:
         for number, mean in buckets.finish(one, found).items():
             found[number].copy_(mean)

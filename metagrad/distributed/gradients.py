@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from metagrad.core.budget import Bytes, checked_bytes, device_of
-from metagrad.distributed import buckets, rows
-from metagrad.distributed.agreement import Layout, agree, checked_weight, joined, named_tensors
+from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.distributed.agreement import checked_weight, joined, named_tensors
+from metagrad.distributed.exchange import Exchange
 from metagrad.distributed.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 _CALL = "average_gradients(params)"
 
 
-@torch.no_grad()
 def average_gradients(
     params: nn.Module | Mapping[str, Tensor] | Iterable[Tensor],
     *,
@@ -74,46 +72,4 @@ def average_gradients(
     group = joined(group)
     if group is None or not named:
         return Traffic(1 if group is None else group.size())
-    device = device_of(list(named.values()))
-    agreed = agree(_CALL, named, weight, device, group)
-    layouts = dict(zip(named, agreed.layouts, strict=True))
-    dense = [param for name, param in named.items() if layouts[name] is Layout.STRIDED]
-    tables = {
-        name: named[name] for name, layout in layouts.items() if layout in (Layout.COO, Layout.ROW_SPARSE)
-    }
-    begun = buckets.start([param.grad for param in dense], dense, agreed.share, limit, group)
-    gathered, counts = _average_tables(tables, layouts, agreed.share, group)
-    for one in begun:
-        for number, mean in buckets.finish(one, dense).items():
-            dense[number].grad = mean
-    for name, layout in layouts.items():
-        if layout is None:  # of a process with weight 0
-            named[name].grad = None
-    return Traffic(
-        processes=group.size(),
-        dense=sum(one.flat.nbytes for one in begun),
-        rows=gathered,
-        agreement=agreed.nbytes,
-        counts=counts,
-        buckets=len(begun),
-    )
-
-
-def _average_tables(
-    tables: Mapping[str, Tensor], layouts: Mapping[str, Layout | None], share: float, group: ProcessGroup
-) -> tuple[int, int]:
-    """Average row-sparse gradients, and return the bytes of rows and values, and of their numbers."""
-    if not tables:
-        return 0, 0
-    parts = [
-        rows.part_of(param.grad) if share and param.grad is not None else None for param in tables.values()
-    ]
-    counts = rows.exchange_counts(parts, device_of(list(tables.values())), group)
-    begun = [
-        rows.start(name, part, param, share, counts[:, number], group)
-        for number, ((name, param), part) in enumerate(zip(tables.items(), parts, strict=True))
-    ]
-    for (name, param), gathering in zip(tables.items(), begun, strict=True):
-        mean = rows.finish(gathering)
-        param.grad = mean.to_coo() if layouts[name] is Layout.COO else mean
-    return sum(gathering.nbytes for gathering in begun), counts[0].nbytes
+    return Exchange(_CALL, named, weight, limit, group).complete()[0]

@@ -61,11 +61,18 @@ def exchange_counts(parts: Sequence[Part | None], device: torch.device, group: P
 
 
 def start(
-    name: str, part: Part | None, like: Tensor, share: float, counts: Tensor, group: ProcessGroup
+    call: str,
+    name: str,
+    part: Part | None,
+    like: Tensor,
+    share: float,
+    counts: Tensor,
+    group: ProcessGroup,
 ) -> Gathering:
     """Begin to gather the rows of a table, and values times the share of a process.
 
     Args:
+        call: In errors.
         name: Of the table, in errors.
         part: What this process has; None is nothing.
         like: The table.
@@ -76,7 +83,7 @@ def start(
     row_ndim = int(counts[:, 1].max())
     if bool(((counts[:, 1] != row_ndim) & (counts[:, 1] != 0)).any()):
         raise ValueError(
-            f"average_gradients(...): the gradient of {name} has rows of {sorted(set(counts[:, 1].tolist()))} "
+            f"{call}: the gradient of {name} has rows of {sorted(set(counts[:, 1].tolist()))} "
             "dimensions in different processes."
         )
     most = int(counts[:, 0].max())

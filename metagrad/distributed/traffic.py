@@ -19,6 +19,7 @@ class Traffic(NamedTuple):
         agreement: Bytes by which the processes agree on weights and layouts, which are all-reduced.
         counts: Bytes by which they exchange how many rows there are, which are all-gathered.
         buckets: How many all-reduces the strided tensors took.
+        early: Bytes of strided tensors that were on their way before the backward pass had ended.
 
     Example:
         >>> metagrad.distributed.Traffic(processes=4, dense=1000, rows=10).sent
@@ -34,6 +35,7 @@ class Traffic(NamedTuple):
     agreement: int = 0
     counts: int = 0
     buckets: int = 0
+    early: int = 0
 
     @property
     def sent(self) -> int:

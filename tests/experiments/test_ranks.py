@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -9,13 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import metagrad as mg
-from experiments import checkpoint, ranks, resume
+from experiments import checkpoint, loop, outer, ranks, resume
 from experiments.build import build_parts, generator
 from experiments.config import plain
 from experiments.evaluate import evaluate
@@ -130,9 +134,9 @@ def test_means_are_over_all_tasks_and_a_process_without_any_does_not_count():
     def process(group):
         own = Ranks(group)
         weight = [1, 3, 0][own.rank]
-        value = float("nan") if own.rank == 2 else float(own.rank)
+        values = {} if own.rank == 2 else {"loss": float(own.rank)}
         return (
-            own.mean({"loss": value}, weight),
+            own.mean(values, weight),
             own.total(weight),
             own.largest(own.rank),
             own.gathered(own.rank),
@@ -202,6 +206,86 @@ def test_processes_draw_different_random_numbers_and_find_them_again(composed, t
     assert len(set(drawn)) == 3
 
 
+# Tasks that are not finite
+
+
+def parts_of(learner):
+    optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
+    return SimpleNamespace(takes_closure=False, optimizer=optimizer, algorithm=learner, module=learner)
+
+
+def root_loss(predictions, targets):
+    return F.mse_loss(predictions, targets).sqrt()
+
+
+def spoiled(part, tasks):
+    """Return tasks of which some are not finite: their losses, or their gradients, at a root of zero, alone."""
+    x = torch.randn(4, 2, 5, 2).double()
+    y = torch.randn(4, 2, 5, 1).double()
+    if part == "loss":
+        x[tasks] = float("nan")
+    else:
+        x[tasks, 1], y[tasks, 1] = 0, 0
+    return mg.tasks.Batch(mg.tasks.Examples(x[:, 0], y[:, 0]), mg.tasks.Examples(x[:, 1], y[:, 1]))
+
+
+def rooted():
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    return mg.MAML(model, root_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=1, nonfinite="skip")
+
+
+@pytest.mark.parametrize("part", ["loss", "gradient"])
+@pytest.mark.parametrize(("tasks", "alone"), [([3], []), ([2, 3], [1]), ([0, 1, 3], [0])])
+def test_processes_go_on_without_the_tasks_of_one_that_are_not_finite(part, tasks, alone):
+    batch, learner = spoiled(part, tasks), rooted()
+
+    def process(group):
+        own = Ranks(group)
+        parts = parts_of(copy.deepcopy(learner))
+        outs = [outer.step(parts, own.share(batch), lambda _: nullcontext(), own) for _ in range(2)]
+        return outs, parts.module.state_dict()
+
+    found = in_threads(2, process)
+    parts = parts_of(copy.deepcopy(learner))
+    for _ in range(2):
+        outer.step(parts, batch, lambda _: nullcontext())
+    assert [[out is None for out in outs] for outs, _ in found] == [[rank in alone] * 2 for rank in range(2)]
+    for _, state in found:
+        torch.testing.assert_close(dict(state), dict(parts.module.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["loss", "gradient"])
+def test_a_batch_without_any_finite_task_ends_the_run_with_the_reason(part):
+    batch, learner = spoiled(part, [0, 1, 2, 3]), rooted()
+
+    def process(group):
+        own, parts = Ranks(group), parts_of(copy.deepcopy(learner))
+        with pytest.raises(FloatingPointError, match="of task 0 is"):
+            outer.step(parts, own.share(batch), lambda _: nullcontext(), own)
+
+    in_threads(2, process)
+
+
+def test_a_process_that_has_no_finite_task_knows_the_metrics_of_the_others():
+    batch, learner = spoiled("loss", [2, 3]), rooted()
+    config = SimpleNamespace(algorithm=SimpleNamespace(nonfinite="skip"))
+
+    def process(group):
+        own, parts = Ranks(group), parts_of(copy.deepcopy(learner))
+        run = SimpleNamespace(ranks=own, parts=parts, config=config, skipped=2 * own.rank)
+        out = outer.step(parts, own.share(batch), lambda _: nullcontext(), own)
+        return loop._train_metrics(run, own.share(batch), out), run.skipped
+
+    found = in_threads(2, process)
+    assert found[0] == found[1]
+    out = learner(batch)
+    expected = {
+        "train/query_loss": out.loss.item(),
+        "train/support_loss": out.support_losses[:2, 0].mean().item(),
+    }
+    assert found[0] == (pytest.approx({**expected, "train/skipped(tasks)": 2, "optimizer/lr": 0.1}), 0)
+
+
 # Processes
 
 
@@ -210,6 +294,7 @@ def torchrun(*arguments, size, cwd, restarts=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     environment.pop("HYDRA_FULL_ERROR", None)
     options = ["--standalone", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
+    options.append("--signals-to-handle=SIGTERM,SIGUSR1")  # that torchrun passes on
     command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "experiments.train"]
     return subprocess.Popen(
         [*command, *SETTINGS, *arguments],
@@ -314,13 +399,13 @@ def test_processes_are_started_again_and_go_on_bit_for_bit(whole, tmp_path, vict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_signal_saves_and_another_number_of_processes_goes_on(whole, tmp_path, size):
+@pytest.mark.parametrize(("size", "name"), [(1, "SIGTERM"), (2, "SIGUSR1")])
+def test_a_signal_saves_and_another_number_of_processes_goes_on(whole, tmp_path, size, name):
     process = running(tmp_path, "checkpoint.every=1000", size=2)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(getattr(signal, name))
     code, errors = completed(process)
     assert code != 0
-    assert "Interrupted by SIGTERM after" in errors
+    assert f"Interrupted by {name} after" in errors
     step = checkpoint.load(tmp_path / "run" / checkpoint.FILE)["step"]
     assert 20 < step < 60
     code, errors = completed(torchrun("resume=run", size=size, cwd=tmp_path))
