@@ -9,12 +9,13 @@ from experiments.metrics import JsonLines, read_rows
 from experiments.mirrors.mirror import Mirror
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import TracebackType
 
     import metagrad as mg
     from experiments.build import Parts
+    from metagrad.memory import Record
 
 
 class Silent:
@@ -25,8 +26,8 @@ class Silent:
     def write(self, step: int, metrics: Mapping[str, float], costs: Mapping[str, float]) -> None:
         """Receive one step."""
 
-    def memory(self, tracker: mg.MemoryTracker) -> None:
-        """Receive the memory of the first steps."""
+    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
+        """Receive the memory of the first steps, and its records in every process."""
 
     def save(self, parts: Parts, **state: Any) -> None:
         """Receive a state to go on from."""
@@ -60,9 +61,9 @@ class Journal(Silent):
             self._costs.write(step, costs)
         self.mirror.log(step, {**metrics, **costs})
 
-    def memory(self, tracker: mg.MemoryTracker) -> None:
+    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
         """Write the memory of the first steps."""
-        memory.write(self.folder, tracker)
+        memory.write(self.folder, tracker, processes)
         self.mirror.table("memory/phases", memory.read(self.folder))
 
     def save(self, parts: Parts, **state: Any) -> None:

@@ -7,11 +7,14 @@ beside what `metagrad.distributed` says that it sends, where the system counts t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +25,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from experiments.job import launch
-from metagrad.distributed import Traffic, average_gradients
+from metagrad.distributed import GradientAverager, Traffic, average_gradients
 from metagrad.meta import MAML
 from metagrad.models import Conv4
 from metagrad.optim import rules
@@ -37,6 +40,7 @@ MEASURED = {
 }
 """Parameters that are dense, and rows of a table that each process touches."""
 REPEATS = 5
+STEPS = 15
 TASKS = 8
 
 
@@ -127,8 +131,27 @@ class Measured(NamedTuple):
     counted: float
 
 
-def measure(processes: int) -> tuple[list[Measured], float]:
-    """Average gradients in some processes of this machine, and count what they send; and the speedup of a meta-step.
+class Speed(NamedTuple):
+    """Outer steps of a meta-batch: of one process while the others wait, and of all, each with its share.
+
+    Attributes:
+        one: Tasks per second of one process, on the clock.
+        all: Of all processes.
+        processor: The processor time of one process over that of the slowest share. It counts no waiting, so that
+            others on the machine matter little.
+    """
+
+    one: float
+    all: float
+    processor: float
+
+
+def measure(processes: int, *, steps: int = STEPS) -> tuple[list[Measured], Speed]:
+    """Average gradients in some processes of this machine, and count what they send; and time outer steps.
+
+    Args:
+        processes: How many.
+        steps: How often each is timed.
 
     Raises:
         ValueError: The system does not count bytes.
@@ -136,12 +159,12 @@ def measure(processes: int) -> tuple[list[Measured], float]:
     if not COUNTERS.exists():
         raise ValueError(f"scale: --measure needs {COUNTERS}, which counts bytes; Linux has it.")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_measure_in, (processes, folder), nprocs=processes)  # type: ignore[reportPrivateImportUsage]
-        rows, speedup = torch.load(f"{folder}/measured.pt")
-    return [Measured(*row) for row in rows], speedup
+        mp.spawn(_measure_in, (processes, folder, steps), nprocs=processes)  # type: ignore[reportPrivateImportUsage]
+        rows, speed = torch.load(f"{folder}/measured.pt")
+    return [Measured(*row) for row in rows], Speed(*speed)
 
 
-def _measure_in(rank: int, processes: int, folder: str) -> None:
+def _measure_in(rank: int, processes: int, folder: str, steps: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(f"{folder}/store", processes)  # type: ignore[reportPrivateImportUsage]
@@ -149,9 +172,9 @@ def _measure_in(rank: int, processes: int, folder: str) -> None:
         "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(minutes=2)
     )
     rows = [(what, *_sent(parameters, touched)) for what, (parameters, touched) in MEASURED.items()]
-    speedup = _speedup()
+    speed = _speed(steps)
     if rank == 0:
-        torch.save((rows, speedup), f"{folder}/measured.pt")
+        torch.save((rows, tuple(speed)), f"{folder}/measured.pt")
     dist.destroy_process_group()
 
 
@@ -176,32 +199,44 @@ def _sent(parameters: int, touched: int) -> tuple[int, float]:
     return traffic.sent * dist.get_world_size(), min(counts)
 
 
-def _speedup() -> float:
-    """Return the processor time of a meta-step of one process over that of the slowest share, median of repeats.
-
-    The time of the processor does not count waiting, so that others on the machine matter little; with a core for
-    each process it is the wall time, if the shares are equal.
-    """
+def _speed(steps: int) -> Speed:
+    """Time outer steps of one process and of all by turns, and return medians."""
     torch.manual_seed(0)
     x, y = torch.randn(TASKS, 25, 1, 28, 28), torch.arange(5).repeat(TASKS, 5)
     batch = Batch(Examples(x[:, :5], y[:, :5]), Examples(x, y))
     maml = MAML(Conv4(5), F.cross_entropy, inner=rules.sgd(lr=0.4), steps=1)
-    ratios = []
-    for _ in range(REPEATS + 1):
-        seconds = [_seconds(maml, batch, averages=False), _seconds(maml, batch.shard(), averages=True)]
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        ratios.append(float(slowest[0] / slowest[1]))
-    return statistics.median(ratios[1:])  # the first step finds out how tasks run
+    outer, averager = torch.optim.Adam(maml.parameters()), GradientAverager(maml)
+
+    def step(part: Batch, averaging: AbstractContextManager[None]) -> None:
+        outer.zero_grad()
+        loss = maml(part).loss
+        with averaging:
+            loss.backward()
+        outer.step()
+
+    def alone() -> None:
+        if dist.get_rank() == 0:
+            step(batch, contextlib.nullcontext())
+
+    def together() -> None:
+        share = batch.shard()
+        step(share, averager.averaging(weight=share.num_tasks))
+
+    rounds = [(*_seconds(alone), *_seconds(together)) for _ in range(steps + 1)]
+    # The first step finds out how tasks run.
+    one, one_processor, every, every_processor = zip(*rounds[1:], strict=True)
+    ratios = [a / b for a, b in zip(one_processor, every_processor, strict=True)]
+    return Speed(TASKS / statistics.median(one), TASKS / statistics.median(every), statistics.median(ratios))
 
 
-def _seconds(maml: MAML, batch: Batch, *, averages: bool) -> float:
-    maml.zero_grad()
-    start = time.process_time()
-    maml(batch).loss.backward()
-    if averages:
-        average_gradients(maml, weight=batch.num_tasks)
-    return time.process_time() - start
+def _seconds(step: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds until all processes have taken a step, and the most processor time that one took."""
+    dist.barrier()
+    start, own = time.perf_counter(), time.process_time()
+    step()
+    slowest = torch.tensor(time.process_time() - own, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return time.perf_counter() - start, float(slowest)
 
 
 def _counter() -> int:
@@ -243,12 +278,16 @@ def main() -> None:
     print(shown(steps(net, options.touched)))
     if options.measure:
         print(f"\nBytes that {options.measure} processes of this machine send together:\n")
-        rows, speedup = measure(options.measure)
+        rows, speed = measure(options.measure)
         for row in rows:
             pair = f"predicted {_bytes(row.predicted)}, counted {_bytes(row.counted)}"
             print(f"{row.what}: {pair}, {row.counted / row.predicted:.3f}")
+        pair = f"1 process {speed.one:.3g} tasks/s, {options.measure} processes {speed.all:.3g} tasks/s"
         print(
-            f"\nMeta-step of {TASKS} tasks on Conv4, processor time: {speedup:.2f} times as fast as one process."
+            f"\nOuter steps of {TASKS} tasks on Conv4, a thread each: {pair}, {speed.all / speed.one:.2f} times"
+        )
+        print(
+            f"as fast on the clock ({os.cpu_count()} cores), {speed.processor:.2f} times by processor time."
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
@@ -12,6 +14,8 @@ from metagrad.memory.phases import Path, Phase, label
 MAX_ROWS = 60
 _HEAD_ROWS = 20
 _COLUMNS = ("phase", "before", "after", "peak", "peak delta", "graph", "at peak", "seconds")
+_RANKS = "peak by rank"
+_MAX_RANKS = 4
 
 # Less than this share of what an outer step takes at its peak, left from one outer step to the next (a list
 # of losses), is not called a leak. The bytes are stated either way.
@@ -37,6 +41,8 @@ class Record:
         seconds: wall time on the host. CUDA is not synchronized.
         device: the device measured, e.g. "cuda:0".
         method: "storage" (relative to the opening), "allocator" or "rss" (both absolute).
+        ranks: the peak of this phase in each process of a run, by rank, `None` where one did not enter it; empty
+            where there is one process alone.
     """
 
     path: Path
@@ -48,6 +54,7 @@ class Record:
     seconds: float
     device: str
     method: str
+    ranks: tuple[int | None, ...] = ()
 
     @property
     def name(self) -> str:
@@ -77,7 +84,28 @@ class Record:
     def as_dict(self) -> dict[str, object]:
         """Return all of it, properties included, as JSON types; the path as a list of `[name, index]`."""
         derived = {name: getattr(self, name) for name in ("name", "index", "depth", "outer", "peak_delta")}
-        return {**asdict(self), **derived, "path": [list(step) for step in self.path]}
+        lists = {"path": [list(step) for step in self.path], "ranks": list(self.ranks)}
+        return {**asdict(self), **derived, **lists}
+
+
+def with_ranks(processes: Sequence[Sequence[Record]]) -> list[Record]:
+    """Return the records of the first process, each with the peaks of the same phase in all of them.
+
+    Phases are the same if they have one path; of those that do, the first is the same as the first, and so on.
+    """
+    peaks = [{key: record.peak for key, record in _counted(records)} for records in processes]
+    return [
+        replace(record, ranks=tuple(of_process.get(key) for of_process in peaks))
+        for key, record in _counted(processes[0])
+    ]
+
+
+def _counted(records: Sequence[Record]) -> Iterator[tuple[tuple[Path, int], Record]]:
+    """Yield records with their paths, and how many of that path came before."""
+    seen: Counter[Path] = Counter()
+    for record in records:
+        yield (record.path, seen[record.path]), record
+        seen[record.path] += 1
 
 
 def format_bytes(nbytes: int | None) -> str:
@@ -95,6 +123,7 @@ def format_bytes(nbytes: int | None) -> str:
 def table(records: list[Record], last: int | None = None) -> str:
     """Return the records as aligned text, one row each, indented by nesting; rows left out are stated.
 
+    Of several processes the last column has the peak of each, by rank; of more than four, the least and the most.
     Without `last`, more than 60 records show as the first 20 and the last 40.
     """
     if not records:
@@ -102,7 +131,8 @@ def table(records: list[Record], last: int | None = None) -> str:
     head, tail = _shown(len(records), last)
     hidden = len(records) - head - tail
     kept = records[:head] + records[head + hidden :]
-    lines = _align([_COLUMNS, *(_row(record) for record in kept)])
+    columns = (*_COLUMNS, _RANKS) if any(record.ranks for record in kept) else _COLUMNS
+    lines = _align([columns, *(_row(record)[: len(columns)] for record in kept)])
     if hidden:
         lines.insert(1 + head, _elision(records[head : head + hidden]))
     return "\n".join([*lines, _footer(records[0])])
@@ -131,11 +161,18 @@ def _footer(record: Record) -> str:
 def _row(record: Record) -> tuple[str, ...]:
     sizes = (record.before, record.after, record.peak, record.peak_delta, record.graph, record.at_peak)
     name = "  " * record.depth + label(record.path[-1:])
-    return (name, *(format_bytes(size) for size in sizes), f"{record.seconds:.3f}")
+    return (name, *(format_bytes(size) for size in sizes), f"{record.seconds:.3f}", _by_rank(record.ranks))
+
+
+def _by_rank(peaks: Sequence[int | None]) -> str:
+    known = [peak for peak in peaks if peak is not None]
+    if len(peaks) <= _MAX_RANKS:
+        return ", ".join(map(format_bytes, peaks))
+    return f"{format_bytes(min(known))} to {format_bytes(max(known))}, rank {peaks.index(max(known))}"
 
 
 def _align(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
             [

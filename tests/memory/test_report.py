@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from metagrad.memory import MemoryTracker, Record
 from metagrad.memory.phases import Phase
-from metagrad.memory.report import format_bytes, inner_growth, outer_growth, table, verdict
+from metagrad.memory.report import format_bytes, inner_growth, outer_growth, table, verdict, with_ranks
 
 
 def record(*path, before=0, after=0, peak=0, graph=0, at_peak=0, method="storage"):
@@ -234,3 +236,20 @@ def test_inner_steps_of_different_parents_and_tasks_are_not_compared():
         phase("inner", 1, 5002, parent=other),
     ]
     assert inner_growth(phases) == [(2, None)] * 3
+
+
+def test_peaks_of_all_processes_have_a_column():
+    """The second process enters the step twice as the first does, and a third one not at all."""
+    first = [record(("outer", 0), peak=100), record(("inner", 0), peak=10), record(("inner", 0), peak=20)]
+    second = [record(("inner", 0), peak=11), record(("inner", 0), peak=21), record(("outer", 0), peak=2048)]
+    third = [record(("outer", 0), peak=90)]
+    records = with_ranks([first, second, third])
+    assert [each.ranks for each in records] == [(100, 2048, 90), (10, 11, None), (20, 21, None)]
+    assert [replace(each, ranks=()) for each in records] == first
+    assert records[1].as_dict()["ranks"] == [10, 11, None]
+    ends = [line.split("  ")[-1].strip() for line in table(records).splitlines()[1:4]]
+    assert ends == ["100 B, 2.00 KiB, 90 B", "10 B, 11 B, -", "20 B, 21 B, -"]
+    assert table(records).splitlines()[0].endswith("peak by rank")
+    many = with_ranks([first, second, third, third, third])
+    assert table(many).splitlines()[1].endswith("90 B to 2.00 KiB, rank 1")
+    assert "rank" not in table(first)

@@ -156,7 +156,7 @@ def test_as_dict_is_json():
     assert row.pop("seconds") >= 0
     path = {"path": [["outer", 3], ["query", None]], "name": "query", "index": None, "depth": 1, "outer": 3}
     sizes = {"before": 0, "after": 0, "peak": 0, "peak_delta": 0, "graph": 0, "at_peak": 0}
-    assert row == {**path, **sizes, "device": "cpu", "method": "storage"}
+    assert row == {**path, **sizes, "device": "cpu", "method": "storage", "ranks": []}
 
 
 def test_closed_costs_nothing():
