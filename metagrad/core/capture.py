@@ -205,6 +205,10 @@ class Flags:
         self.values = [flag.get() for flag in _FLAGS]
         self.device = _default_device()
 
+    def key(self) -> tuple:
+        """Return the settings as a value that can be compared and hashed."""
+        return *self.values, self.device
+
     def restored(self) -> contextlib.AbstractContextManager[None]:
         """Set the flags that have changed since back, within a ``with`` block."""
         now = Flags()

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
+from metagrad.core._torch import without_torch_function
 from metagrad.core.graph import graph_nodes
 
 HIGHEST_ORDER = 3
@@ -114,8 +115,9 @@ def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
 
     The walk over the graph ends at the parameters, so in an unrolled loop it does not enter earlier steps.
     """
-    behind = {node for param in params if (node := param.grad_fn) is not None}
-    found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
+    with without_torch_function():  # a recording takes a look at the graph for a hook to come
+        behind = {node for param in params if (node := param.grad_fn) is not None}
+        found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
     if found:
         raise ValueError("\n".join(f"{call}: {finding}" for finding in found))
 

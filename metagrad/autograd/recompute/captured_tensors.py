@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.recompute.journal import Entry, Journal, take_apart
+from metagrad.autograd.recompute.journal import Entry, Journal, describe, take_apart
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.capture import RandomState
@@ -34,7 +34,7 @@ from metagrad.core.writes import ALIASING_NAMES, may_write, written_by
 _METADATA = {
     *(
         getattr(Tensor, name).__get__
-        for name in ("device", "dtype", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+        for name in ("device", "dtype", "is_leaf", "layout", "ndim", "requires_grad", "shape")
     ),
     *(Tensor.numel, Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.is_complex),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
@@ -174,6 +174,9 @@ class Reads:
             there, as (requires grad, index among the free tensors of that kind).
         differentiable: The free tensors that require grad.
         constants: The others.
+        flow: For each torch function, where the tensors that it was handed come from.
+        made: For each, the shapes and dtypes of the tensors that it returned.
+        is_transparent: Whether all tensors were arguments, free, or made by torch functions.
         writes: What the call writes into that it did not make.
         random: The random generators that it draws from.
     """
@@ -182,6 +185,9 @@ class Reads:
         self.random = random
         self.journal = Journal()
         self.slots: dict[int, dict[int, tuple[bool, int]]] = {}
+        self.flow: list[list[int]] = []
+        self.made: dict[int, tuple] = {}
+        self.is_transparent = True
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
         self.writes = Writes()
@@ -230,15 +236,15 @@ class Reads:
                     constant.tensor.copy_(copy)
 
     @contextlib.contextmanager
-    def substituted(self, name: str, free: Sequence[Tensor]) -> Iterator[None]:
-        """Replace the free tensors by the given ones, in the order of ``differentiable``."""
+    def substituted(self, name: str, handed: Sequence[Tensor], free: Sequence[Tensor]) -> Iterator[None]:
+        """Replace the free tensors by the given ones, in the order of ``differentiable``; others are arguments."""
         with unobserved():
-            constants = self._constants_again(name)
-        with _Substitution(name, self, list(free), constants) as substitution:
+            constants = self.constants_again(name)
+        with _Substitution(name, self, Origins(handed), list(free), constants) as substitution:
             yield
         substitution.close()
 
-    def _constants_again(self, name: str) -> list[Tensor]:
+    def constants_again(self, name: str) -> list[Tensor]:
         """Return the constants that the call read; copies of those that it wrote into."""
         copies = self.writes.copies()
         constants = []
@@ -319,6 +325,38 @@ def tell_recorders(made: Sequence[Tensor]) -> None:
     """Report the outputs of a ``Function.apply``, which no mode sees, to enclosing recordings."""
     for recorder in _active.recorders:
         recorder.note(made)
+        recorder.reads.is_transparent = False
+
+
+_FREE = -1
+
+
+class Origins:
+    """Where the tensors of a run come from: from which torch function, or which argument they are.
+
+    Attributes:
+        made: What torch functions returned, and the arguments, which are made outside.
+        codes: For each the number of the torch function and the position among its results, as one number; below
+            ``_FREE`` for arguments.
+    """
+
+    def __init__(self, arguments: Iterable[Tensor]) -> None:
+        self.made: dict[int, weakref.ref[Tensor]] = {}
+        self.codes: dict[int, int] = {}
+        for position, tensor in enumerate(arguments):
+            self.made[id(tensor)] = weakref.ref(tensor)
+            self.codes[id(tensor)] = _FREE - 1 - position
+
+    def note(self, made: Sequence[Tensor], number: int) -> None:
+        """Note what a torch function returned."""
+        for position, tensor in enumerate(made):
+            self.made[id(tensor)] = weakref.ref(tensor)
+            self.codes[id(tensor)] = number << 16 | position
+
+    def of(self, tensor: Tensor) -> int | None:
+        """Return the code of a tensor; None if it is not known."""
+        made = self.made.get(id(tensor))
+        return self.codes.get(id(tensor)) if made is not None and made() is tensor else None
 
 
 class Observer(TorchFunctionMode):
@@ -378,8 +416,8 @@ class Recorder(Observer):
         self.enclosing = enclosing
         self.arguments = {id(tensor): tensor for tensor in arguments}
         self.entrances = {node for tensor in arguments if (node := tensor.grad_fn) is not None}
-        self.made = {key: weakref.ref(tensor) for key, tensor in self.arguments.items()}
-        """What torch functions returned, and the arguments, which are made outside."""
+        self.origins = Origins(arguments)
+        self.made, self.codes = self.origins.made, self.origins.codes
         self._free_tensors: dict[tuple[int, bool], tuple[tuple[bool, int], Tensor]] = {}
         self.without_grad: set[int] = set()
         self.own: set[Node] = set(self.entrances)
@@ -409,7 +447,11 @@ class Recorder(Observer):
             if tensor.requires_grad:
                 self.reads.journal.with_grad[number] = True
                 break
-        self.note([t for t in made if not any(t is known for known in free.values())] if free else made)
+        self.reads.made[number] = tuple([(tensor.shape, tensor.dtype) for tensor in made])
+        if free:
+            made = [t for t in made if not any(t is known for known in free.values())]
+        self.origins.note(made, number)
+        self._mark(made)
         return result
 
     def _read(self, tensor: Tensor, number: int, position: int) -> Tensor:
@@ -435,6 +477,7 @@ class Recorder(Observer):
     def absorb(self, inner: Recorder) -> None:
         """Add the calls of a recording inside this one, which hid them."""
         self.reads.journal.extend(inner.reads.journal)
+        self.reads.is_transparent = False
         self.made |= inner.made
         self.without_grad.difference_update(inner.made)
         self.without_grad |= inner.without_grad
@@ -446,14 +489,26 @@ class Recorder(Observer):
         Most tensors are arguments, or were just made with a graph; that is seen without a call of torch.
         """
         doubtful: dict[int, Tensor] = {}
+        flow: list[int] = []
         for position, tensor in enumerate(tensors):
-            made = self.made.get(id(tensor))
-            if made is None or made() is not tensor or id(tensor) in self.without_grad:
+            key = id(tensor)
+            made = self.made.get(key)
+            if made is None or made() is not tensor or key in self.without_grad:
                 doubtful[position] = tensor
-        if not doubtful:
-            return doubtful
+            flow.append(self.codes.get(key, _FREE))
+        self.reads.flow.append(flow)
+        return self._free_among(doubtful, flow) if doubtful else doubtful
+
+    def _free_among(self, doubtful: dict[int, Tensor], flow: list[int]) -> dict[int, Tensor]:
+        free = {}
         with unobserved():
-            return {position: tensor for position, tensor in doubtful.items() if not self._is_own(tensor)}
+            for position, tensor in doubtful.items():
+                if not self._is_own(tensor):
+                    free[position] = tensor
+                    flow[position] = _FREE
+                elif not self._is_known(tensor):
+                    self.reads.is_transparent = False
+        return free
 
     def __enter__(self):
         for recorder in _active.recorders:
@@ -473,12 +528,15 @@ class Recorder(Observer):
         return made is not None and made() is tensor and id(tensor) not in self.arguments
 
     def note(self, made: Iterable[Tensor]) -> None:
-        """Remember tensors as made by the function."""
+        """Remember tensors as made by the function, without a torch function that a mode sees."""
+        made = list(made)
+        self.made.update((id(tensor), weakref.ref(tensor)) for tensor in made)
+        self._mark(made)
+
+    def _mark(self, made: Iterable[Tensor]) -> None:
         mark = self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add
         for tensor in made:
-            key = id(tensor)
-            self.made[key] = weakref.ref(tensor)
-            mark(key)
+            mark(id(tensor))
 
     def _is_as_made(self, tensor: Tensor) -> bool:
         """Say whether a tensor has the graph that it was made with: a custom ``autograd.Function`` adds one later."""
@@ -514,6 +572,15 @@ class Recorder(Observer):
             self.outside.difference_update(nodes)
         return found
 
+    def origin_of(self, tensor: Tensor) -> int | None:
+        """Say where a tensor that the function returns comes from; None if that is not known."""
+        return self.origins.of(tensor) if self._is_known(tensor) else None
+
+    def operands(self) -> list[Tensor]:
+        """Return what the function read: its arguments, then its free tensors."""
+        constants = [constant.tensor for constant in self.reads.constants]
+        return [*self.arguments.values(), *self.reads.differentiable, *constants]
+
     def inputs(self) -> set[Node]:
         """Return the nodes of what the function read, where its own graph ends."""
         return self.entrances | {node for t in self.reads.differentiable if (node := t.grad_fn) is not None}
@@ -536,8 +603,11 @@ class Recorder(Observer):
 class _Substitution(Observer):
     """Checks that a second run of a function repeats the first, and substitutes other tensors for its free ones."""
 
-    def __init__(self, name: str, reads: Reads, free: list[Tensor], constants: list[Tensor]) -> None:
+    def __init__(
+        self, name: str, reads: Reads, origins: Origins, free: list[Tensor], constants: list[Tensor]
+    ) -> None:
         super().__init__()
+        self.origins = origins
         self.name = name
         self.reads = reads
         self.free = free
@@ -554,14 +624,29 @@ class _Substitution(Observer):
             self.number = number + 1
         else:
             number = self._advance(entry)
-        slots = self.reads.slots.get(number)
+        slots, others = self.reads.slots.get(number), {}
         if slots is not None:
             others = {
                 position: (self.free if differentiable else self.constants)[index]
                 for position, (differentiable, index) in slots.items()
             }
             args, kwargs = _replace_tensors((args, kwargs), others)
-        return function(*args, **kwargs)
+        if not self.reads.is_transparent:
+            return function(*args, **kwargs)
+        self._compare_origins(number, tensors)
+        result = function(*args, **kwargs)
+        made = [result] if isinstance(result, Tensor) else tensors_in(result)
+        self.origins.note([t for t in made if not any(t is other for other in others.values())], number)
+        return result
+
+    def _compare_origins(self, number: int, tensors: list[Tensor]) -> None:
+        """Refuse a tensor of this run that was another one in the first; others may have been kept since then."""
+        for position, (tensor, code) in enumerate(zip(tensors, self.reads.flow[number], strict=True)):
+            if code != _FREE and self.origins.of(tensor) not in (None, code):
+                entry = describe(self.reads.journal.entries[number])
+                raise self._astray(
+                    f"torch function {number}, {entry}, had another tensor in place {position}"
+                )
 
     def _advance(self, entry: Entry) -> int:
         """Return the number that the next torch function had in the first run."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.captured_tensors import shown, tell_recorders, unobserved, unrecorded
 from metagrad.autograd.recompute.fingerprint import Fingerprint
-from metagrad.autograd.recompute.replay import record
+from metagrad.autograd.recompute.pull import pulled
+from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
 from metagrad.core.tree import Structure, Tree, fresh_leaf
 
@@ -61,7 +62,10 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     place, through ``.data`` or by batch normalisation, or bound anew, are updated once.
 
     A recomputation that does not repeat the call is an error: it is compared by the torch functions that were called,
-    with all arguments that are not tensors, and by the values of the results.
+    with all arguments that are not tensors, by which tensors they were handed, and by the values of the results.
+
+    A call that does what an earlier one did is not run again: where torch functions, constants, shapes and the places
+    that tensors come from are the same, so are the operations of the derivative, which are kept.
 
     A tensor that leaves ``fn`` by another way than its return value (an attribute, a list) keeps its own graph, so
     that its gradient is right as well; that graph is stored.
@@ -83,7 +87,8 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     Note:
         A change is not detected if it shows neither in the arguments of torch functions nor in the results: a number
         that only a hook or the backward of a custom ``autograd.Function`` reads when it runs; or an entry that
-        changes, other than by a torch function, in a result of more than 16384 entries, of which a few are compared.
+        changes, other than by a torch function, in an argument or a result of more than 16384 entries, of which a few
+        are compared.
         Numbers are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`,
         and elsewhere to rounding. Side effects of ``fn`` on objects that are no modules (it appends to a list, it
         counts) happen again at each recomputation.
@@ -198,6 +203,10 @@ class Vjp:
         """Return one cotangent for each wanted tensor, None where it has no influence."""
         create_graph = torch.is_grad_enabled()
         tensors, cotangents = operands[: self.num_tensors], operands[self.num_tensors :]
+        if isinstance(self.call, Call) and self.call.programs is not None and not create_graph:
+            grads = pulled(self.call, self.call.programs, tensors, self.wanted, self.present, cotangents)
+            if grads is not None:
+                return grads
         with torch.enable_grad():
             inputs = [_private(t, create_graph) for t in tensors]
             outputs = self.call(inputs)

@@ -89,6 +89,8 @@ class _Group(NamedTuple):
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> _Group:
+        if all(tensor.is_cpu and tensor.numel() <= _NUM_SAMPLES for tensor in tensors):
+            return cls._of_few(tensors)
         parts = [_part(tensor) for tensor in tensors]
         sizes = tuple([part.numel() for part in parts])
         kept, rounding = _kept(tensors[0].dtype)
@@ -102,6 +104,15 @@ class _Group(NamedTuple):
         wide = torch.promote_types(kept, torch.float64)
         numbers = entries[torch.from_numpy(places).to(entries.device)]
         return cls(shapes, sizes, numbers, entries.sum(dtype=wide), rounding)
+
+    @classmethod
+    def _of_few(cls, tensors: list[Tensor]) -> _Group:
+        """Keep all entries: such as losses, which are compared at every step."""
+        numbers = [number for tensor in tensors for number in tensor.reshape(-1).tolist()]
+        sizes = tuple([tensor.numel() for tensor in tensors])
+        return cls(
+            [tensor.shape for tensor in tensors], sizes, numbers, sum(numbers), _kept(tensors[0].dtype)[1]
+        )
 
     def difference(self, other: _Group, exact: bool) -> str | None:
         """Say which tensor differs."""

@@ -30,6 +30,8 @@ from metagrad.autograd.recompute.captured_tensors import (
     version_of,
 )
 from metagrad.autograd.recompute.fingerprint import Fingerprint, is_deterministic
+from metagrad.autograd.recompute.program import Programs, programs_of
+from metagrad.autograd.recompute.signature import signature_of
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
 from metagrad.core.graph import graph_nodes
 from metagrad.core.modules import ModuleState, modules_of
@@ -71,29 +73,73 @@ class Call:
         self.results: Fingerprint | None = None
         self.constants: list[tuple] = []
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
+        self.compared: list[int] = []  # results, by which a repetition is known
+        self.programs: Programs | None = None  # of calls with the same derivative
+        self.watched: tuple[int, ...] = ()  # operands that are compared besides
+        self._operands: Fingerprint | None = None
         with unobserved():
             self.modules = ModuleState(modules)
             self.reads = Reads(RandomState())
-            self.surroundings = Flags(), AutocastState(), self.reads.random, self.modules, FunctionModes()
+            self.flags, self.autocast, self.function_modes = Flags(), AutocastState(), FunctionModes()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on the recorded tensors or copies of them."""
-        handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
-        args, kwargs = self.arguments.fill(handed)
-        with restored(*self.surroundings), self.reads.substituted(self.name, free):
-            outputs, _ = dissect(self.fn(*args, **kwargs))
-            outputs = [t.view_as(t) if read else t for t, read in zip(outputs, self.returned, strict=False)]
+        outputs = self.run(tensors)
         with unobserved():
-            self._verify(tensors, outputs)
+            self.verify(tensors, outputs)
         return outputs
 
-    def _verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the function again, without a look at its results."""
+        handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
+        args, kwargs = self.arguments.fill(handed)
+        surroundings = self.flags, self.autocast, self.reads.random, self.modules, self.function_modes
+        with restored(*surroundings), self.reads.substituted(self.name, handed, free):
+            outputs, _ = dissect(self.fn(*args, **kwargs))
+            return [t.view_as(t) if read else t for t, read in zip(outputs, self.returned, strict=False)]
+
+    def has_plain_surroundings(self) -> bool:
+        """Say whether nothing around the call changes what torch functions do but flags."""
+        casts = any(enabled for enabled, _ in self.autocast.kinds.values())
+        return not casts and not self.function_modes.modes
+
+    def know_again(
+        self, programs: Programs | None, operands: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Note by what a repetition is known.
+
+        That is all results; or, where programs have the derivative, one result and the operands that it does not
+        depend on, since all else is the same if those are.
+        """
+        if programs is None:
+            self.compared = list(range(len(outputs)))
+        else:
+            self.programs = programs
+            self.compared = _smallest(outputs)
+            self.watched = programs.watched(len(operands))
+            self._operands = Fingerprint([operands[i] for i in self.watched]) if self.watched else None
+        self.results = Fingerprint([outputs[i] for i in self.compared])
+
+    def verify_operands(self, operands: Sequence[Tensor]) -> None:
+        """Raise if operands that the results do not show are not as they were."""
+        if self._operands is not None:
+            self._refuse(self._operands.difference([operands[i] for i in self.watched], exact=True))
+
+    def verify_results(self, results: Sequence[Tensor], exact: bool) -> None:
+        """Raise if the results that are compared are not as they were."""
         assert self.results is not None
-        difference = self.results.difference(outputs, exact=is_deterministic())
-        if difference is None and self.constants:
+        self._refuse(self.results.difference(results, exact=exact))
+
+    def verify(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Raise if operands, results, or what custom functions keep, are not as they were."""
+        self.verify_operands([*tensors, *(constant.tensor for constant in self.reads.constants)])
+        self.verify_results([outputs[i] for i in self.compared], is_deterministic())
+        if self.constants:
             inputs = {node for tensor in tensors if (node := tensor.grad_fn) is not None}
             if self.constants != _constants_in(graph_nodes(outputs, inputs)):
-                difference = "a custom autograd.Function kept other numbers for its backward"
+                self._refuse("a custom autograd.Function kept other numbers for its backward")
+
+    def _refuse(self, difference: str | None) -> None:
         if difference is not None:
             raise RuntimeError(
                 f"{self.name}: the function did not repeat when it was recomputed: {difference}. {REPEAT}"
@@ -156,10 +202,19 @@ def _record(
         call.reads.close(name, handed, versions)
         nodes = list(graph_nodes(outputs, recorder.inputs()))
         recorder.refuse_unseen(name, nodes)
-        call.constants = _constants_in(nodes)
-        call.results = Fingerprint(outputs)
+        custom = [node for node in nodes if isinstance(node, BackwardCFunction)]
+        call.constants = _constants_in(custom)
+        plain = not custom and call.has_plain_surroundings()
+        signature = signature_of(recorder, outputs, call.flags.key()) if plain else None
+        call.know_again(programs_of(signature), recorder.operands(), outputs)
         outputs = [fresh_leaf(output) for output in outputs]
     return Recording(call, tensors + call.reads.differentiable, outputs, structure)
+
+
+def _smallest(outputs: Sequence[Tensor]) -> list[int]:
+    """Return which result to compute along with a derivative: the smallest that has one, which the others led to."""
+    differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
+    return sorted(differentiable, key=lambda i: outputs[i].numel())[:1]
 
 
 def _constants_in(nodes: Iterable[Node]) -> list[tuple]:

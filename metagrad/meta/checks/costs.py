@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.autograd.recompute.program import forget_programs
 from metagrad.autograd.unrolling.schedule import segments_of
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.checks.report import MemoryCost
@@ -91,6 +92,7 @@ def _meta_step(maml: MAML, mode: Mode, batch: Any, device: torch.device, steps: 
         # What the findings say already: that tasks run one by one, or nothing is compiled.
         warnings.simplefilter("ignore")
         probe(batch, steps=min(steps, 1))
+        forget_programs()  # the first step needs most
         return measured(lambda: probe(batch, steps=steps).loss, params, device)
 
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import metagrad as mg
+from metagrad.autograd.recompute.program import forget_programs
 
 MEMORIES = ["step", "sqrt"]
+
+
+@pytest.fixture(autouse=True)
+def _no_programs():
+    """Forget derivatives that are known, for which nothing is run again."""
+    forget_programs()
 
 
 class Model(nn.Module):
