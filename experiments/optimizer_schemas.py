@@ -17,8 +17,11 @@ from experiments.signatures import option_name, schema_of
 from metagrad import optim
 from metagrad.optim import rules
 
-LEFT_OUT = ("maximize", "foreach", "compile", "capturable", "differentiable", "fused", "curvature_fraction")
-"""Arguments that no program has a use for."""
+LEFT_OUT = (
+    *("maximize", "foreach", "compile", "capturable", "differentiable", "fused", "curvature_fraction"),
+    "group",
+)
+"""Arguments that no program has a use for, and the processes of a run, which it knows by itself."""
 
 
 @dataclass

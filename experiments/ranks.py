@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from experiments import checkpoint, resume
 from metagrad.distributed import GradientAverager, average_buffers
+from metagrad.optim import Shampoo
 from metagrad.tasks.batch import share_of
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class Ranks:
                 "which each process has a share. Take optimizer=adam, shampoo, soap or another that uses gradients "
                 "alone, or start one process."
             )
+
+    def join(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer of matrices compute a share of them in each process."""
+        if self.size > 1 and isinstance(optimizer, Shampoo):
+            optimizer.group = self.group
 
     def seed(self, seed: int) -> None:
         """Give each process random numbers of its own, beside those of tasks and initialisation."""

@@ -43,3 +43,10 @@ def refuse_different(call: str, name: str, tensor: Tensor, group: ProcessGroup) 
             f"{call}: {name} must be the same in all processes of the group. Give every process the same seed, or "
             "send it from one of them by torch.distributed.broadcast."
         )
+
+
+def everywhere(flag: bool, device: torch.device, group: ProcessGroup) -> bool:
+    """Say whether something is so in all processes."""
+    least = torch.tensor(int(flag), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return bool(least)

@@ -43,7 +43,14 @@ class Kronecker(NamedTuple):
 
     def weight(self, num_examples: int) -> int:
         """Return the factor that makes a sum of squared gradients over examples their average."""
-        return num_examples if self.fisher == "empirical" and self.loss_reduction == "mean" else 1
+        return num_examples if self.power == 2 else 1
+
+    @property
+    def power(self) -> int:
+        """How often the number of examples divides a squared gradient."""
+        if self.loss_reduction == "sum":
+            return 0
+        return 2 if self.fisher == "empirical" else 1
 
 
 class Curvature(Protocol):

@@ -189,6 +189,19 @@ def test_what_several_processes_cannot_compute_is_refused(composed, overrides, m
         in_threads(2, lambda group: Ranks(group).check(config, parts))
 
 
+def test_shampoo_shares_its_roots(composed):
+    parts = [build_parts(composed("device=cpu", "optimizer=shampoo")) for _ in range(2)]
+    alone = build_parts(composed("device=cpu", "optimizer=adam"))
+
+    def process(group):
+        Ranks(group).join(parts[group.rank()].optimizer)
+        Ranks(group).join(alone.optimizer)
+        return parts[group.rank()].optimizer.group is group
+
+    assert in_threads(2, process) == [True, True]
+    assert not hasattr(alone.optimizer, "group")
+
+
 def test_processes_draw_different_random_numbers_and_find_them_again(composed, tmp_path):
     config, path = composed("device=cpu"), tmp_path / "last.pt"
     parts = build_parts(config)

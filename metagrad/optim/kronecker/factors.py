@@ -7,11 +7,16 @@ to be :math:`\mathbb{E}[a a^\top] \otimes \mathbb{E}[g g^\top]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from metagrad.distributed.shares import of_matrices
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Factors(NamedTuple):
@@ -127,19 +132,33 @@ def split_damping(factors: Factors, damping: float | Tensor) -> tuple[Tensor, Te
     return ratio * damping**0.5, damping**0.5 / ratio
 
 
+def damped(factors: Factors, damping: float | Tensor) -> Factors:
+    """Return the factors, each with its share of the damping."""
+    shares = split_damping(factors, damping)
+    return Factors(
+        *(
+            factor + share.to(factor.dtype)[..., None, None] * _eye(factor)
+            for factor, share in zip(factors, shares, strict=True)
+        )
+    )
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    """Return the inverse of a positive definite matrix.
+
+    Raises:
+        torch.linalg.LinAlgError: It is not: the damping is zero, or below the rounding errors of the factor.
+    """
+    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+
+
 def inverses_of(factors: Factors, damping: float | Tensor) -> Factors:
     """Return the inverses of the factors, each with its share of the damping.
 
     Raises:
-        torch.linalg.LinAlgError: A damped factor is not positive definite: the damping is zero, or below the rounding
-            errors of the factor.
+        torch.linalg.LinAlgError: As :func:`inverse`.
     """
-    shares = split_damping(factors, damping)
-    damped = [
-        factor + share.to(factor.dtype)[..., None, None] * _eye(factor)
-        for factor, share in zip(factors, shares, strict=True)
-    ]
-    return Factors(*(torch.cholesky_inverse(torch.linalg.cholesky(matrix)) for matrix in damped))
+    return Factors(*map(inverse, damped(factors, damping)))
 
 
 def preconditioned(gradient: Tensor, inverses: Factors) -> Tensor:
@@ -225,14 +244,21 @@ class FisherBlock(NamedTuple):
         """The inverses of the damped factors."""
         return Factors(self.input_inverse, self.output_inverse)
 
-    def renewed(
-        self, new: FactorEstimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
-    ) -> FisherBlock:
-        """Return the block after an estimate; with new inverses if they are due, and at the first."""
-        count = self.updates + 1
-        factors = averaged_factors(self.factors, new.factors, count, decay)
-        inverses = inverses_of(factors, damping) if is_due or count == 1 else self.inverses
-        return FisherBlock(count, *factors, *inverses)
+    def estimated(self, new: FactorEstimate, decay: float | Tensor, *, is_due: bool) -> FisherBlock:
+        """Return the block after an estimate of its factors; with the inverses of before."""
+        factors = averaged_factors(self.factors, new.factors, self.updates + 1, decay)
+        return FisherBlock(self.updates + 1, *factors, *self.inverses)
+
+    def undecomposed(self, damping: float | Tensor) -> Factors:
+        """Return the matrices of which :meth:`decomposed` is made."""
+        return damped(self.factors, damping)
+
+    decompose = staticmethod(inverse)
+    """Decompose one of them."""
+
+    def decomposed(self, new: FactorEstimate, matrices: Factors) -> FisherBlock:
+        """Return the block with new inverses."""
+        return FisherBlock(self.updates, *self.factors, *matrices)
 
     def direction(
         self, gradient: Tensor, damping: float | Tensor, *, has_bias: bool = False
@@ -258,18 +284,33 @@ class EigenBlock(NamedTuple):
     output_basis: Tensor
     scaling: Tensor = torch.zeros(())  # the running average of S in this basis, [outputs, inputs]
 
-    def renewed(
-        self, new: FactorEstimate, decay: float | Tensor, damping: float | Tensor, *, is_due: bool
-    ) -> EigenBlock:
-        """Return the block after an estimate; in a new basis if it is due, and at the first."""
+    @property
+    def factors(self) -> Factors:
+        """The running averages."""
+        return Factors(self.inputs, self.outputs)
+
+    def estimated(self, new: FactorEstimate, decay: float | Tensor, *, is_due: bool) -> EigenBlock:
+        """Return the block after an estimate of its factors; and of S, where the basis is that of before."""
         assert new.squares is not None
-        count = self.updates + 1
-        factors = averaged_factors(Factors(self.inputs, self.outputs), new.factors, count, decay)
-        if is_due or count == 1:
-            basis = Factors(*(torch.linalg.eigh(factor)[1] for factor in factors))
-            return EigenBlock(count, *factors, *basis, new.squares(basis))
-        basis = Factors(self.input_basis, self.output_basis)
-        return EigenBlock(count, *factors, *basis, averaged(self.scaling, new.squares(basis), count, decay))
+        count, basis, scaling = self.updates + 1, Factors(self.input_basis, self.output_basis), self.scaling
+        factors = averaged_factors(self.factors, new.factors, count, decay)
+        if not is_due:
+            scaling = averaged(scaling, new.squares(basis), count, decay)
+        return EigenBlock(count, *factors, *basis, scaling)
+
+    def undecomposed(self, damping: float | Tensor) -> Factors:
+        """Return the matrices of which :meth:`decomposed` is made."""
+        return self.factors
+
+    @staticmethod
+    def decompose(matrix: Tensor) -> Tensor:
+        """Return the eigenvectors of one of them."""
+        return torch.linalg.eigh(matrix)[1]
+
+    def decomposed(self, new: FactorEstimate, matrices: Factors) -> EigenBlock:
+        """Return the block in a new basis."""
+        assert new.squares is not None
+        return EigenBlock(self.updates, *self.factors, *matrices, new.squares(matrices))
 
     def direction(
         self, gradient: Tensor, damping: float | Tensor, *, has_bias: bool = False
@@ -278,6 +319,9 @@ class EigenBlock(NamedTuple):
         turned = self.output_basis.mT @ gradient @ self.input_basis
         left = self.output_basis @ (turned / (self.scaling + damping))
         return _product_by_parts(left, self.input_basis.mT, has_bias)
+
+
+Block: TypeAlias = "FisherBlock | EigenBlock"
 
 
 def _product_by_parts(left: Tensor, right: Tensor, has_bias: bool) -> tuple[Tensor, ...]:
@@ -289,3 +333,45 @@ def _product_by_parts(left: Tensor, right: Tensor, has_bias: bool) -> tuple[Tens
 
 def _eye(matrix: Tensor) -> Tensor:
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+
+
+def renewed(
+    blocks: Mapping[str, Block],
+    estimates: Iterable[tuple[str, FactorEstimate]],
+    decay: float | Tensor,
+    damping: float | Tensor,
+    *,
+    is_due: bool,
+    group: ProcessGroup | None = None,
+) -> dict[str, Block]:
+    """Return blocks after estimates; with new inverses, or in a new basis, if these are due, and at the first.
+
+    Args:
+        blocks: By the names of weights.
+        estimates: Of some of them.
+        decay: How much of the running averages is kept.
+        damping: What is added to the Fisher matrix.
+        is_due: Whether inverses are.
+        group: Processes that have the same estimates, of which each decomposes a share of the factors.
+    """
+    new_blocks, due = dict(blocks), {}
+    for key, new in estimates:
+        is_first = not blocks[key].updates
+        new_blocks[key] = blocks[key].estimated(new, decay, is_due=is_due or is_first)
+        if is_due or is_first:
+            due[key] = new._replace(factors=new_blocks[key].factors)  # those of one step are freed
+    matrices = [matrix for key in due for matrix in new_blocks[key].undecomposed(damping)]
+    found = iter(_decomposed(matrices, type(next(iter(blocks.values()))).decompose, group) if due else ())
+    for key, new in due.items():
+        new_blocks[key] = new_blocks[key].decomposed(new, Factors(next(found), next(found)))
+    return new_blocks
+
+
+def _decomposed(
+    matrices: Sequence[Tensor], decompose: Callable[[Tensor], Tensor], group: ProcessGroup | None
+) -> Iterable[Tensor]:
+    if group is None:
+        return map(decompose, matrices)
+    return of_matrices(
+        "KFAC.step", lambda numbers: [decompose(matrices[n]) for n in numbers], matrices, group
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +14,16 @@ from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, is_used, values_at
-from metagrad.optim.kronecker.factors import EigenBlock, FactorEstimate, Factors, FisherBlock, kl_length
+from metagrad.optim.kronecker.factors import Block, FactorEstimate, Factors, FisherBlock, kl_length, renewed
 from metagrad.optim.kronecker.layers import joined
 from metagrad.optim.per_parameter import Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
-Blocks: TypeAlias = "Mapping[str, FisherBlock | EigenBlock]"
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Blocks: TypeAlias = "Mapping[str, Block]"
 """The state of layers, by the names of their weights."""
 
 
@@ -214,7 +217,12 @@ class KFACRule(RuleNode):
         return moved, KFACState(step, momentum, blocks)
 
     def directions(
-        self, grads: Params, state: KFACState, params: Params, estimates: Iterable[tuple[str, FactorEstimate]]
+        self,
+        grads: Params,
+        state: KFACState,
+        params: Params,
+        estimates: Iterable[tuple[str, FactorEstimate]],
+        group: ProcessGroup | None = None,
     ) -> tuple[Params, Tensor | None, Blocks]:
         """Return the direction of each parameter, how much of it is taken, and the new blocks.
 
@@ -223,8 +231,9 @@ class KFACRule(RuleNode):
             state: The blocks are those of layers.
             params: The parameters.
             estimates: What is new of layers, each with the name of its weight; made one by one, they are freed so.
+            group: Processes that have all of these, and share the inverses.
         """
-        blocks = self._renewed(state, estimates)
+        blocks = self._renewed(state, estimates, group)
         directions = self._preconditioned(state.step, grads, blocks, params)
         is_clipped = self.kl_clip is not None
         length = self._length(state.step, directions, grads, params) if is_clipped else None
@@ -251,16 +260,22 @@ class KFACRule(RuleNode):
         outputs, inputs = (zero.expand(*matrix.shape[:-2], size, size) for size in matrix.shape[-2:])
         return Factors(inputs, outputs)
 
-    def _renewed(self, state: KFACState, estimates: Iterable[tuple[str, FactorEstimate]]) -> Blocks:
+    def _renewed(
+        self,
+        state: KFACState,
+        estimates: Iterable[tuple[str, FactorEstimate]],
+        group: ProcessGroup | None,
+    ) -> Blocks:
         decay, damping = (at_step(name, getattr(self, name), state.step) for name in ("decay", "damping"))
-        is_due, blocks = state.step % self.inverse_every == 0, dict(state.blocks)
-        for key, new in estimates:
-            if key in blocks:
-                new = new._replace(factors=self._fitting(key, blocks[key], new.factors))
-                blocks[key] = blocks[key].renewed(new, decay, damping, is_due=is_due)  # type: ignore[arg-type]
-        return blocks
+        fitting = (
+            (key, new._replace(factors=self._fitting(key, state.blocks[key], new.factors)))
+            for key, new in estimates
+            if key in state.blocks
+        )
+        is_due = state.step % self.inverse_every == 0
+        return renewed(state.blocks, fitting, decay, damping, is_due=is_due, group=group)  # type: ignore[arg-type]
 
-    def _fitting(self, key: str, old: FisherBlock | EigenBlock, new: Factors) -> Factors:
+    def _fitting(self, key: str, old: Block, new: Factors) -> Factors:
         """Return new factors in the dtype of those before; without the last input if its bias is not adapted here."""
         inputs, outputs = new
         if inputs.shape[-1] == old.inputs.shape[-1] + 1:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from metagrad.distributed.shares import of_matrices
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled, root
 from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import count, is_used
 from metagrad.optim.kronecker.matrix_roots import inverse_roots
 from metagrad.optim.kronecker.per_axis import (
     AxisMatrices,
@@ -22,7 +25,10 @@ from metagrad.optim.kronecker.per_axis import (
 )
 from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer
+from metagrad.optim.torch_optim.optimizer import GROUP, Group, Option, RuleOptimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
 """For each block of a parameter, a matrix for each axis."""
@@ -122,6 +128,8 @@ class ShampooRule(AxisMatrices):
         doc="Climb: take the gradient with the other sign; weights decay all the same.",
     )
     batch_ndim: int = 0
+    group: ProcessGroup | None = None
+    """Processes that have the same statistics, and share the computation of roots."""
 
     call, State = "shampoo(...)", ShampooState
 
@@ -152,6 +160,23 @@ class ShampooRule(AxisMatrices):
             tuple(self.identities(param, sizes) for sizes in blocks),
         )
 
+    def moved(self, state: ShampooState, params: Params, *inputs: Params) -> tuple[Params, ShampooState]:
+        """Move every parameter, by roots that are computed before: of several processes each computes a share."""
+        (gradients,) = inputs
+        statistics, damped = dict(state.statistics), {}
+        at = dict(zip(params, self._at(state.step, params), strict=True))
+        for key, w in params.items():
+            if not w.numel():
+                continue
+            h, step = at[key], count(state.step, w.dtype)
+            self.refuse_elements(decay=h.decay, eps=h.eps)
+            pairs = zip(statistics[key], self._blocks(gradients[key]), strict=True)
+            statistics[key] = tuple(self._gathered(*pair, h.decay) for pair in pairs)
+            if self._is_due(step) is not False:
+                damped[key] = self._damped(h, step, statistics[key])
+        roots = {**state.roots, **self._roots(state, damped)}
+        return super().moved(state._replace(statistics=statistics, roots=roots), params, *inputs)
+
     def move(
         self,
         h: Values,
@@ -163,11 +188,7 @@ class ShampooRule(AxisMatrices):
         statistics: Matrices,
         roots: Matrices,
     ) -> tuple[Tensor | Matrices | None, ...]:
-        """Return a parameter and its state after one step."""
-        self.refuse_elements(decay=h.decay, eps=h.eps)
-        blocks = self._blocks(g)
-        statistics = tuple(self._gathered(*pair, h.decay) for pair in zip(statistics, blocks, strict=True))
-        roots = self._roots(h, step, statistics, roots)
+        """Return a parameter and its state after one step, by statistics and roots of this step."""
         direction = self._preconditioned(g, roots)
         if self.graft is not None:
             square = self._squared(g, square, h.graft_decay)
@@ -187,28 +208,46 @@ class ShampooRule(AxisMatrices):
         pairs = zip(statistics, grams, strict=True)
         if _sums(decay):
             return tuple(old + gram for old, gram in pairs)
-        return tuple(average(old, decay, gram) for old, gram in pairs)
+        return tuple(average(old, decay, gram).to(old.dtype) for old, gram in pairs)
 
-    def _roots(self, h: Values, step: float | Tensor, statistics: Matrices, roots: Matrices) -> Matrices:
+    def _is_due(self, step: float | Tensor) -> bool | Tensor:
         # Statistics of few gradients have no full rank, and old roots would blow up what is outside of it: so long
         # as there are fewer than the steps between two times, roots are new at every step.
-        is_due = (step % self.root_every == 0) | (step < self.root_every)
-        if is_due is False:
-            return roots
+        return (step % self.root_every == 0) | (step < self.root_every)
+
+    def _damped(self, h: Values, step: float | Tensor, statistics: Matrices) -> list[tuple[Tensor, int]]:
+        """Return the matrices of a parameter whose roots are taken, and which."""
         correction = 1.0 if _sums(h.decay) else 1 - h.decay ** (step + 1)
-        damped = [
+        return [
             (matrix / correction + h.eps * _eye(matrix), self.exponent or 2 * len(block))
             for block in statistics
             for matrix in block
         ]
-        found = iter(inverse_roots(*zip(*damped, strict=True)))
-        new = tuple(tuple(next(found) for _ in block) for block in statistics)
-        if is_due is True:
-            return new
-        return tuple(
-            tuple(torch.where(is_due, *pair) for pair in zip(*blocks, strict=True))
-            for blocks in zip(new, roots, strict=True)
+
+    def _roots(self, state: ShampooState, damped: dict[str, list[tuple[Tensor, int]]]) -> dict[str, Matrices]:
+        """Return new roots of each parameter; where it is a tensor whether they are due, those or the old ones."""
+        found = self._shared(damped) if self.group is not None else map(_inverse_roots, damped.values())
+        every: dict[str, Matrices] = {}
+        for key, own in zip(damped, found, strict=True):
+            old = state.roots[key]
+            news = iter(own)
+            new = tuple(tuple(next(news).to(root.dtype) for root in block) for block in old)
+            is_due = self._is_due(state.step)
+            every[key] = new if is_due is True else _where(is_due, new, old)
+        return every
+
+    def _shared(self, damped: dict[str, list[tuple[Tensor, int]]]) -> list[list[Tensor]]:
+        """Return the roots of all parameters, of which each process computes some."""
+        assert self.group is not None
+        pairs = [pair for own in damped.values() for pair in own]
+        found = of_matrices(
+            f"{self.call}.update",
+            lambda numbers: _inverse_roots([pairs[number] for number in numbers]),
+            [matrix for matrix, _ in pairs],
+            self.group,
         )
+        supply = iter(found)
+        return [[next(supply) for _ in own] for own in damped.values()]
 
     def _blocks(self, value: Tensor) -> list[Tensor]:
         blocks = blocks_of(self.axes_of(value), self.block_size)
@@ -263,6 +302,17 @@ def _sums(decay: float | Tensor) -> bool:
     return isinstance(decay, (int, float)) and decay == 1
 
 
+def _inverse_roots(pairs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+    return inverse_roots([matrix for matrix, _ in pairs], [p for _, p in pairs])
+
+
+def _where(condition: bool | Tensor, new: Matrices, old: Matrices) -> Matrices:
+    return tuple(
+        tuple(torch.where(condition, *pair) for pair in zip(*blocks, strict=True))  # type: ignore[reportCallIssue]
+        for blocks in zip(new, old, strict=True)
+    )
+
+
 def _eye(matrix: Tensor) -> Tensor:
     return torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
@@ -273,7 +323,8 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
     .. math:: W_t = (1 - \eta \lambda) W_{t-1} - \eta V_t, \qquad
               V_t = \mu V_{t-1} + (L_t + \epsilon I)^{-1/4} \, G_t \, (R_t + \epsilon I)^{-1/4}
 
-    Sparse gradients are refused.
+    Sparse gradients are refused. Of several processes, whose gradients are averaged before the step, each computes
+    the roots of a share of the blocks, by ``group``.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.
@@ -297,3 +348,8 @@ class Shampoo(RuleOptimizer, rule=ShampooRule):
     """
 
     elementwise = False
+    options: ClassVar[Mapping[str, Option]] = {**RuleOptimizer.options, "group": GROUP}
+
+    def _rule(self, group: Group) -> ShampooRule:
+        rule = super()._rule(group)
+        return rule if self.group is None else dataclasses.replace(rule, group=self.group)

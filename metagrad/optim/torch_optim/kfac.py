@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from metagrad.distributed.sums import sums
 from metagrad.optim.kronecker.factors import (
     EigenBlock,
     FactorEstimate,
     Factors,
     FisherBlock,
+    Sums,
     factors_of,
     scaling_of,
 )
@@ -23,6 +25,9 @@ from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
 from metagrad.optim.torch_optim.move import Change, Later, working
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.optim.torch_optim.state import ParameterState
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class KFAC(LayerOptimizer, rule=KFACRule):
@@ -56,8 +61,11 @@ class KFAC(LayerOptimizer, rule=KFACRule):
     where batches are large or convolutions have many positions, and as much as a gradient where a layer is wider than
     three batches.
 
-    What does not work: ``torch.compile`` of the model; DistributedDataParallel gives each process factors of its own
-    batches. Recurrent use of a layer raises.
+    Of several processes, each with the loss of its own examples, a mean, and gradients that are averaged by
+    :func:`metagrad.distributed.average_gradients` with their numbers as weights: with ``group`` the factors are those
+    of the examples of all of them, and each computes a share of the inverses. Without, each has factors of its own.
+
+    What does not work: ``torch.compile`` of the model. Recurrent use of a layer raises.
 
     Raises:
         ValueError: A hyper-parameter is out of its range; a layer is grouped or shared.
@@ -100,11 +108,34 @@ class KFAC(LayerOptimizer, rule=KFACRule):
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
-        for key in self._layers_of(work.params):
+        layers = self._layers_of(work.params)
+        for key in layers:
             self._reduce(key, keep_calls=work.group["eigen"])
+        if self.group is not None and layers:
+            self._add_up(work, self.group)
+        for key in layers:
             if key in self._sums:
                 yield f"the factor of the inputs of {key!r}", self._sums[key].inputs
                 yield f"the factor of the outputs of {key!r}", self._sums[key].outputs
+
+    def _add_up(self, work: Work, group: ProcessGroup) -> None:
+        """Replace the sums over the examples of this process by those over the examples of all of them."""
+        rule, params = self._rule(work.group), self._with_biases(work)[0]
+        keys = list(self._layers_of(params))
+        counts = [
+            (own.num_examples, own.num_rows) if (own := self._sums.get(key)) else (0, 0) for key in keys
+        ]
+        (totals,) = sums([torch.tensor(counts, device=self._device())], group)
+        # The loss of a process is the mean over its examples, and its gradients have that factor.
+        power = rule.request.power
+        for key, (own_examples, _), (examples, rows) in zip(keys, counts, totals.tolist(), strict=True):
+            if examples:
+                self._shares[key] = (own_examples / examples) ** power
+                zeros = rule.zeros(key, params)
+                own = self._sums[key][:2] if own_examples else zeros
+                pair = [each.to(zero.dtype) for each, zero in zip(own, zeros, strict=True)]
+                inputs, outputs = sums([pair[0], pair[1] * self._shares[key]], group)
+                self._sums[key] = Sums(inputs, outputs, examples, rows)
 
     def _layers_of(self, params: Params) -> dict[str, Layer]:
         return {key: layer for key, layer in self._layers.items() if key in params}
@@ -115,7 +146,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         whole, gradients = self._with_biases(work)
         before = self._state_before(group, rule, whole, kept)
         estimates = ((key, self._estimate(key, rule)) for key in before.blocks if key in self._sums)
-        directions, length, blocks = rule.directions(gradients, before, whole, estimates)
+        directions, length, blocks = rule.directions(gradients, before, whole, estimates, self.group)
         _check_estimated(blocks)
         new = {key: block._asdict() for key, block in blocks.items() if block is not before.blocks[key]}
         used = {f"the direction of {key!r}": directions[key] for key in params}
@@ -145,13 +176,18 @@ class KFAC(LayerOptimizer, rule=KFACRule):
 
     def _estimate(self, key: str, rule: KFACRule) -> FactorEstimate:
         """Return the estimate of a layer from the calls since the last step."""
-        sums = self._sums[key]
-        weight = self._weight(rule, sums.num_examples)
+        of_step = self._sums[key]
+        weight = self._weight(rule, of_step.num_examples)
 
         def squares(basis: Factors) -> Tensor:
-            return weight * torch.stack([scaling_of(*rows, basis) for rows in self._rows(key)]).sum(0)
+            own = [scaling_of(*rows, basis) for rows in self._rows(key)]
+            if self.group is None:
+                return weight * torch.stack(own).sum(0)
+            zeros = basis.inputs.new_zeros(len(basis.outputs), len(basis.inputs))
+            (total,) = sums([self._shares[key] * sum(own, zeros)], self.group)
+            return weight * total
 
-        return FactorEstimate(factors_of(sums, weight), squares)
+        return FactorEstimate(factors_of(of_step, weight), squares)
 
     def _weight(self, rule: KFACRule, num_examples: int) -> float:
         """Return the weight of squared gradients, without the scale of a GradScaler."""

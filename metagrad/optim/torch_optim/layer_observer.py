@@ -14,8 +14,8 @@ from metagrad.optim.kronecker.factors import Sums, added, sums_of
 from metagrad.optim.kronecker.layers import Layer, known_layers, layer_rows, without_base
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer, generators_of
-from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option
+from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer, generators_of, mixed
+from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option
 
 
 class ObservedCall:
@@ -101,6 +101,7 @@ class LayerOptimizer(CurvatureOptimizer):
             "Sequence[dict[str, Any]] | None",
         ),
         "seed": SEED,
+        "group": GROUP,
     }
     moves = (
         "model",
@@ -197,6 +198,9 @@ class LayerOptimizer(CurvatureOptimizer):
         self._waiting: dict[str, weakref.WeakSet[ObservedCall]] = {}
         self._calls: dict[str, list[ObservedCall]] = {}
         self._sums: dict[str, Sums] = {}
+        self._shares: dict[
+            str, float
+        ] = {}  # of this process in the sums over those of all, by its gradients' factor
         self._draws = False
 
     def _set_hooks(self) -> None:
@@ -220,7 +224,8 @@ class LayerOptimizer(CurvatureOptimizer):
                 "mean or a sum."
             )
         first = self.param_groups[0]
-        generators = generators_of(first["seed"], first["step"])
+        seed = first["seed"] if self.group is None else mixed(first["seed"], self.group.rank())
+        generators = generators_of(seed, first["step"])
         weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
         if not weights:
             return

@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.distributed.sums import everywhere
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.probes import as_rows
@@ -33,6 +34,9 @@ from metagrad.optim.torch_optim.move import (
 )
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 ParameterGroups: TypeAlias = "Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]"
 """Parameters, parameters with their names, or groups of them with hyper-parameters of their own."""
@@ -59,6 +63,13 @@ NONFINITE = Option(
     'and state stay as they are, and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in '
     "``opt.stats``.",
     "Literal['raise', 'skip']",
+)
+
+GROUP = Option(
+    None,
+    "Processes whose gradients are averaged before each step. Each of them computes a share of the matrices, and all "
+    "have the same parameters and state afterwards; what is not finite in one is so in all. None is this one alone.",
+    "ProcessGroup | None",
 )
 
 
@@ -118,6 +129,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     elementwise: ClassVar[bool] = True
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""
+    group: ProcessGroup | None = None
+    """The processes that take steps together, of the optimizers that have such an argument."""
     _losses: Sequence[Tensor] = ()
     """The losses of this step."""
 
@@ -182,9 +195,21 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
         """Set the optimizer up, by the defaults of a group."""
+        defaults = dict(defaults)
+        group = defaults.pop("group", None)
+        if group is not None and group.size() > 1:
+            self.group = group
         super().__init__(
             params, {"foreach": None, "compile": False, "nonfinite": "raise", **defaults, "step": 0}
         )  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                f"{type(self).__name__}: an optimizer with a process group is neither copied nor pickled. Save "
+                "opt.state_dict(), and load it into an optimizer of each process."
+            )
+        return super().__getstate__()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, with hyper-parameters of their own where given; the others are the defaults."""
@@ -275,10 +300,12 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _are_finite(self, described: Sequence[tuple[str, Tensor]]) -> bool:
         """Say whether the step may go on; raise or count where it may not."""
-        if is_finite([tensor for _, tensor in described]):
+        finite = is_finite([tensor for _, tensor in described])
+        if finite if self.group is None else everywhere(finite, self._device(), self.group):
             return True
         if not self._skips():
-            what = next(name for name, tensor in described if not is_finite([tensor]))
+            own = (name for name, tensor in described if not is_finite([tensor]))
+            what = next(own, "something in another process of the group")
             raise FloatingPointError(
                 f"{type(self).__name__}.step: {what} is NaN or infinite; parameters and state are left as they were. "
                 "Lower the learning rate, or look in the loss for a root, a logarithm or a division at zero; "
@@ -286,6 +313,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             )
         self._skipped = self._num_skipped() + 1
         return False
+
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
 
     def _factorised(self, compute: Callable[[], Computed]) -> Computed | None:
         """Return what is computed; or None, and count the step as skipped, where a factorisation in it fails."""

@@ -17,6 +17,7 @@ from metagrad.optim.kronecker.factors import (
     factors_of,
     inverses_of,
     preconditioned,
+    renewed,
     scaling_of,
     split_damping,
     sums_of,
@@ -172,6 +173,10 @@ def test_corrected_eigenvalues_are_never_worse(positions, seed):
     assert error < (nudged - fisher).norm()
 
 
+def after(block, estimate, decay, damping, *, is_due):
+    return renewed({"layer": block}, [("layer", estimate)], decay, damping, is_due=is_due)["layer"]
+
+
 def test_a_block_in_a_basis_is_the_damped_inverse():
     factors, a, g = factors_at_random()
     new = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
@@ -180,7 +185,7 @@ def test_a_block_in_a_basis_is_the_damped_inverse():
     scaling, gradient = 9 * scaling_of(a, g, eigenvectors_of(factors)), drawn(3, 4, seed=3)
     dense = vectors @ torch.diag(scaling.flatten() + 0.1) @ vectors.T
     expected = torch.linalg.solve(dense, gradient.flatten()).reshape(3, 4)
-    (got,) = empty.renewed(new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
+    (got,) = after(empty, new, 0.9, 0.0, is_due=True).direction(gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -188,7 +193,7 @@ def test_a_block_in_a_basis_is_the_damped_inverse():
 def test_the_direction_of_a_bias_is_the_last_column(kind):
     factors, a, g = factors_at_random()
     new = FactorEstimate(factors, lambda basis: scaling_of(a, g, basis))
-    block = kind(0, *factors * 2).renewed(new, 0.9, 0.1, is_due=True)
+    block = after(kind(0, *factors * 2), new, 0.9, 0.1, is_due=True)
     gradient = drawn(3, 4, seed=3)
     (whole,), parts = (block.direction(gradient, 0.1, has_bias=has_bias) for has_bias in (False, True))
     assert [part.shape for part in parts] == [(3, 3), (3,)]
@@ -202,13 +207,13 @@ def test_between_two_bases_factors_and_their_eigenvalues_are_averaged():
         Factors(*(2 * factor for factor in factors)), lambda basis: 18 * scaling_of(a, g, basis)
     )
     once = FactorEstimate(factors, lambda basis: 9 * scaling_of(a, g, basis))
-    first = EigenBlock(0, *factors * 2).renewed(once, 0.6, 0.0, is_due=False)
-    second = first.renewed(twice, 0.6, 0.0, is_due=False)
+    first = after(EigenBlock(0, *factors * 2), once, 0.6, 0.0, is_due=False)
+    second = after(first, twice, 0.6, 0.0, is_due=False)
     assert second.input_basis is first.input_basis
     assert second.updates == 2
     for one, other in zip(first[1:3] + first[5:], second[1:3] + second[5:], strict=True):
         torch.testing.assert_close(other, 1.5 * one, rtol=1e-12, atol=0)
-    third = second.renewed(once, 0.6, 0.0, is_due=True)
+    third = after(second, once, 0.6, 0.0, is_due=True)
     torch.testing.assert_close(third.inputs, (0.6 * 1.5 + 0.4) * factors.inputs, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         third.scaling, first.scaling, rtol=1e-10, atol=1e-14

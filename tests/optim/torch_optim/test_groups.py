@@ -1,0 +1,212 @@
+"""Optimizers that share their matrices over processes move as one process does; the processes are threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from metagrad.core.tree import tree_leaves
+from metagrad.distributed import average_gradients
+from metagrad.distributed.shares import of_matrices, shares
+from metagrad.optim import KFAC, Shampoo, rules
+from metagrad.optim.kronecker import factors, shampoo
+from metagrad.tasks.batch import share_of
+from tests.distributed.threads import in_threads
+
+OPTIMIZERS = {
+    "Shampoo": lambda model, **group: Shampoo(
+        model.parameters(), lr=0.05, root_every=2, block_size=5, **group
+    ),
+    "Shampoo of adam": lambda model, **group: Shampoo(
+        model.parameters(), lr=0.05, graft="adam", decay=0.9, **group
+    ),
+    "KFAC": lambda model, **group: KFAC(model, lr=0.05, curvature_every=1, inverse_every=2, **group),
+    "EKFAC": lambda model, **group: KFAC(model, eigen=True, curvature_every=1, inverse_every=2, **group),
+}
+
+
+def network():
+    layers = (
+        nn.Conv2d(1, 3, 2),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(12, 4),
+        nn.Tanh(),
+        nn.Linear(4, 2, bias=False),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def trained(model, opt, x, y, group=None, steps=4):
+    """Take steps, and return parameters and the tensors of the state."""
+    for _ in range(steps):
+        opt.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if group is not None:
+            average_gradients(model, weight=len(x), group=group)
+        opt.step()
+    state = [leaf for leaf in tree_leaves(opt.state_dict()["state"]) if isinstance(leaf, torch.Tensor)]
+    return [p.detach() for p in model.parameters()], state
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_of_uneven_shares_are_those_of_one_process(name, size):
+    whole, (x, y) = network(), (torch.randn(41, 1, 3, 3).double(), torch.randn(41, 2).double())
+    make, models = OPTIMIZERS[name], [copy.deepcopy(whole) for _ in range(size)]
+
+    def process(group):
+        model, part = models[group.rank()], share_of(41, group.rank(), size)
+        return trained(model, make(model, group=group), x[part], y[part], group)
+
+    found = in_threads(size, process)
+    expected = trained(whole, make(whole), x, y)
+    for params, state in found:
+        torch.testing.assert_close(params, expected[0], rtol=1e-9, atol=1e-12)
+        if name != "EKFAC":  # whose eigenvectors may turn where eigenvalues are equal
+            torch.testing.assert_close(state, expected[1], rtol=1e-8, atol=1e-10)
+        assert all(map(torch.equal, state, found[0][1]))  # the same bits in every process
+        assert all(map(torch.equal, params, found[0][0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("Shampoo", shampoo), ("KFAC", factors)],
+)
+def test_each_process_computes_a_share(name, module):
+    counted, model = Counter(), network()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+
+    def noted(call, compute, matrices, group):
+        def counting(numbers):
+            counted[group.rank()] += len(numbers)
+            counted["all"] = len(matrices)
+            return compute(numbers)
+
+        return of_matrices(call, counting, matrices, group)
+
+    def process(group):
+        model = models[group.rank()]
+        trained(model, OPTIMIZERS[name](model, group=group), x, y, group, steps=1)
+
+    with mock.patch.object(module, "of_matrices", noted):
+        in_threads(2, process)
+    assert counted[0] + counted[1] == counted["all"] > 2
+    assert min(counted[0], counted[1]) > 0
+
+
+def singular(group, nonfinite):
+    """Return a K-FAC whose only layer has a factor of outputs of zeros, and no damping."""
+    model = nn.Linear(2, 3, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(torch.ones(3, 2))
+    opt = KFAC(model, damping=0.0, nonfinite=nonfinite, group=group)
+    model(torch.eye(2).double()).mul(0).sum().backward()
+    return model, opt
+
+
+def test_a_matrix_that_one_process_cannot_factorise_is_an_error_in_all():
+    torch.manual_seed(0)
+
+    def process(group):
+        _, opt = singular(group, "raise")
+        with pytest.raises(torch.linalg.LinAlgError) as caught:
+            opt.step()
+        return str(caught.value)
+
+    said = in_threads(2, process)
+    assert any("could not be factorised in process" in each for each in said)
+    assert any("could not be factorised in process" not in each for each in said)
+
+
+def test_a_step_is_left_out_in_all_processes():
+    def process(group):
+        model, opt = singular(group, "skip")
+        opt.step()
+        return opt.stats["skipped"], model.weight.tolist()
+
+    assert in_threads(2, process) == [(1, [[1.0, 1.0]] * 3)] * 2
+
+
+def test_a_loss_that_is_not_finite_in_one_process_is_an_error_in_all():
+    def process(group):
+        w = torch.ones(2, 2, requires_grad=True)
+        opt = Shampoo([w], group=group)
+
+        def closure():
+            w.grad = torch.ones(2, 2)
+            return torch.tensor(float("nan") if group.rank() else 1.0)
+
+        with pytest.raises(FloatingPointError) as caught:
+            opt.step(closure)
+        return str(caught.value).partition(" is NaN")[0], w.tolist()
+
+    same = [[1.0, 1.0], [1.0, 1.0]]
+    elsewhere = "Shampoo.step: something in another process of the group"
+    assert in_threads(2, process) == [(elsewhere, same), ("Shampoo.step: the loss", same)]
+
+
+def test_an_optimizer_of_a_group_is_saved_by_its_state_alone():
+    def process(group):
+        w = torch.ones(2, 3, requires_grad=True)
+        opt, again = Shampoo([w], group=group), Shampoo([w], group=group)
+        w.grad = torch.ones(2, 3)
+        opt.step()
+        again.load_state_dict(opt.state_dict())
+        for copies in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="with a process group is neither copied nor pickled"):
+                copies(opt)
+        assert "group" not in opt.param_groups[0]
+        return again.state[w]["step"]
+
+    assert in_threads(2, process) == [1, 1]
+
+
+def test_one_process_has_no_group():
+    (opt,) = in_threads(1, lambda group: Shampoo([torch.ones(2, 2, requires_grad=True)], group=group))
+    assert opt.group is None
+    assert Shampoo([torch.ones(2, requires_grad=True)]).group is None
+
+
+def test_roots_that_others_compute_have_no_derivative():
+    def process(group):
+        rule = rules.shampoo(lr=0.1, group=group)
+        w = torch.ones(2, 2, requires_grad=True)
+        with pytest.raises(
+            ValueError, match=r"shampoo\(...\).update: what other processes compute has no graph"
+        ):
+            rule.update({"w": w * w}, rule.init({"w": w}), {"w": w})
+
+    in_threads(2, process)
+
+
+# What is shared out
+
+
+def test_shares_are_near_to_equal():
+    costs = [float(number % 7 + 1) for number in range(40)]
+    parts = shares(costs, 3)
+    assert sorted(number for part in parts for number in part) == list(range(40))
+    loads = [sum(costs[number] for number in part) for part in parts]
+    assert max(loads) - min(loads) <= 1
+    assert shares([1.0], 3) == [[0], [], []]
+
+
+def test_matrices_of_several_shapes_and_dtypes_come_back_in_their_places():
+    matrices = [torch.full((n, n), float(n)) for n in (1, 3, 2)] + [torch.full((2, 4, 4), 4.0).double()]
+
+    def process(group):
+        return of_matrices("call", lambda numbers: [matrices[n] * 2 for n in numbers], matrices, group)
+
+    for found in in_threads(3, process):
+        for one, matrix in zip(found, matrices, strict=True):
+            assert torch.equal(one, 2 * matrix)
+            assert one.dtype == matrix.dtype
