@@ -7,6 +7,7 @@ and says which of these names an installed torch lacks.
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -84,6 +85,9 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps other tensors, which have the storages."""
+
+kernel_of = operator.attrgetter("_op")
+"""An operation of ``torch.ops`` without the Python around it, which takes as long as a small operation."""
 
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory, as torch.compile makes them while it traces."""

@@ -102,10 +102,15 @@ def _equal_in_numpy(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return first is second or _comparable(first) == _comparable(second)
 
 
+_HOST = [
+    _Generator("torch", torch.get_rng_state, torch.set_rng_state, torch.equal),
+    _Generator("random", _python_state.get, random.setstate, _equal_in_python),
+    _Generator("numpy.random", _numpy_state.get, np.random.set_state, _equal_in_numpy),
+]
+
+
 def _generators() -> Iterator[_Generator]:
-    yield _Generator("torch", torch.get_rng_state, torch.set_rng_state, torch.equal)
-    yield _Generator("random", _python_state.get, random.setstate, _equal_in_python)
-    yield _Generator("numpy.random", _numpy_state.get, np.random.set_state, _equal_in_numpy)
+    yield from _HOST
     if torch.cuda.is_initialized():
         for i in range(torch.cuda.device_count()):
             get = functools.partial(torch.cuda.get_rng_state, i)

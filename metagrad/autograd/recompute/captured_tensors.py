@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -347,11 +347,11 @@ class Origins:
             self.made[id(tensor)] = weakref.ref(tensor)
             self.codes[id(tensor)] = _FREE - 1 - position
 
-    def note(self, made: Sequence[Tensor], number: int) -> None:
+    def note(self, tensor: Tensor, number: int, position: int) -> None:
         """Note what a torch function returned."""
-        for position, tensor in enumerate(made):
-            self.made[id(tensor)] = weakref.ref(tensor)
-            self.codes[id(tensor)] = number << 16 | position
+        key = id(tensor)
+        self.made[key] = weakref.ref(tensor)
+        self.codes[key] = number << 16 | position
 
     def of(self, tensor: Tensor) -> int | None:
         """Return the code of a tensor; None if it is not known."""
@@ -442,17 +442,27 @@ class Recorder(Observer):
                 for recorder in (self, *self._enclosing_recorders()):
                     recorder.reads.writes.protect(function, targets)
         result = function(*args, **kwargs)
-        made = [result] if isinstance(result, Tensor) else tensors_in(result)
-        for tensor in made:
+        made = (result,) if isinstance(result, Tensor) else tensors_in(result)
+        self._note_made(made, number, free.values(), entry[0])
+        return result
+
+    def _note_made(
+        self, made: Sequence[Tensor], number: int, free: Collection[Tensor], grad_mode: bool
+    ) -> None:
+        """Note what a torch function returned, in one loop: it shows in a step."""
+        kinds = []
+        for position, tensor in enumerate(made):
+            kinds.append((tensor.shape, tensor.dtype))
             if tensor.requires_grad:
                 self.reads.journal.with_grad[number] = True
-                break
-        self.reads.made[number] = tuple([(tensor.shape, tensor.dtype) for tensor in made])
-        if free:
-            made = [t for t in made if not any(t is known for known in free.values())]
-        self.origins.note(made, number)
-        self._mark(made)
-        return result
+            if free and any(tensor is other for other in free):
+                continue
+            self.origins.note(tensor, number, position)
+            if grad_mode:
+                self.without_grad.discard(id(tensor))
+            else:
+                self.without_grad.add(id(tensor))
+        self.reads.made[number] = tuple(kinds)
 
     def _read(self, tensor: Tensor, number: int, position: int) -> Tensor:
         """Note that torch function ``number`` reads a free tensor; return the tensor to read instead.
@@ -529,13 +539,9 @@ class Recorder(Observer):
 
     def note(self, made: Iterable[Tensor]) -> None:
         """Remember tensors as made by the function, without a torch function that a mode sees."""
-        made = list(made)
-        self.made.update((id(tensor), weakref.ref(tensor)) for tensor in made)
-        self._mark(made)
-
-    def _mark(self, made: Iterable[Tensor]) -> None:
         mark = self.without_grad.discard if torch.is_grad_enabled() else self.without_grad.add
         for tensor in made:
+            self.made[id(tensor)] = weakref.ref(tensor)
             mark(id(tensor))
 
     def _is_as_made(self, tensor: Tensor) -> bool:
@@ -636,7 +642,9 @@ class _Substitution(Observer):
         self._compare_origins(number, tensors)
         result = function(*args, **kwargs)
         made = [result] if isinstance(result, Tensor) else tensors_in(result)
-        self.origins.note([t for t in made if not any(t is other for other in others.values())], number)
+        for position, tensor in enumerate(made):
+            if not any(tensor is other for other in others.values()):
+                self.origins.note(tensor, number, position)
         return result
 
     def _compare_origins(self, number: int, tensors: list[Tensor]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
+import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -160,7 +162,21 @@ class Tracer(_torch.TorchDispatchMode):
         # What operations write into, others may read.
         writing = [node for node in self.graph.nodes if node.op == "call_function" and node.is_impure()]
         unseen = _read_by(self.graph, [*cotangents, *writing]) - _read_by(self.graph, compared)
-        return Program(fx.GraphModule(self.literals, self.graph).forward, unseen)
+        return Program(_compiled(self.graph, self.literals), unseen)
+
+
+def _compiled(graph: fx.Graph, literals: dict[str, Tensor]) -> Callable[..., Any]:
+    """Return a graph as a Python function, which frees every tensor after its last use."""
+    code = graph.python_code("self")
+    names: dict[str, Any] = dict(code.globals)
+
+    def without_overload(match: re.Match[str]) -> str:
+        name = "_".join(("kernel", *match.groups()))
+        names[name] = _torch.kernel_of(getattr(getattr(aten, match[1]), match[2]))
+        return f"{name}("
+
+    exec(re.sub(r"torch\.ops\.aten\.(\w+)\.(\w+)\(", without_overload, code.src), names)
+    return functools.partial(names["forward"], types.SimpleNamespace(**literals))
 
 
 def _read_by(graph: fx.Graph, results: Sequence[fx.Node | None]) -> frozenset[int]:

@@ -29,7 +29,7 @@ from metagrad.autograd.recompute.captured_tensors import (
     unrecorded,
     version_of,
 )
-from metagrad.autograd.recompute.fingerprint import Fingerprint, is_deterministic
+from metagrad.autograd.recompute.fingerprint import Copy, Fingerprint, is_deterministic
 from metagrad.autograd.recompute.program import Programs, programs_of
 from metagrad.autograd.recompute.signature import signature_of
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
@@ -70,7 +70,7 @@ class Call:
         self.name = name
         self.arguments = arguments
         self.num_arguments = num_arguments
-        self.results: Fingerprint | None = None
+        self.results: Fingerprint | Copy | None = None
         self.constants: list[tuple] = []
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         self.compared: list[int] = []  # results, by which a repetition is known
@@ -118,7 +118,8 @@ class Call:
             self.compared = _smallest(outputs)
             self.watched = programs.watched(len(operands))
             self._operands = Fingerprint([operands[i] for i in self.watched]) if self.watched else None
-        self.results = Fingerprint([outputs[i] for i in self.compared])
+        results = [outputs[i] for i in self.compared]
+        self.results = Copy(results[0]) if Copy.suits(results) else Fingerprint(results)
 
     def verify_operands(self, operands: Sequence[Tensor]) -> None:
         """Raise if operands that the results do not show are not as they were."""
@@ -212,9 +213,9 @@ def _record(
 
 
 def _smallest(outputs: Sequence[Tensor]) -> list[int]:
-    """Return which result to compute along with a derivative: the smallest that has one, which the others led to."""
+    """Return which result to compute along with a derivative: the smallest that has one; of several, the last."""
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
-    return sorted(differentiable, key=lambda i: outputs[i].numel())[:1]
+    return sorted(differentiable, key=lambda i: (outputs[i].numel(), -i))[:1]
 
 
 def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
