@@ -67,22 +67,32 @@ class Fingerprint:
 
 
 class Copy:
-    """A copy of one small tensor, with the comparison of a fingerprint, in a tenth of its time."""
+    """All entries of one small tensor of a CPU, in a tenth of the time of a fingerprint, and without a storage."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach().clone()
+        self.kind, self.entries = _kind(tensor), _entries(tensor)
 
     @staticmethod
     def suits(tensors: Sequence[Tensor]) -> bool:
-        """Say whether these are one small tensor."""
-        return len(tensors) == 1 and tensors[0].numel() <= _NUM_SAMPLES and _kind(tensors[0]) is not None
+        """Say whether these are one such tensor."""
+        return len(tensors) == 1 and tensors[0].is_cpu and tensors[0].numel() <= _NUM_SAMPLES
 
     def difference(self, tensors: Sequence[Tensor | None], *, exact: bool) -> str | None:
-        """Say what differs from tensors that should be the same; None if nothing does."""
+        """Say what differs from the tensor that should be the same; None if nothing does."""
         (tensor,) = tensors
-        if tensor is not None and tensor.dtype == self.tensor.dtype and torch.equal(tensor, self.tensor):
+        kind = _kind(tensor)
+        if tensor is None or kind is None or self.kind is None:
             return None
-        return Fingerprint([self.tensor]).difference(tensors, exact=exact)
+        if kind != self.kind:
+            return f"result 0 was {self.kind}, and became {kind}"
+        error = 0.0 if exact else _kept(kind.dtype)[1]
+        if _agree(self.entries, _entries(tensor), error):
+            return None
+        return f"a result of shape {tuple(kind.shape)} has other values"
+
+
+def _entries(tensor: Tensor) -> list:
+    return [] if _kind(tensor) is None else tensor.detach().flatten().tolist()
 
 
 def _kind(tensor: Tensor | None) -> _Kind | None:
