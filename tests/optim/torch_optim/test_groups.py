@@ -103,6 +103,28 @@ def test_each_process_computes_a_share(name, module):
     assert min(counted[0], counted[1]) > 0
 
 
+@pytest.mark.parametrize("shares", [(1500, 1500), (500, 2500)])
+def test_factors_of_labels_that_are_drawn_have_the_scale_of_the_whole(shares):
+    """Of half squared errors G is 1; every process draws other labels for the same inputs."""
+    model = nn.Linear(1, 1, bias=False).double()
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def process(group):
+        own, x = models[group.rank()], torch.ones(shares[group.rank()], 1).double()
+        opt = KFAC(own, fisher="sampled", seed=3, group=group)
+        with opt.recording():
+            (F.mse_loss(own(x), x) / 2).backward()
+        average_gradients(own, weight=len(x), group=group)
+        gradients = torch.cat([g for _, g in opt._rows("weight")]) if opt._calls else None
+        opt.step()
+        return opt.state[own.weight]["outputs"].item(), opt.state[own.weight]["inputs"].item(), gradients
+
+    (one, inputs, drawn), (other, _, others) = in_threads(2, process)
+    assert one == other == pytest.approx(1, rel=0.15)
+    assert inputs == 1
+    assert not torch.equal(drawn.flatten()[:500].sign(), others.flatten()[:500].sign())
+
+
 def singular(group, nonfinite):
     """Return a K-FAC whose only layer has a factor of outputs of zeros, and no damping."""
     model = nn.Linear(2, 3, bias=False).double()
