@@ -143,8 +143,16 @@ def _policy_of_norms(algorithm: Algorithm) -> Iterator[None]:
 
 @torch.no_grad()
 def _judge(algorithm: Algorithm, batch: Batch, steps: int | None, suffix: str) -> dict[str, Tensor]:
-    out = algorithm(batch, steps=steps)
-    metrics = {f"query_loss{suffix}": out.query_losses}
-    if is_classification(batch.query.y):
-        metrics[f"accuracy{suffix}(%)"] = accuracies(out.query_outputs, batch.query.y)
+    is_labelled = is_classification(batch.query.y)
+    names = [f"query_loss{suffix}", *([f"accuracy{suffix}(%)"] if is_labelled else [])]
+    try:
+        out = algorithm(batch, steps=steps)
+    except FloatingPointError:
+        if getattr(algorithm, "nonfinite", "raise") != "skip":
+            raise
+        # Of all tasks, which are fewer where there are more processes; of some, their losses say so.
+        return dict.fromkeys(names, torch.full((batch.num_tasks,), math.nan))
+    metrics = {names[0]: out.query_losses}
+    if is_labelled:
+        metrics[names[1]] = accuracies(out.query_outputs, batch.query.y)
     return {name: values.cpu() for name, values in metrics.items()}

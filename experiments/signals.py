@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,17 @@ class Interrupted(KeyboardInterrupt):
         return Interrupted(self.number, words)
 
 
+PASSED_ON = 1.0
+"""Seconds within which a signal is one that has come before: a cluster may signal every process of a job, torchrun
+among them, which passes it on to those that have it already. A second SIGINT is that of a person."""
+
+
 @dataclass
 class Deferred:
-    """The signal that waits for the end of a step, if one does."""
+    """The signal that waits for the end of a step, if one does, and since when."""
 
     number: int | None = None
+    since: float = 0.0
 
 
 _deferred: Deferred | None = None
@@ -69,9 +76,16 @@ def signals_deferred() -> Iterator[Deferred]:
 
 
 def _handle(number: int, frame: Any) -> None:
+    now = time.monotonic()
+    if (
+        _deferred is not None
+        and number == _deferred.number != signal.SIGINT
+        and now < _deferred.since + PASSED_ON
+    ):
+        return
     if _deferred is None or _deferred.number is not None:
         raise Interrupted(number)
-    _deferred.number = number
+    _deferred.number, _deferred.since = number, now
     # Not by a logger or a stream: one of them may be what the signal has interrupted.
     os.write(
         2, f"\n{signal.Signals(number).name}: saving after this step; once more to stop at once.\n".encode()

@@ -97,3 +97,18 @@ def test_an_algorithm_with_a_policy_of_norms_is_evaluated_by_its_running_statist
     assert [maml.training, model[1].training, model[2].training] == [True, True, False]
     expected = maml.eval()(tasks.sample(4, generator=torch.Generator().manual_seed(1)))
     assert found["query_loss"].mean == pytest.approx(expected.query_losses.mean().item(), rel=1e-6)
+
+
+def test_tasks_of_which_none_is_finite_have_no_mean_where_they_may_be_left_out(composed):
+    parts = build_parts(composed("device=cpu", "algorithm.nonfinite=skip"))
+    tasks = build_splits(composed("device=cpu")).test
+    with torch.no_grad():
+        next(parts.module.parameters()).fill_(math.nan)
+    found = judge(parts, tasks, chunk=4)
+    assert {name: (math.isnan(interval.mean), interval.tasks) for name, interval in found.items()} == {
+        "query_loss_before": (True, 7),
+        "query_loss": (True, 7),
+    }
+    parts.algorithm.nonfinite = "raise"
+    with pytest.raises(FloatingPointError):
+        judge(parts, tasks)

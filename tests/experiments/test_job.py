@@ -13,7 +13,7 @@ import pytest
 import torch
 from hydra.errors import HydraException
 
-from experiments import checkpoint, files, job, outer, resume
+from experiments import checkpoint, files, job, outer, resume, signals
 from experiments.job import RunError, claimed, explained, failures_reported, launch
 from experiments.metrics import read_rows
 from experiments.signals import Interrupted, signals_deferred, signals_raised
@@ -178,13 +178,22 @@ def test_a_signal_is_raised_where_it_arrives():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_deferred_signal_waits_and_a_second_one_does_not(capfd):
+def test_a_deferred_signal_waits_and_a_second_one_does_not(capfd, monkeypatch):
     with signals_raised(), signals_deferred() as waiting:
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # the same one, which torchrun has passed on
+        monkeypatch.setattr(signals, "PASSED_ON", 0.0)
         assert waiting.number == signal.SIGTERM
         with pytest.raises(Interrupted, match="SIGTERM"):
             signal.raise_signal(signal.SIGTERM)
     assert "SIGTERM: saving after this step; once more to stop at once." in capfd.readouterr().err
+
+
+def test_ctrl_c_twice_stops_at_once():
+    with signals_raised(), signals_deferred():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted, match="SIGINT"):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_an_ignored_signal_stays_ignored():

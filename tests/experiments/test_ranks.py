@@ -414,21 +414,33 @@ def test_processes_are_started_again_and_go_on_bit_for_bit(whole, tmp_path, vict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "name"), [(1, "SIGTERM"), (2, "SIGUSR1")])
-def test_a_signal_saves_and_another_number_of_processes_goes_on(whole, tmp_path, size, name):
+def test_a_signal_saves_and_one_process_goes_on(whole, tmp_path):
     process = running(tmp_path, "checkpoint.every=1000", size=2)
-    process.send_signal(getattr(signal, name))
+    process.send_signal(signal.SIGTERM)
+    ended_by("SIGTERM", process, tmp_path)
+    code, errors = completed(torchrun("resume=run", size=1, cwd=tmp_path))
+    assert code == 0, errors
+    assert_close(tmp_path / "run", whole)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_signals_every_process_runs_the_same_command_again(whole, tmp_path):
+    arguments = "hydra.run.dir=run", "resume=auto", "checkpoint.every=1000"
+    process = running(tmp_path, *arguments[1:], size=2)
+    for pid in [*workers(process), process.pid]:  # and torchrun passes it on
+        os.kill(pid, signal.SIGUSR1)
+    ended_by("SIGUSR1", process, tmp_path)
+    code, errors = completed(torchrun(*arguments, size=2, cwd=tmp_path))
+    assert code == 0, errors
+    same_outcome(tmp_path / "run", whole)
+
+
+def ended_by(name, process, cwd):
     code, errors = completed(process)
     assert code != 0
     assert f"Interrupted by {name} after" in errors
-    step = checkpoint.load(tmp_path / "run" / checkpoint.FILE)["step"]
-    assert 20 < step < 60
-    code, errors = completed(torchrun("resume=run", size=size, cwd=tmp_path))
-    assert code == 0, errors
-    if size == 2:
-        same_outcome(tmp_path / "run", whole)
-    else:
-        assert_close(tmp_path / "run", whole)
+    assert f"Interrupted by {name} after" in (cwd / "run" / "failure.txt").read_text()
+    assert 20 < checkpoint.load(cwd / "run" / checkpoint.FILE)["step"] < 60
 
 
 # Checkpoints under SIGKILL
