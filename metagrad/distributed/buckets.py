@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
 
 def start(
     numbers: list[int],
-    tensors: Sequence[Tensor | None],
+    tensors: Mapping[int, Tensor | None],
     like: Sequence[Tensor],
     factor: float,
     group: ProcessGroup,
@@ -53,7 +53,7 @@ def start(
 
     Args:
         numbers: Which of them.
-        tensors: None counts as zeros, and so does all where the factor is 0.
+        tensors: By number; None counts as zeros, and so does all where the factor is 0.
         like: Of their shapes.
         factor: By what they are multiplied.
         group: The processes.

@@ -52,7 +52,7 @@ def average_buffers(
         return Traffic(1 if group is None else group.size())
     agreed = agree(_CALL, {}, Own(weight), found[0].device, group)
     begun = [
-        buckets.start(numbers, found, found, weight / agreed.total, group)
+        buckets.start(numbers, dict(enumerate(found)), found, weight / agreed.total, group)
         for numbers in buckets.buckets_of(found, limit)
     ]
     for one in begun:

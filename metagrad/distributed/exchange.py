@@ -67,6 +67,8 @@ class Exchange:
         self._call, self._named, self._weight, self._limit, self._group = call, named, weight, limit, group
         self._params = list(named.values())
         self._plan = plan if plan is not None and plan.fits(named) else Plan()
+        self._missing = [set(bucket) for bucket in self._plan.buckets]
+        self._place = {number: place for place, bucket in enumerate(self._plan.buckets) for number in bucket}
         self._begun: list[buckets.Bucket] = []
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         self._arrived: dict[int, int] = {}
@@ -125,25 +127,32 @@ class Exchange:
     @torch.no_grad()
     def _arrive(self, number: int) -> None:
         self._arrived.setdefault(number, len(self._arrived))
-        for bucket in self._plan.buckets[len(self._begun) :]:
-            if not all(n in self._arrived and _is_plain(self._params[n].grad) for n in bucket):
-                return
-            self._begun.append(self._start(bucket, self._plan.total))
+        if number in self._place and self._plain(number) is not None:
+            self._missing[self._place[number]].discard(number)
+        while len(self._begun) < len(self._missing) and not self._missing[len(self._begun)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        self._begun.append(self._start(self._plan.buckets[len(self._begun)], self._plan.total))
 
     def _start(self, numbers: list[int], total: float) -> buckets.Bucket:
-        gradients = [param.grad if _is_plain(param.grad) else None for param in self._params]
-        for number in numbers:
-            gradient = gradients[number]
+        gradients = {number: self._plain(number) for number in numbers}
+        for number, gradient in gradients.items():
             self._sent[number] = gradient, 0 if gradient is None else gradient._version
         return buckets.start(numbers, gradients, self._params, self._weight / total, self._group)
+
+    def _plain(self, number: int) -> Tensor | None:
+        """Return a gradient that can be sent in a bucket."""
+        gradient = self._params[number].grad
+        return gradient if _is_plain(gradient) else None
 
     def _agree(self, *, failed: bool = False) -> Agreement:
         """Send what is left of the plan, agree, and wait for all of it."""
         last = len(self._params)
         places = [self._arrived.get(number, last) for number in range(last)]
         again = [number for number, sent in self._sent.items() if self._has_changed(number, *sent)]
-        for bucket in self._plan.buckets[len(self._begun) :]:
-            self._begun.append(self._start(bucket, self._plan.total))
+        while len(self._begun) < len(self._plan.buckets):
+            self._start_next()
         try:
             own = Own(self._weight, places, again, failed)
             return agree(self._call, self._named, own, device_of(self._params), self._group)
@@ -152,12 +161,12 @@ class Exchange:
                 one.work.wait()
 
     def _has_changed(self, number: int, sent: Tensor | None, version: int) -> bool:
-        gradient = self._params[number].grad
+        gradient = self._plain(number)
         return gradient is not sent or (gradient is not None and gradient._version != version)
 
     def _start_late(self, agreed: Agreement) -> list[buckets.Bucket]:
         """Send the strided gradients that were not in the plan, or have changed since."""
-        planned = {number for bucket in self._plan.buckets for number in bucket} - agreed.again
+        planned = self._place.keys() - agreed.again
         dense = [number for number in agreed.dense() if number not in planned]
         return [self._start(bucket, agreed.total) for bucket in self._in_buckets(dense)]
 
@@ -194,8 +203,7 @@ class Exchange:
     def _next_plan(self, agreed: Agreement) -> Plan:
         """Return the plan as it was, if it had all strided gradients; or one in the order of this exchange."""
         dense = agreed.dense()
-        is_same = sorted(dense) == sorted(number for bucket in self._plan.buckets for number in bucket)
-        planned = self._plan.buckets if is_same else self._in_buckets(dense)
+        planned = self._plan.buckets if self._place.keys() == set(dense) else self._in_buckets(dense)
         return Plan(planned, self._named, agreed.total)
 
     def _in_buckets(self, numbers: Sequence[int]) -> list[list[int]]:

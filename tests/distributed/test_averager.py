@@ -327,6 +327,22 @@ def test_a_dense_gradient_that_becomes_row_sparse_in_all_processes():
     assert in_threads(2, process) == [[False, True, True, False]] * 2
 
 
+def test_a_dense_gradient_that_becomes_one_of_rows_in_all_processes():
+    def process(group):
+        table, kinds = torch.ones(4, 2, requires_grad=True), []
+        averager = GradientAverager([table], group=group)
+        for is_sparse in (False, True, True):
+            table.grad = None
+            rows = mg.sparse.RowSparse(torch.tensor([group.rank()]), torch.ones(1, 2), table.shape)
+            with averager.averaging():
+                table.grad = rows if is_sparse else rows.to_dense()
+            kinds.append(isinstance(table.grad, mg.sparse.RowSparse))
+            assert torch.equal(table.grad.to_dense(), torch.tensor([[0.5], [0.5], [0], [0]]).expand(4, 2))
+        return kinds
+
+    assert in_threads(2, process) == [[False, True, True]] * 2
+
+
 def test_parameters_that_are_added_later_take_part():
     def process(group):
         params = {"a": torch.ones(1, requires_grad=True)}
