@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +14,9 @@ import pytest
 import torch
 
 import metagrad
+from docs._hooks import notebooks
+from docs._hooks.programs import RUN, run
+from docs._hooks.programs import programs as programs_and_commands
 from experiments import bench_curvature, bench_sparse, bench_tasks
 from experiments.bench import workloads
 from experiments.config import SCHEMAS
@@ -38,6 +43,7 @@ GUIDES = {
     "docs/sparse.md",
     "docs/tasks.md",
 }
+LONG = {"docs/tutorials/curvature.md"}  # seconds
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
 
@@ -64,7 +70,7 @@ def test_the_readme_and_the_guides_have_programs():
     assert {"README.md", *GUIDES} <= {name(path) for path in WITH_PROGRAMS}
 
 
-@pytest.mark.parametrize("path", WITH_PROGRAMS, ids=name)
+@pytest.mark.parametrize("path", [path for path in WITH_PROGRAMS if path not in RUN], ids=name)
 def test_programs_of_documents_run(path, capsys):
     torch.manual_seed(0)
     namespace: dict[str, object] = {}
@@ -72,6 +78,76 @@ def test_programs_of_documents_run(path, capsys):
         exec(compile(program, name(path), "exec"), namespace)
     if name(path) == "docs/memory.md":
         assert "Each inner step adds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if name(path) in LONG else ()) for path in RUN],
+    ids=name,
+)
+def test_programs_of_tutorials_run(path, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `experiments` is not installed")
+    torch.manual_seed(0)
+    shown = run(path.read_text(), name(path), tmp_path)
+    assert len(shown) == len(programs_and_commands(path.read_text()))
+
+
+def test_a_page_shows_what_its_programs_print_and_draw(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `experiments` is not installed")
+    page = """# A page
+
+```sh
+pip install something
+```
+
+```python
+import matplotlib.pyplot as plt
+
+x = [1, 2]
+print(x)
+```
+
+```python
+plt.plot(x)
+plt.title("A line")
+plt.show()
+```
+
+```sh
+echo $((40 + 2))
+```
+"""
+    install, first, second, third = run(page, "page.md", tmp_path)
+    assert install == ("", [])
+    assert first == ("[1, 2]\n", [])
+    ((title, picture),) = second.pictures
+    assert (second.printed, title) == ("", "A line")
+    assert base64.b64decode(picture).startswith(b"\x89PNG")
+    assert third == ("42\n", [])
+
+
+def test_an_error_of_a_page_has_its_line(tmp_path):
+    with pytest.raises(ZeroDivisionError) as caught:
+        run("# A page\n\n```python\n1 / 0\n```\n", "page.md", tmp_path)
+    assert (caught.traceback[-1].frame.code.raw.co_filename, caught.traceback[-1].lineno + 1) == (
+        "page.md",
+        4,
+    )
+    with pytest.raises(RuntimeError, match="line 1: exit 3"):
+        run("```sh\nexit 3\n```\n", "page.md", tmp_path)
+
+
+@pytest.mark.parametrize("page", notebooks.PAGES)
+def test_the_cells_of_a_notebook_are_the_programs_of_its_page(page):
+    """They are run by the test of the page; the first cell installs what they need."""
+    path = ROOT / "docs" / page
+    notebook = json.loads(notebooks.notebook(path.read_text(), []))
+    install, *cells = [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert install.startswith("%pip install")
+    assert cells == [program.strip() for program in programs(path)]
+    assert not [
+        cell for cell in notebook["cells"] if re.search(r"\]\([^h)]", cell["source"])
+    ]  # relative links
 
 
 def headings(text: str) -> set[str]:

@@ -1,0 +1,104 @@
+"""Tutorials show what their programs print and draw: the build runs them, and keeps that until code changes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import posixpath
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from mkdocs.structure.files import File, Files
+
+from docs._hooks import notebooks
+from docs._hooks.programs import PROGRAM, ROOT, RUN, Shown, programs, run
+
+KEPT = ROOT / ".cache" / "tutorials"
+CODE = ["metagrad/**/*.py", "experiments/**/*.py", "conf/**/*.yaml", "docs/_hooks/programs.py"]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pictures that the programs draw, and the notebooks."""
+    for path in RUN:
+        page, shown = _page(path), results(path)
+        for name, data in _pictures(page, shown).items():
+            files.append(File.generated(config, name, content=base64.b64decode(data)))
+        if page in notebooks.PAGES:
+            content = notebooks.notebook(path.read_text(), shown)
+            files.append(File.generated(config, _notebook(page), content=content))
+    return files
+
+
+def on_page_markdown(text: str, page: Any, **_: Any) -> str:
+    """Put below each program what it showed."""
+    path, name = ROOT / "docs" / page.file.src_uri, page.file.src_uri
+    if path not in RUN:
+        return text
+    shown = iter(results(path))
+    numbers = iter(range(len(programs(text))))
+    text = PROGRAM.sub(lambda block: block[0] + _below(next(shown), name, next(numbers)), text)
+    return _with_notebook(text, name) if name in notebooks.PAGES else text
+
+
+def _below(shown: Shown, page: str, number: int) -> str:
+    """Return the Markdown of what a program showed."""
+    printed = f"\n\n``` {{ .text .output }}\n{shown.printed.rstrip()}\n```" if shown.printed.strip() else ""
+    pictures = [
+        f"\n\n![{title}]({_picture(posixpath.basename(page), number, index)})"
+        for index, (title, _) in enumerate(shown.pictures)
+    ]
+    return printed + "".join(pictures)
+
+
+def _pictures(page: str, shown: list[Shown]) -> dict[str, str]:
+    return {
+        _picture(page, number, index): data
+        for number, result in enumerate(shown)
+        for index, (_, data) in enumerate(result.pictures)
+    }
+
+
+def _picture(page: str, number: int, index: int) -> str:
+    return f"{page.removesuffix('.md')}-{number}-{index}.png"
+
+
+def _page(path: Path) -> str:
+    return str(path.relative_to(ROOT / "docs"))
+
+
+def _notebook(page: str) -> str:
+    return page.removesuffix(".md") + ".ipynb"
+
+
+def _with_notebook(text: str, page: str) -> str:
+    """Add a link to the notebook below the title."""
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n[This page as a notebook]({posixpath.basename(_notebook(page))}), with its outputs.\n{rest}"
+
+
+def results(path: Path) -> list[Shown]:
+    """Return what the programs of a page show; run them if they, or the code that they call, have changed."""
+    kept = KEPT / f"{path.stem}-{_state(path)}.json"
+    if not kept.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            shown = run(path.read_text(), _page(path), Path(folder))
+        KEPT.mkdir(parents=True, exist_ok=True)
+        for old in KEPT.glob(f"{path.stem}-*.json"):
+            old.unlink()
+        kept.write_text(json.dumps(shown))
+    return [
+        Shown(printed, [tuple(p) for p in pictures]) for printed, pictures in json.loads(kept.read_text())
+    ]
+
+
+def _state(path: Path) -> str:
+    """Return a digest of all that decides what a page shows."""
+    code = [ROOT / file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
+    digest = hashlib.sha256(torch.__version__.encode())
+    for file in [path, *code]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
