@@ -57,13 +57,20 @@ def changes_objects() -> bool:
 
     try:
         effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-        kinds = [variable.mutation_type for variable in effects._get_modified_vars()]
+        changed = [v for v in effects._get_modified_vars() if not _is_empty_stack(v)]
+        kinds = [variable.mutation_type for variable in changed]
         hooks = effects.tensor_hooks
         mutations = torch._dynamo.variables.base
         changes = (mutations.AttributeMutationExisting, mutations.ValueMutationExisting)
     except AttributeError:
         return True
     return bool(hooks) or any(isinstance(kind, changes) for kind in kinds)
+
+
+def _is_empty_stack(variable: Any) -> bool:
+    """Say whether a variable is the stack of function modes, left empty as compiled code always finds it."""
+    is_stack = type(variable).__name__ == "TorchFunctionModeStackVariable"
+    return is_stack and not variable.symbolic_stack
 
 
 def passing_code(code: types.CodeType, values: dict[str, object]) -> object | None:

@@ -266,12 +266,18 @@ class MAML(nn.Module):
         executor = self._executor(steps, tasks)
         results, skipped, _ = executor.run(tasks)
         assert isinstance(results, Evaluation)
-        losses, used, query_losses, predictions, path, judged = results
+        losses, used, query_losses, predictions, path, judged, mean = results
         if judged is None:
             judged = weighted(weights_at(self.query_weights, losses.shape[1]), path, query_losses)
         counted = judged[~skipped] if self.nonfinite == "skip" else judged
         return MetaOutput(
-            counted.mean(), query_losses, restored(predictions), losses, used, skipped, self.norm
+            mean if mean is not None and counted is query_losses else counted.mean(),
+            query_losses,
+            restored(predictions),
+            losses,
+            used,
+            skipped,
+            self.norm,
         )
 
     def adapt(

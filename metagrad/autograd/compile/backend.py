@@ -131,35 +131,33 @@ class PlacedGraph(NamedTuple):
 
     Attributes:
         graph: The graph.
-        constants: Its inputs, None for those that are among the tensors.
-        places: Which of the tensors each input is, None for a constant.
+        constants: Its inputs that are not among the tensors.
+        inputs: Where its inputs are, in the tensors followed by the constants.
         results: Where the results are, in the outputs followed by the tensors.
     """
 
     graph: Graph
     constants: list[object]
-    places: list[int | None]
+    inputs: list[int]
     results: list[int]
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the graph."""
-        pairs = zip(self.places, self.constants, strict=True)
-        outputs = _noted_call(
-            self.graph, *(value if place is None else tensors[place] for place, value in pairs)
-        )
-        values = (*outputs, *tensors)
-        return [values[place] for place in self.results]
+        given = [*tensors, *self.constants] if self.constants else tensors
+        outputs = _noted_call(self.graph, *map(given.__getitem__, self.inputs))
+        return list(map([*outputs, *tensors].__getitem__, self.results))
 
 
 def _placed(call: GraphCall, tensors: list[Tensor], results: list[Tensor]) -> PlacedGraph | None:
     """Identify the inputs and outputs of a graph among tensors; None if the function is more than the graph."""
-    among = {id(tensor): place for place, tensor in enumerate(tensors)}
-    places = [among.get(id(value)) for value in call.inputs]
-    constants = [value if place is None else None for value, place in zip(call.inputs, places, strict=True)]
+    among = {id(tensor) for tensor in tensors}
+    constants = [value for value in call.inputs if id(value) not in among]
+    places = {id(value): place for place, value in enumerate((*tensors, *constants))}
     found = {id(value): place for place, value in enumerate((*call.outputs, *tensors))}
     if any(id(result) not in found for result in results):
         return None
-    return PlacedGraph(call.graph, constants, places, [found[id(result)] for result in results])
+    inputs = [places[id(value)] for value in call.inputs]
+    return PlacedGraph(call.graph, constants, inputs, [found[id(result)] for result in results])
 
 
 class KeptCall(NamedTuple):
@@ -188,4 +186,4 @@ def kept_call(call: GraphCall, args: tuple, result: Tree) -> KeptCall | None:
         return None
     results, structure = dissect(result)
     placed = _placed(call, tensors, results)
-    return None if placed is None or None in placed.places else KeptCall(placed, structure)
+    return None if placed is None or placed.constants else KeptCall(placed, structure)

@@ -9,6 +9,7 @@ needs to be looked at again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 import warnings
@@ -172,16 +173,21 @@ class Compiled:
         Where the guards of code that ran before pass, its graph is called: torch.compile, which calls it otherwise,
         takes many times as long for what is around the guards.
         """
-        found = None
-        if self._kept:
-            found = _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
-            if found in self._kept:
-                return self._kept[found](args)
+        kept = self.kept(*args)
+        if kept is not None:
+            return kept(args)
         with noting() as calls:
             result = self._called(check, args)
         if self._kept is not None:
             self._keep(args, calls, result)
         return result
+
+    def kept(self, *args: object) -> KeptCall | None:
+        """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
+        return self._kept.get(self._passing(args)) if self._kept else None
+
+    def _passing(self, args: tuple) -> object | None:
+        return _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
 
     def _keep(self, args: tuple, calls: Sequence[GraphCall], result: object) -> None:
         """Keep the graph that was called; none, from then on, if one is no function of the arguments alone."""
@@ -190,7 +196,7 @@ class Compiled:
         if kept is None:
             self._kept = None
             return
-        found = _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
+        found = self._passing(args)
         if found is not None:
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
@@ -240,13 +246,19 @@ class Fallback:
         self.call = call
         self.gave_up = False
 
+    @property
+    def is_available(self) -> bool:
+        """Whether compiled code can be run here."""
+        return not self.gave_up and _why_unavailable() is None
+
     def attempt(self, compiled: Callable[[], T], eager: Callable[[], T]) -> T:
         """Return what ``compiled()`` returns, or ``eager()`` if that cannot be."""
         if self.gave_up:
             return eager()
         hooks_were_allowed = _torch.saved_tensors_hooks_enabled()
         try:
-            _refuse_unavailable()
+            if (why := _why_unavailable()) is not None:
+                raise _UnavailableError(why)
             return compiled()
         except (torch.OutOfMemoryError, BudgetError, FreeTensorError):
             raise
@@ -283,35 +295,34 @@ class _UnavailableError(UncompilableError):
     """Compiled code cannot be run where it is called, but may be elsewhere."""
 
 
-def _refuse_unavailable() -> None:
-    """Raise if what is around the call keeps compiled code from being run."""
+def _why_unavailable() -> str | None:
+    """Say what around the call keeps compiled code from being run."""
     if _torch.functorch_is_active():
-        raise _UnavailableError("it is called inside a torch.func transform")
+        return "it is called inside a torch.func transform"
     if _torch.num_function_modes():
-        raise _UnavailableError("it is called inside a TorchFunctionMode, such as an enclosing checkpoint's")
+        return "it is called inside a TorchFunctionMode, such as an enclosing checkpoint's"
     if _torch.num_dispatch_modes():
-        raise _UnavailableError(
-            "it is called inside a TorchDispatchMode, such as a MemoryTracker's on the CPU"
-        )
+        return "it is called inside a TorchDispatchMode, such as a MemoryTracker's on the CPU"
+    return None
 
 
 def operand(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     """Return a leaf of one layout, so that the same compiled code takes it every time."""
     leaf = tensor.detach()
-    if not leaf.is_contiguous():
-        leaf = leaf.contiguous()
-    elif 1 in leaf.shape and leaf.stride() != _strides(leaf.shape):
+    strides = _strides(leaf.shape)
+    if leaf.stride() != strides:
         # An axis of size 1 is contiguous whatever its stride, but torch.compile compares strides.
-        leaf = leaf.view(-1).view(leaf.shape)
+        leaf = leaf.as_strided(leaf.shape, strides) if leaf.is_contiguous() else leaf.contiguous()
     return leaf.requires_grad_() if requires_grad and is_differentiable(leaf) else leaf
 
 
+@functools.lru_cache(maxsize=1024)
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     """Return the strides of a new tensor of a shape."""
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
-        stride *= size
+        stride *= max(size, 1)
     return tuple(reversed(strides))
 
 

@@ -24,13 +24,15 @@ _OF_CLASS = re.compile(r"(dict\()*type\(")
 def guards_of_what_changes(guards: Sequence[Any]) -> list[bool]:
     """Say which guards to keep: not those of functions, classes and modules of Python, of torch and of this library.
 
-    Nothing changes them. Kept are guards of flags, attributes and tensors, and of all that belongs to the functions
-    and classes of others.
+    Nothing changes them, nor the fields of a dataclass. Kept are guards of flags, attributes and tensors, and of all
+    that else belongs to the functions and classes of others.
     """
     return [not _is_lasting(guard.name, guard.value) for guard in guards]
 
 
 def _is_lasting(name: str, value: object) -> bool:
+    if "['__dataclass_fields__']" in name:
+        return True
     is_default = "__defaults__" in name or "__kwdefaults__" in name
     if _OF_PACKAGE.match(name):
         return is_default or isinstance(value, _LASTING)

@@ -8,8 +8,9 @@ from the start.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from metagrad.autograd.compile.compiled import (
     operand,
     pass_gate,
 )
-from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
+from metagrad.autograd.recompute.checkpoint import Backward, Look, attached, vjp
 from metagrad.core.capture import AutocastState
 from metagrad.core.tree import is_differentiable
 
@@ -35,9 +36,9 @@ class Losses(Protocol):
         ...
 
 
-Weighted = Callable[[Sequence[Tensor], Tensor], "Sequence[Tensor] | None"]
-"""The gradient of the sum of the losses, and a weight for each, to the gradient of the weighted sum, if that is all
-that it takes."""
+Weighted = Callable[[Sequence[Tensor], Mapping[int, Tensor]], "Sequence[Tensor] | None"]
+"""The gradient of the sum of the losses, and the cotangents of results by their places, to the cotangents of tensors,
+if that is all that they take."""
 
 
 def _values(losses: Losses, tensors: list[Tensor]) -> list[Tensor]:
@@ -45,9 +46,8 @@ def _values(losses: Losses, tensors: list[Tensor]) -> list[Tensor]:
     return losses(tensors)
 
 
-def _gradient(
-    losses: Losses, place: int, wanted: tuple[int, ...], tensors: list[Tensor]
-) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+def _gradient(losses: Losses, place: int, wanted: tuple[int, ...], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the gradient of the sum of the losses, the results, and a sum, finite only if all these are."""
     pass_gate()
 
     def total(*chosen: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -56,7 +56,15 @@ def _gradient(
 
     numbers = tuple(range(len(wanted)))
     with torch.enable_grad():
-        return torch.func.grad(total, numbers, has_aux=True)(*(tensors[index] for index in wanted))
+        grads, results = torch.func.grad(total, numbers, has_aux=True)(*(tensors[index] for index in wanted))
+    found = [*grads, *results]
+    return [*found, _sum([tensor.detach() for tensor in found if is_differentiable(tensor)])]
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """Add up the entries of tensors."""
+    real = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
+    return torch.stack([tensor.sum().to(tensors[-1].device, torch.float32) for tensor in real]).sum()
 
 
 def _pull(
@@ -76,6 +84,24 @@ def _pull(
         return torch.func.vjp(outputs, *(tensors[index] for index in wanted))[1](tuple(cotangents))
 
 
+class _Made(NamedTuple):
+    """A call whose results are on the tape.
+
+    Attributes:
+        losses: The function.
+        wanted: Which of the tensors to differentiate with respect to.
+        autocast: Its state in the call.
+        look: As :meth:`ValueAndGrad.kept` takes it.
+        are_finite: Whether the results and the gradient of the losses are known to be finite.
+    """
+
+    losses: Losses
+    wanted: tuple[int, ...]
+    autocast: AutocastState
+    look: Look | None
+    are_finite: bool
+
+
 class ValueAndGrad:
     """Functions that return losses, compiled together with the gradient of the losses.
 
@@ -83,7 +109,7 @@ class ValueAndGrad:
         fallback: What to do where compiled code cannot be had.
         options: Of torch.compile.
         place: Where the losses stand among the results.
-        weighted: What their cotangent makes of the gradient of their sum.
+        weighted: What cotangents make of the gradient of their sum.
     """
 
     def __init__(
@@ -103,28 +129,68 @@ class ValueAndGrad:
         if not wanted or not torch.is_grad_enabled():
             return tuple(self.values(check, losses, operands))
         with torch.no_grad():
-            grads, results = self.gradient(check, losses, self.place, wanted, operands)
-        pull = functools.partial(self._pulled_back, losses, wanted, AutocastState())
-        outputs = [result.detach().requires_grad_(is_differentiable(result)) for result in results]
-        return tuple(attached(losses, tensors, outputs, kept=grads, pull=pull))
+            found = self.gradient(check, losses, self.place, wanted, operands)
+        return self._attached(losses, tensors, wanted, found)
 
-    def _pulled_back(
-        self, losses: Losses, wanted: tuple[int, ...], autocast: AutocastState, backward: Backward
-    ) -> Sequence[Tensor | None]:
+    def kept(
+        self, losses: Losses, tensors: Sequence[Tensor], look: Look
+    ) -> tuple[tuple[Tensor, ...], bool] | None:
+        """Call a function in grad mode, if that is a call of code that was compiled before; None otherwise.
+
+        Args:
+            losses: The function.
+            tensors: What it is of.
+            look: Is handed the cotangents of the results and of the tensors, and returns the latter; not where they
+                are weighted gradients that are finite.
+
+        Returns:
+            The results, and whether they and the gradient are known to be finite.
+        """
+        operands = [operand(tensor) for tensor in tensors]
+        wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+        with torch.no_grad():
+            args = losses, self.place, wanted, operands
+            kept = self.gradient.kept(*args)
+            if kept is None:
+                return None
+            found = kept.graph(operands)  # a list of the tensors that are among the arguments to a list
+        are_finite = math.isfinite(found[-1].item())
+        return self._attached(losses, tensors, wanted, found, look, are_finite), are_finite
+
+    def _attached(
+        self,
+        losses: Losses,
+        tensors: Sequence[Tensor],
+        wanted: tuple[int, ...],
+        found: Sequence[Tensor],
+        look: Look | None = None,
+        are_finite: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Put the results on the tape, of what :func:`_gradient` returns."""
+        grads, results = found[: len(wanted)], found[len(wanted) : -1]
+        pull = functools.partial(self._pulled_back, _Made(losses, wanted, AutocastState(), look, are_finite))
+        outputs = [result.detach().requires_grad_(is_differentiable(result)) for result in results]
+        return tuple(attached(losses, tensors, outputs, kept=grads, pull=pull, look=look))
+
+    def _pulled_back(self, made: _Made, backward: Backward) -> Sequence[Tensor | None]:
         """Return the cotangents of the tensors: weighted gradients, or else products of a graph of their own."""
         tensors, grads, needed, cotangents = backward
         given = {i: cotangent for i, cotangent in enumerate(cotangents) if cotangent is not None}
 
         def placed(products: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            found = dict(zip(wanted, products, strict=True))
+            found = dict(zip(made.wanted, products, strict=True))
             return [found.get(i) for i in range(len(tensors))]
 
         def compiled() -> Sequence[Tensor | None]:
             handed = [operand(tensor) for tensor in tensors], [operand(c) for c in given.values()]
-            return placed(self.pull(checked_before, losses, wanted, tuple(given), *handed))
+            return placed(self.pull(checked_before, made.losses, made.wanted, tuple(given), *handed))
 
-        products = self.weighted(grads, given[self.place]) if list(given) == [self.place] else None
+        products = self.weighted(grads, given)
         if products is not None:
-            return placed(products)
-        with autocast.restored():
-            return self.fallback.attempt(compiled, lambda: vjp(losses, tensors, needed, cotangents))
+            found = placed(products)
+            if made.are_finite:  # products of them may overflow: that is for whoever scaled the loss to see
+                return found
+        else:
+            with made.autocast.restored():
+                found = self.fallback.attempt(compiled, lambda: vjp(made.losses, tensors, needed, cotangents))
+        return found if made.look is None else made.look(cotangents, found)

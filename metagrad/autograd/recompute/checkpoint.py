@@ -51,6 +51,10 @@ class Backward(NamedTuple):
     cotangents: Sequence[Tensor | None]
 
 
+Look = Callable[["Sequence[Tensor | None]", "Sequence[Tensor | None]"], "Sequence[Tensor | None]"]
+"""Cotangents of results and of operands to those of the operands: looks at them, and may exchange them."""
+
+
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     """Call ``fn(*args, **kwargs)``, keeping its inputs and recomputing everything else when differentiated.
 
@@ -156,6 +160,7 @@ def attached(
     *,
     kept: Sequence[Tensor] = (),
     pull: Callable[[Backward], Sequence[Tensor | None]] | None = None,
+    look: Look | None = None,
 ) -> Sequence[Tensor]:
     """Put the known outputs of a call on the tape; those that do not require grad are constants.
 
@@ -168,17 +173,18 @@ def attached(
         outputs: What it returned for them.
         kept: Tensors to keep for ``pull``.
         pull: Returns a cotangent for each of the tensors, where that is not to be differentiated again.
+        look: Looks at the cotangents of the tensors that ``pull`` does not return.
     """
     with unrecorded() as enclosing:
         shown_tensors = [shown(tensor, enclosing) for tensor in tensors]
-        results = _Recomputed.apply(call, outputs, kept, pull, *shown_tensors)
+        results = _Recomputed.apply(call, outputs, kept, pull, look, *shown_tensors)
     tell_recorders(results)
     return results
 
 
 def recomputed(call: TensorFunction, operands: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Run a call so that only its operands are kept for its derivatives."""
-    return _Recomputed.apply(_Repeatable(call), None, (), None, *operands)
+    return _Recomputed.apply(_Repeatable(call), None, (), None, None, *operands)
 
 
 class Vjp:
@@ -275,9 +281,9 @@ class _Recomputed(torch.autograd.Function):
     """A call whose derivatives are recomputed from its operands."""
 
     @staticmethod
-    def forward(ctx, call, outputs, kept, pull, *tensors):
+    def forward(ctx, call, outputs, kept, pull, look, *tensors):
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.pull = call, pull
+        ctx.call, ctx.pull, ctx.look = call, pull, look
         ctx.save_for_backward(*tensors, *kept)
         if outputs is None:
             return tuple(call(tensors))
@@ -289,9 +295,12 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *cotangents):
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         saved = ctx.saved_tensors
         backward = Backward(saved[: len(needed)], saved[len(needed) :], needed, cotangents)
         if ctx.pull is None or torch.is_grad_enabled():
-            return (None, None, None, None, *vjp(ctx.call, backward.tensors, needed, cotangents))
-        return (None, None, None, None, *ctx.pull(backward))
+            grads = vjp(ctx.call, backward.tensors, needed, cotangents)
+            grads = grads if ctx.look is None else ctx.look(cotangents, grads)
+        else:
+            grads = ctx.pull(backward)
+        return (None, None, None, None, None, *grads)

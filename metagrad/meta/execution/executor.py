@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
+from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots
 from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, Learned, LossCheck, Nonfinite
 from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions, structure_of
@@ -78,6 +79,9 @@ class TaskExecutor:
             while (part := losses.remaining) is not None:
                 chunk = self._chunk_size(part)
                 check = GradientCheck(self._learned, part, losses.numbers, skipped, self._again, self.name)
+                if (kept := self._kept_batch(part, chunk, check)) is not None:
+                    losses.record(kept[0], are_finite=kept[1])
+                    continue
                 with check.inputs() as (params, rule):
                     results = self._begin()
                     with Attempt(self.stacking, model, chunk) as attempt:
@@ -120,16 +124,14 @@ class TaskExecutor:
         """Run an inner loop compiled, or eagerly as fallback."""
         compiled, objective = inner.compiled, inner.objective
         assert compiled is not None
-        slots = self._once(("shared", objective.layers), lambda: shared_slots(objective, params))
-        shared = {name: kept[key] for name, kept, key in slots}
+        shared = self._shared(objective)
         inner = dataclasses.replace(inner, shared=shared) if shared else inner
 
         def of(loop: InnerLoop) -> Callable[[Params, Tasks], Evaluation | Adaptation]:
             return loop.adapt if tasks.query_x is None else loop.evaluate
 
         def attempt() -> Evaluation | Adaptation:
-            described = "compilable", tasks.are_tensors, tuple(tasks.rows)
-            self._once(described, lambda: refuse_uncompilable(inner, tasks))
+            self._once(_described(tasks), lambda: refuse_uncompilable(inner, tasks))
             if compiled.output_shape is not None:
                 objective.check_predictions(compiled.output_shape)
             # Guards know what stands in the places of parameters; gradients go by what is handed over.
@@ -139,14 +141,45 @@ class TaskExecutor:
                 count = tasks.count if inner.stacked else None
                 start = functools.partial(start_values, params, tasks.rows, count)
                 rule = compiled.rule(inner.rule, next(iter(params.values())), start, inner.steps)
-                evaluate = SharingCall(
-                    objective, dataclasses.replace(inner, compiled=None, shared={}).evaluate
-                )
-                return Evaluation(*compiled.whole_batch(evaluate, shared, params, tasks, rule))
+                *results, _ = compiled.whole_batch(_evaluation(inner), shared, params, tasks, rule)
+                return Evaluation(*results)
 
         return compiled.attempt(
             attempt, lambda: of(dataclasses.replace(inner, compiled=None, shared={}))(params, tasks)
         )
+
+    def _kept_batch(self, tasks: Tasks, chunk: int, check: GradientCheck) -> tuple[Evaluation, bool] | None:
+        """Evaluate all tasks by code that was compiled before, and look at gradients where it computes them.
+
+        That is a call of a graph, once the guards of its code have passed; None where there is no such code. The
+        results may be known to be finite, with their gradient.
+        """
+        compiled, described = self.inner.compiled, _described(tasks)
+        if (
+            described not in self._made
+            or chunk < max(tasks.count, 2)
+            or not check.is_on
+            or self._split is not None
+        ):
+            return None
+        if (
+            compiled is None
+            or not compiled.options.whole
+            or tasks.query_x is None
+            or not compiled.is_available
+        ):
+            return None
+        if compiled.output_shape is not None:
+            self.inner.objective.check_predictions(compiled.output_shape)
+        inner = self._loop(self.inner.rule, 1, tasks.device, stacked=True)
+        evaluate = self._once("whole", lambda: _evaluation(inner))
+        start = functools.partial(start_values, self.params, tasks.rows, tasks.count)
+        rule = compiled.rule(inner.rule, next(iter(self.params.values())), start, inner.steps)
+        args = self._shared(inner.objective), self.params, tasks, rule
+        if (found := compiled.kept_batch(evaluate, args, check.looking_at)) is None:
+            return None
+        (*results, mean), are_finite = found
+        return Evaluation(*results, mean=mean if self.nonfinite == "raise" else None), are_finite
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
         """Put features in the places of inputs, where the first layers compute the same at every inner step."""
@@ -188,6 +221,11 @@ class TaskExecutor:
         results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
         buffers.restore()
         return results
+
+    def _shared(self, objective: TaskLoss) -> Params:
+        """Return the parameters that are learned and do not adapt, as compiled code is handed them."""
+        slots = self._once(("shared", objective.layers), lambda: shared_slots(objective, self.params))
+        return {name: kept[key] for name, kept, key in slots}
 
     def _chunk_size(self, tasks: Tasks) -> int:
         if self.inner.chain is not None:
@@ -247,6 +285,29 @@ class TaskExecutor:
         objective = self.inner.objective
         parts = (objective.model, objective.loss_fn, *self.inner.modules)
         return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def _evaluation(inner: InnerLoop) -> SharingCall:
+    """Return what one graph of a meta-batch computes."""
+    return SharingCall(
+        inner.objective, _WithMean(dataclasses.replace(inner, compiled=None, shared={}).evaluate)
+    )
+
+
+class _WithMean(NamedTuple):
+    """A function that evaluates, with the mean of the query losses as its last result; guards match it by value."""
+
+    evaluate: Callable[..., Evaluation]
+
+    def __call__(self, *args: Any) -> tuple[Nested | None, ...]:
+        """Call the function."""
+        results = self.evaluate(*args)
+        return (*results[:-1], results.query_losses.mean())
+
+
+def _described(tasks: Tasks) -> Hashable:
+    """Return the key under which it is kept that such tasks can be compiled."""
+    return "compilable", tasks.are_tensors, tuple(tasks.rows)
 
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:

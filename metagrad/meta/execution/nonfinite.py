@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.recompute.checkpoint import Look
 from metagrad.core import _torch
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
@@ -25,6 +26,8 @@ from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
+
+_QUERY_LOSSES, _MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
 
 Nonfinite = Literal["raise", "skip"]
 Results = TypeVar("Results", bound="Adaptation | Evaluation")
@@ -104,17 +107,19 @@ class LossCheck:
         self._tasks, self._name = tasks, name
         self._buffers = Buffers(model) if policy == "skip" else None
 
-    def record(self, results: Adaptation | Evaluation) -> None:
-        """Take the results of the remaining tasks.
+    def record(self, results: Adaptation | Evaluation, *, are_finite: bool = False) -> None:
+        """Take the results of the remaining tasks, which may be known to be finite.
 
         Raises:
             FloatingPointError: A loss is not finite; or of every task, where they may be left out.
         """
+        is_first, self.remaining = self.results is None, None
+        if is_first:
+            self.results = results
+        if are_finite and is_first:
+            return
         with torch.no_grad():
             losses, steps = results.all_losses, results.losses.shape[1]
-        if self.results is None:
-            self.results = results
-        self.remaining = None
         if self._buffers is None:
             refuse_nonfinite(losses, steps, self._name)
             return
@@ -212,6 +217,9 @@ class GradientCheck:
         skipped: Where to mark a task whose gradient is dropped, ``[tasks of the batch]``; None raises instead.
         again: Computes a task once more, without recomputation, compilation or tasks that run together.
         name: Of the algorithm, in errors.
+
+    Attributes:
+        is_on: Whether there are gradients to look at.
     """
 
     def __init__(
@@ -227,20 +235,47 @@ class GradientCheck:
         self.skipped, self.again, self.name = skipped, again, name
         self._autocast = AutocastState()
         self._cotangents: dict[int, Tensor] = {}
-        self._is_on = bool(learned.leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
+        self.is_on = bool(learned.leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
 
     @contextlib.contextmanager
     def inputs(self) -> Iterator[tuple[Params, Rule]]:
         """Put tensors into the places of those that gradients are taken of, and look at the gradients of these."""
-        if not self._is_on:
+        if not self.is_on:
             yield self.learned.params, self.learned.rule
             return
         with self.learned.exchanged(_Entry.apply(self, *self.learned.leaves)) as exchanged:  # type: ignore[reportArgumentType]
             yield exchanged
 
+    def looking_at(self, tensors: Sequence[Tensor]) -> Look | None:
+        """Return what looks at the gradients of one function of tensors, which computes all, and the mean at last.
+
+        None where nothing can be told of it: a tensor that gradients are taken of is handed to it twice.
+        """
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        if len(places) < len(tensors):
+            return None
+        return functools.partial(self._looked_at, [places.get(id(leaf)) for leaf in self.learned.leaves])
+
+    def _looked_at(
+        self,
+        places: Sequence[int | None],
+        cotangents: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+    ) -> Sequence[Tensor | None]:
+        found = [None if place is None else grads[place] for place in places]
+        if is_finite([gradient for gradient in found if gradient is not None]):
+            return grads
+        *others, mean = cotangents
+        self._cotangents = {p: c for p, c in (*enumerate(others), (_MEAN, mean)) if c is not None}
+        repaired, result = self.repaired() or found, list(grads)
+        for place, gradient in zip(places, repaired, strict=True):
+            if place is not None:
+                result[place] = gradient
+        return result
+
     def outputs(self, results: Results) -> Results:
         """Note the cotangents of the results, which a gradient that is not finite is computed again from."""
-        if not self._is_on:
+        if not self.is_on:
             return results
         is_flat = all(value is None or isinstance(value, Tensor) for value in results)
         values: list[Any] = list(results)
@@ -254,7 +289,7 @@ class GradientCheck:
 
     def repaired(self) -> Sequence[Tensor | None] | None:
         """Return gradients for those that are not finite; None leaves these unchanged."""
-        cotangents = self._cotangents
+        cotangents = self._of_tasks()
         if not is_finite(list(cotangents.values())):
             return None
         scale = max(float(c.detach().abs().max()) for c in cotangents.values()) or 1.0
@@ -274,6 +309,15 @@ class GradientCheck:
             raise FloatingPointError(_message(self.name, culprits, len(numbers)))
         self.skipped[[culprit.task for culprit in culprits]] = True
         return [None if total is None else total * scale for total in totals]
+
+    def _of_tasks(self) -> dict[int, Tensor]:
+        """Return the cotangents of what each task has; the mean of the query losses is formed of these."""
+        found = dict(self._cotangents)
+        mean = found.pop(_MEAN, None)
+        if mean is not None:
+            each = (mean / self.tasks.count).expand(self.tasks.count)
+            found[_QUERY_LOSSES] = each + found[_QUERY_LOSSES] if _QUERY_LOSSES in found else each
+        return found
 
     def _of_task(
         self, task: Tasks, cotangents: Mapping[int, Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from metagrad.autograd.compile.compiled import (
     operand,
 )
 from metagrad.autograd.compile.value_and_grad import ValueAndGrad
+from metagrad.autograd.recompute.checkpoint import Look
 from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
 from metagrad.core.structured import Nested, Structured
@@ -55,8 +56,11 @@ def checked_tensors(results: Sequence[Nested | None]) -> list[Tensor]:
     return [result for result in results if result is not None]  # type: ignore[arg-type]
 
 
-def _task_by_task(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+def _task_by_task(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[Tensor] | None:
     """Weight gradients to each element of which only one task contributes: the only task, or the task of the row."""
+    if list(given) != [0]:
+        return None
+    weights = given[0]
     return [
         gradient * weights.view(*weights.shape, *[1] * (gradient.ndim - weights.ndim)) for gradient in grads
     ]
@@ -107,11 +111,23 @@ def _form_of(value: object, tensors: list[Tensor], rule: _KeptRule | None) -> Ha
 _QUERY_LOSSES = 2  # among the fields of an evaluation
 
 
-def _alike(grads: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor] | None:
+def _alike(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[Tensor] | None:
     """Weight a gradient to which every task contributes; None unless all weights are equal, as in the mean."""
-    first, *others = weights.reshape(-1).tolist()
+    if list(given) != [0]:
+        return None
+    first, *others = given[0].reshape(-1).tolist()
     alike = all(weight == first for weight in others)
     return _torch.foreach_mul(grads, first) if alike else None  # type: ignore[reportPrivateImportUsage]
+
+
+def _of_mean(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[Tensor] | None:
+    """Weight the gradient of the mean over tasks, the last result, which may also be formed of the query losses."""
+    if list(given) == [_QUERY_LOSSES]:
+        weights = given[_QUERY_LOSSES].reshape(-1).tolist()
+        alike = all(weight == weights[0] for weight in weights)
+        return _torch.foreach_mul(grads, sum(weights)) if alike else None  # type: ignore[reportPrivateImportUsage]
+    first, *others = given.values()
+    return _torch.foreach_mul(grads, first.item()) if not others and first.ndim == 0 else None
 
 
 class CompiledMAML(CompiledStep):
@@ -128,7 +144,7 @@ class CompiledMAML(CompiledStep):
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
         self.query_of_shared = ValueAndGrad(self, options.options, 0, _alike)
-        self.meta_batch = ValueAndGrad(self, options.options, _QUERY_LOSSES, _alike)
+        self.meta_batch = ValueAndGrad(self, options.options, -1, _of_mean)
         self.output_shape: tuple[int, ...] | None = None
         self._longest: tuple[object, int] = (None, 0)
         self._kept: _KeptRule | None = None
@@ -150,6 +166,25 @@ class CompiledMAML(CompiledStep):
     ) -> tuple[Tensor, ...]:
         """Return ``evaluate(shared, params, tasks, rule)`` from one graph."""
         return self._called(self.meta_batch, evaluate, (shared, params, tasks, rule))
+
+    def kept_batch(
+        self,
+        evaluate: Callable[..., tuple],
+        args: tuple,
+        looking_at: Callable[[Sequence[Tensor]], Look | None],
+    ) -> tuple[tuple[Tensor, ...], bool] | None:
+        """Return what :meth:`whole_batch` does, and whether it is known to be finite, if that was compiled before.
+
+        Args:
+            evaluate: As there.
+            args: Likewise.
+            looking_at: Returns what looks at the cotangents of tensors; None keeps the code from being called.
+        """
+        tensors, structure = self._dissected(args)
+        look = looking_at(tensors)
+        return (
+            None if look is None else self.meta_batch.kept(FlatFunction(evaluate, structure), tensors, look)
+        )
 
     def _called(
         self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple

@@ -69,6 +69,7 @@ class Evaluation(NamedTuple):
         path: The query loss after each step but the last, ``[tasks, steps - 1]``; ``[tasks, 0]`` or None where the
             last alone counts.
         objectives: What counts in the meta-objective, ``[tasks]``, where that is not the query losses; None else.
+        mean: Of the query losses, if the graph that computed them has computed it too.
     """
 
     losses: Tensor
@@ -77,6 +78,7 @@ class Evaluation(NamedTuple):
     predictions: Nested
     path: Tensor | None = None
     objectives: Tensor | None = None
+    mean: Tensor | None = None
 
     @property
     def all_losses(self) -> Tensor:
