@@ -166,10 +166,12 @@ class KeptCall(NamedTuple):
     Attributes:
         graph: The graph, as a function of the tensors among the arguments.
         structure: Of what the code returns.
+        shares: Whether its tensors have memory in common, with each other or with the arguments.
     """
 
     graph: PlacedGraph
     structure: Structure
+    shares: bool
 
     def __call__(self, args: tuple) -> Tree:
         """Return what the code returns for other arguments, for which its guards pass."""
@@ -186,4 +188,12 @@ def kept_call(call: GraphCall, args: tuple, result: Tree) -> KeptCall | None:
         return None
     results, structure = dissect(result)
     placed = _placed(call, tensors, results)
-    return None if placed is None or placed.constants else KeptCall(placed, structure)
+    if placed is None or placed.constants:
+        return None
+    return KeptCall(placed, structure, _share_memory(tensors, results))
+
+
+def _share_memory(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Say whether results have memory in common, with each other or with other tensors."""
+    given, made = ({t.untyped_storage().data_ptr() for t in group} for group in (tensors, results))
+    return len(made) < len(results) or not made.isdisjoint(given)

@@ -24,6 +24,7 @@ from metagrad.autograd.compile.compiled import (
     pass_gate,
 )
 from metagrad.autograd.recompute.checkpoint import Backward, Look, attached, vjp
+from metagrad.core import _torch
 from metagrad.core.capture import AutocastState
 from metagrad.core.tree import is_differentiable
 
@@ -38,7 +39,7 @@ class Losses(Protocol):
 
 Weighted = Callable[[Sequence[Tensor], Mapping[int, Tensor]], "Sequence[Tensor] | None"]
 """The gradient of the sum of the losses, and the cotangents of results by their places, to the cotangents of tensors,
-if that is all that they take."""
+if that is all that they take; the gradient itself, where that is they."""
 
 
 def _values(losses: Losses, tensors: list[Tensor]) -> list[Tensor]:
@@ -93,13 +94,15 @@ class _Made(NamedTuple):
         autocast: Its state in the call.
         look: As :meth:`ValueAndGrad.kept` takes it.
         are_finite: Whether the results and the gradient of the losses are known to be finite.
+        are_own: Whether it is known that nothing else has the memory of the gradient.
     """
 
     losses: Losses
     wanted: tuple[int, ...]
     autocast: AutocastState
-    look: Look | None
-    are_finite: bool
+    look: Look | None = None
+    are_finite: bool = False
+    are_own: bool = False
 
 
 class ValueAndGrad:
@@ -130,7 +133,7 @@ class ValueAndGrad:
             return tuple(self.values(check, losses, operands))
         with torch.no_grad():
             found = self.gradient(check, losses, self.place, wanted, operands)
-        return self._attached(losses, tensors, wanted, found)
+        return self._attached(tensors, _Made(losses, wanted, AutocastState()), found)
 
     def kept(
         self, losses: Losses, tensors: Sequence[Tensor], look: Look
@@ -155,22 +158,20 @@ class ValueAndGrad:
                 return None
             found = kept.graph(operands)  # a list of the tensors that are among the arguments to a list
         are_finite = math.isfinite(found[-1].item())
-        return self._attached(losses, tensors, wanted, found, look, are_finite), are_finite
+        made = _Made(losses, wanted, AutocastState(), look, are_finite, not kept.shares)
+        return self._attached(tensors, made, found), are_finite
 
     def _attached(
         self,
-        losses: Losses,
         tensors: Sequence[Tensor],
-        wanted: tuple[int, ...],
+        made: _Made,
         found: Sequence[Tensor],
-        look: Look | None = None,
-        are_finite: bool = False,
     ) -> tuple[Tensor, ...]:
         """Put the results on the tape, of what :func:`_gradient` returns."""
-        grads, results = found[: len(wanted)], found[len(wanted) : -1]
-        pull = functools.partial(self._pulled_back, _Made(losses, wanted, AutocastState(), look, are_finite))
+        grads, results = found[: len(made.wanted)], found[len(made.wanted) : -1]
+        pull = functools.partial(self._pulled_back, made)
         outputs = [result.detach().requires_grad_(is_differentiable(result)) for result in results]
-        return tuple(attached(losses, tensors, outputs, kept=grads, pull=pull, look=look))
+        return tuple(attached(made.losses, tensors, outputs, kept=grads, pull=pull, look=made.look))
 
     def _pulled_back(self, made: _Made, backward: Backward) -> Sequence[Tensor | None]:
         """Return the cotangents of the tensors: weighted gradients, or else products of a graph of their own."""
@@ -187,6 +188,8 @@ class ValueAndGrad:
 
         products = self.weighted(grads, given)
         if products is not None:
+            if products is grads and not (made.are_own and not _torch.keeps_graph()):
+                products = [gradient.clone() for gradient in grads]
             found = placed(products)
             if made.are_finite:  # products of them may overflow: that is for whoever scaled the loss to see
                 return found

@@ -127,7 +127,10 @@ def _of_mean(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[T
         alike = all(weight == weights[0] for weight in weights)
         return _torch.foreach_mul(grads, sum(weights)) if alike else None  # type: ignore[reportPrivateImportUsage]
     first, *others = given.values()
-    return _torch.foreach_mul(grads, first.item()) if not others and first.ndim == 0 else None
+    if others or first.ndim:
+        return None
+    weight = first.item()
+    return grads if weight == 1 else _torch.foreach_mul(grads, weight)
 
 
 class CompiledMAML(CompiledStep):
