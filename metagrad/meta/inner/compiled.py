@@ -101,11 +101,18 @@ def _form_of(value: object, tensors: list[Tensor], rule: _KeptRule | None) -> Ha
     if rule is not None and value is rule.made:
         tensors.extend(rule.tensors)
         return "rule"
-    if type(value) in (dict, tuple, Tasks):
-        items = value.values() if type(value) is dict else value  # type: ignore[attr-defined]
-        forms = tuple(_form_of(item, tensors, rule) for item in items)  # type: ignore[union-attr]
-        return None if None in forms else (type(value), tuple(value) if type(value) is dict else (), forms)  # type: ignore[arg-type]
-    return None
+    if type(value) not in (dict, tuple, Tasks):
+        return None
+    forms: list[Hashable] = []
+    for item in value.values() if type(value) is dict else value:  # type: ignore[attr-defined, union-attr]
+        if isinstance(item, Tensor):  # without a call for each
+            tensors.append(item)
+            forms.append(HOLE)
+        elif (form := _form_of(item, tensors, rule)) is None:
+            return None
+        else:
+            forms.append(form)
+    return type(value), tuple(value) if type(value) is dict else (), tuple(forms)  # type: ignore[arg-type]
 
 
 _QUERY_LOSSES = 2  # among the fields of an evaluation

@@ -76,7 +76,8 @@ class Tasks(NamedTuple):
     @property
     def are_tensors(self) -> bool:
         """Whether inputs and targets are single tensors."""
-        return not any(isinstance(part, Structured) for part in self[:4])
+        x, y, query_x, query_y, *_ = map(type, self)
+        return Structured not in (x, y, query_x, query_y)
 
     def split(self, size: int) -> Iterator[Tasks]:
         """Yield parts of ``size`` tasks, the last perhaps smaller; with 1 single tasks without the task axis."""
