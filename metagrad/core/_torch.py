@@ -83,6 +83,15 @@ disabled_torch_dispatch = _C._disabled_torch_dispatch_impl
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation below autograd."""
 
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A mode that compiled code is not run under: to hide its frames from the compiler would load the compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps other tensors, which have the storages."""
 

@@ -93,7 +93,7 @@ def programs_of(signature: Hashable | None) -> Programs | None:
     return programs if programs.num_calls > 1 and not programs.is_refused else None
 
 
-class Tracer(_torch.TorchDispatchMode):
+class Tracer(_torch.EagerDispatchMode):
     """Notes the operations below autograd, as a graph.
 
     Args:
@@ -112,9 +112,10 @@ class Tracer(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.is_complete:
-            self.is_complete = self._note(func, args, kwargs, result)
+        with _torch.without_torch_function():
+            result = func(*args, **kwargs)
+            if self.is_complete:
+                self.is_complete = self._note(func, args, kwargs, result)
         return result
 
     def _note(self, function: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> bool:
