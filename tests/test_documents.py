@@ -43,7 +43,10 @@ GUIDES = {
     "docs/sparse.md",
     "docs/tasks.md",
 }
-LONG = {"docs/tutorials/curvature.md"}  # seconds
+LONG = {
+    f"docs/tutorials/{page}.md"
+    for page in ("curvature", "embeddings_and_graphs", "experiments", "memory", "optimizer")
+}
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
 
