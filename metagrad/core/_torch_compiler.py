@@ -57,7 +57,7 @@ def changes_objects() -> bool:
 
     try:
         effects = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.side_effects
-        changed = [v for v in effects._get_modified_vars() if not _is_empty_stack(v)]
+        changed = [v for v in effects._get_modified_vars() if not _is_as_before(v)]
         kinds = [variable.mutation_type for variable in changed]
         hooks = effects.tensor_hooks
         mutations = torch._dynamo.variables.base
@@ -67,10 +67,16 @@ def changes_objects() -> bool:
     return bool(hooks) or any(isinstance(kind, changes) for kind in kinds)
 
 
-def _is_empty_stack(variable: Any) -> bool:
-    """Say whether a variable is the stack of function modes, left empty as compiled code always finds it."""
-    is_stack = type(variable).__name__ == "TorchFunctionModeStackVariable"
-    return is_stack and not variable.symbolic_stack
+def _is_as_before(variable: Any) -> bool:
+    """Say whether what was written leaves an object as it was found.
+
+    That is the stack of function modes, if it is empty, and a dict whose values were put back.
+    """
+    kind = type(variable).__name__
+    if kind == "TorchFunctionModeStackVariable":
+        return not variable.symbolic_stack
+    is_dict = kind == "ConstDictVariable" and len(variable.items) == len(variable.original_items)
+    return is_dict and not variable.has_new_items()
 
 
 def passing_code(code: types.CodeType, values: dict[str, object]) -> object | None:

@@ -133,6 +133,36 @@ def test_a_tensor_that_is_no_argument_is_read_again(monkeypatch):
     assert len(by_compiler) == 3
 
 
+class Writing(nn.Module):
+    """Writes into a dict what it reads from there, and may put the former value back."""
+
+    def __init__(self, *, restores: bool) -> None:
+        super().__init__()
+        self.settings, self.restores = {"shift": torch.zeros(2)}, restores
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.settings["shift"]
+        self.settings["shift"] = x + 1
+        y = x * self.settings["shift"]
+        if self.restores:
+            self.settings["shift"] = before
+        return y
+
+
+@pytest.mark.parametrize("restores", [True, slow(False)])
+def test_a_dict_that_is_written_into_is_left_to_torch_compile_unless_its_values_are_put_back(
+    restores, monkeypatch
+):
+    (compiled, by_compiler), writing = made(monkeypatch), Writing(restores=restores)
+    shift = writing.settings["shift"]
+    for _ in range(3):
+        x = torch.randn(2)
+        (y,), _ = call(compiled, writing, x)
+        torch.testing.assert_close(y, x * (x + 1), rtol=0, atol=0)
+        torch.testing.assert_close(writing.settings["shift"], shift if restores else x + 1, rtol=0, atol=0)
+    assert len(by_compiler) == (1 if restores else 3)
+
+
 @pytest.mark.slow
 def test_a_stance_of_the_compiler_is_heeded(monkeypatch):
     (compiled, by_compiler), scale = made(monkeypatch), Scale()
