@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.recompute.program import forget_programs
 from metagrad.autograd.unrolling.schedule import segments_of
 from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.checks.report import MemoryCost
@@ -21,6 +20,7 @@ from metagrad.meta.objective.tasks import Tasks
 
 Mode: TypeAlias = Literal["full", "step", "sqrt", "block"]
 _MODES: tuple[Mode, ...] = ("full", "step", "sqrt", "block")
+_UNKNOWN = 2  # meta-steps until the derivative of all that is recomputed is known, and needs less
 _MEASURED = 3  # the most steps of a loop that is measured as it is
 
 
@@ -92,7 +92,8 @@ def _meta_step(maml: MAML, mode: Mode, batch: Any, device: torch.device, steps: 
         # What the findings say already: that tasks run one by one, or nothing is compiled.
         warnings.simplefilter("ignore")
         probe(batch, steps=min(steps, 1))
-        forget_programs()  # the first step needs most
+        for _ in range(0 if mode == "full" else _UNKNOWN):
+            torch.autograd.grad(probe(batch, steps=steps).loss, params, allow_unused=True)
         return measured(lambda: probe(batch, steps=steps).loss, params, device)
 
 
