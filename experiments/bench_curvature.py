@@ -34,6 +34,7 @@ from torch.func import functional_call, grad, jvp
 from experiments.allocations import peak_bytes
 from experiments.bench.models import ResNet20, Transformer
 from experiments.bench_sparse import MIB
+from experiments.progress import Progress
 from metagrad.curvature import Operator, ParameterSpace, ggn, hessian
 
 PROBES = 64
@@ -348,14 +349,14 @@ def measure(
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     gradients: list[float] = []
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    for _ in Progress(range(rounds), unit="round", leave=False):
         times = {name: seconds(runs[name]) for name in shuffle.sample(list(runs), len(runs))}
         gradients.append(times[GRADIENT])
         for name, taken in times.items():
             ratios[name].append(taken / times[GRADIENT] / (work.probes if name in TRACES else 1))
     runs.clear()
     unit = peak_bytes(lambda: METHODS[GRADIENT](work)())
-    for name, found in ratios.items():
+    for name, found in Progress(ratios.items(), unit="peak", leave=False):
         results[name].slower = statistics.median(found)
         results[name].larger = peak_bytes(lambda name=name: METHODS[name](work)()) / unit
     return results, statistics.median(gradients), unit

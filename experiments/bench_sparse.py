@@ -25,6 +25,7 @@ from torch import Tensor
 
 from experiments.allocations import peak_bytes
 from experiments.bench_sparse_operations import OPERATIONS, methods_of
+from experiments.progress import Progress
 from experiments.seconds import cpu_seconds
 from metagrad.sparse import Pattern, SparseTensor
 
@@ -214,7 +215,7 @@ def measure(
                 results[name].note = _first_line(error)
     times: dict[str, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0)
-    for _ in range(rounds):
+    for _ in Progress(range(rounds), unit="round", leave=False):
         for name in shuffle.sample(list(runs), len(runs)):
             times[name].append(seconds(runs[name]))
     for name, run in runs.items():

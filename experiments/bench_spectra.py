@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from experiments.progress import Progress
 from metagrad.curvature.estimators.trace import ESTIMATORS, trace
 from tests.curvature.maps import SPECTRA, MatrixMap, matrix
 
@@ -72,7 +73,7 @@ def main() -> None:
             spectrum: measure(matrix(spectrum, arguments.size), method, arguments.products, arguments.repeats)
             for spectrum in SPECTRA
         }
-        for method in METHODS
+        for method in Progress(METHODS, unit="method", leave=False)
     }
     errors = {m: {s: f"{r.error:.1e}" for s, r in row.items()} for m, row in results.items()}
     coverage = {m: {s: f"{100 * r.coverage:.1f} %" for s, r in row.items()} for m, row in results.items()}

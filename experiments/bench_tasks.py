@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from experiments.progress import Progress
 from metagrad.tasks import FewShot, ImageFolders
 
 NUM_CLASSES, PER_CLASS = 4112, 20  # of Omniglot's 1028 training characters in four orientations
@@ -85,7 +86,7 @@ def measure(source: str, device: torch.device, *, num_tasks: int, hidden: int, r
     outer = torch.optim.Adam(maml.to(device).parameters(), lr=1e-3)
     times = Times([], [])
     with SOURCES[source](device) as tasks:
-        for _ in range(rounds + 1):
+        for _ in Progress(range(rounds + 1), unit="round", leave=False):
             start = _now(device)
             batch = tasks.sample(num_tasks, generator=generator)
             drawn = _now(device)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from experiments import build
+from experiments.progress import Progress
 from experiments.ranks import Ranks
 from metagrad.curvature.estimators.student import student_t
 from metagrad.tasks import PADDING
@@ -110,7 +111,8 @@ def batches(
     ranks: Ranks,
 ) -> Iterator[Batch]:
     """Draw `num_tasks` tasks, at most `chunk` at a time, and yield the share of this process, which may be empty."""
-    for start in range(0, num_tasks, chunk):
+    starts = range(0, num_tasks, chunk)
+    for start in Progress(starts, unit="chunk", hidden=not ranks.is_first, leave=False):
         drawn = tasks.sample(min(chunk, num_tasks - start), generator=generator)
         yield ranks.share(drawn).to(device=device)
 

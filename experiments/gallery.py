@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import hydra
 import markdown
 from hydra.core.config_store import ConfigStore
-from tqdm.auto import tqdm
 
 from experiments.config import check_least, converted
 from experiments.files import write_text
 from experiments.job import launch
+from experiments.progress import Progress
 from experiments.schema import key
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def make(config: Gallery) -> Path:
     folder, shown = Path(config.folder), {}
     with (
         ThreadPoolExecutor(config.jobs) as pool,
-        tqdm(total=len(chosen), unit="program", disable=None) as bar,
+        Progress(total=len(chosen), unit="program") as bar,
     ):
         jobs = {name: pool.submit(run, one, folder / name) for name, one in chosen.items()}
         for name, job in jobs.items():

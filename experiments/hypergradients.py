@@ -22,6 +22,7 @@ import metagrad as mg
 from experiments.optimizers.cost import FlopCounter
 from experiments.plots.optimizers import DASHES
 from experiments.plots.style import CYCLE, figure
+from experiments.progress import Progress
 from metagrad import hypergrad
 from metagrad.hypergrad import Method
 
@@ -175,7 +176,10 @@ def main() -> None:
     lr = 1 / torch.linalg.matrix_norm(problem.hessian(problem.log_penalty), 2).item()
     truth, unit = problem.derivative(), gradient_cost(problem)
     rows = methods(mg.optim.rules.sgd(lr=lr), lr, arguments.size, arguments.steps)
-    curves = {name: [measure(problem, method, truth, unit) for method in row] for name, row in rows.items()}
+    curves = {
+        name: [measure(problem, method, truth, unit) for method in row]
+        for name, row in Progress(rows.items(), unit="method", leave=False)
+    }
     print(report(curves))
     print(draw(arguments.figure, curves))
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import metagrad as mg
@@ -19,6 +18,7 @@ from experiments import checkpoint, outer
 from experiments.config import plain
 from experiments.evaluate import Interval, accuracies, evaluate_split, is_classification
 from experiments.metrics import check_metric
+from experiments.progress import Progress
 from experiments.ranks import Ranks, counted
 from experiments.signals import Deferred, Interrupted, signals_deferred
 
@@ -101,7 +101,7 @@ def named(group: str, intervals: dict[str, Interval]) -> dict[str, float]:
     return metrics
 
 
-def _advance(run: Run, bar: tqdm[Any], *, until: int, tracker: mg.MemoryTracker | None) -> None:
+def _advance(run: Run, bar: Progress[Any], *, until: int, tracker: mg.MemoryTracker | None) -> None:
     while run.step < until:
         _iterate(run, bar, tracker)
         if number := run.ranks.largest(run.signal.number or 0):
@@ -112,7 +112,7 @@ def _advance(run: Run, bar: tqdm[Any], *, until: int, tracker: mg.MemoryTracker 
             _save(run)
 
 
-def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None:
+def _iterate(run: Run, bar: Progress[Any], tracker: mg.MemoryTracker | None) -> None:
     """Take one outer step and record it; on return its batch and output are free."""
     start = time.perf_counter()
     batch, out = outer_step(run, tracker)
@@ -129,7 +129,7 @@ def _iterate(run: Run, bar: tqdm[Any], tracker: mg.MemoryTracker | None) -> None
 
 def _record(
     run: Run,
-    bar: tqdm[Any],
+    bar: Progress[Any],
     batch: mg.tasks.Batch,
     out: mg.meta.MetaOutput | None,
     tracker: mg.MemoryTracker | None,
@@ -183,14 +183,9 @@ def _validate(run: Run) -> dict[str, float]:
     return named("validation", evaluate_split(run, "validation", num_tasks=num_tasks))
 
 
-def _progress(run: Run) -> tqdm[Any]:
-    return tqdm(
-        total=run.config.iterations,
-        initial=run.step,
-        unit="step",
-        disable=run.ranks.hides,
-        dynamic_ncols=True,
-    )
+def _progress(run: Run) -> Progress[Any]:
+    total = run.config.iterations
+    return Progress(total=total, initial=run.step, unit="step", hidden=not run.ranks.is_first)
 
 
 def _postfix(metrics: dict[str, float], costs: dict[str, float]) -> dict[str, str]:

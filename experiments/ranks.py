@@ -63,11 +63,6 @@ class Ranks:
         """Whether this process writes, logs and draws."""
         return self.rank == 0
 
-    @property
-    def hides(self) -> bool | None:
-        """Whether a progress bar is hidden; None leaves it to whether there is a terminal."""
-        return None if self.is_first else True
-
     def check(self, config: Config, parts: Parts) -> None:
         """Refuse what several processes cannot compute together.
 

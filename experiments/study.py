@@ -24,7 +24,6 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING
-from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import provenance, result
@@ -34,6 +33,7 @@ from experiments.help import CONF
 from experiments.job import claimed, failures_reported, launch, seed_everything
 from experiments.mirrors.mirror import Mirror
 from experiments.mirrors.opening import open_mirror
+from experiments.progress import Progress
 from experiments.schema import Logger, key
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Study(Generic[C]):
             self._check_settings(folder, settings)
             provenance.write(folder, seed=config.seeds[0])
             text, results, files = "", [], []
-            cells = tqdm(self._cells(config), unit="cell", disable=None, dynamic_ncols=True)
+            cells = Progress(self._cells(config), unit="cell")
             for cell in cells:
                 cells.set_postfix_str(f"{cell.name} {cell.seed}".strip())
                 results.append(_result(cell, folder, config.threads, mirror))

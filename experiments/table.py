@@ -8,6 +8,7 @@ interrupted go on from their checkpoint, so the same command continues where it 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import subprocess
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import checkpoint, result
 from experiments.config import check_least, converted
 from experiments.job import launch
 from experiments.metrics import read_rows, series
+from experiments.progress import Progress
 from experiments.schema import key
 from experiments.table_report import TIME, write
 
@@ -76,11 +79,12 @@ def run_table(config: Table) -> None:
     if config.iterations is not None and config.minutes is not None:
         raise ValueError("table: give iterations or minutes, not both.")
     check_least("table", {"iterations": (1 if config.iterations is None else config.iterations, 1)})
-    for seed in config.seeds:
-        for experiment in config.experiments:
-            for algorithm in config.algorithms:
-                start(_cell(config, experiment, algorithm, seed))
-                write(config, experiment)
+    grid = list(itertools.product(config.seeds, config.experiments, config.algorithms))
+    with logging_redirect_tqdm(), Progress(grid, unit="cell") as bar:
+        for seed, experiment, algorithm in bar:
+            bar.set_postfix_str(f"{experiment} {algorithm} {seed}")
+            start(_cell(config, experiment, algorithm, seed))
+            write(config, experiment)
     for experiment in config.experiments:
         print((Path(config.folder) / f"{experiment}.md").read_text())
 

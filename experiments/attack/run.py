@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from experiments.allocations import peak_bytes
 from experiments.attack.metattack import Metattack, Surrogate, dense_normalized, random_pairs
@@ -18,6 +17,7 @@ from experiments.attack.victim import GCN, LearnedEdges, similar
 from experiments.citations import Citations, largest_component, load, normalized
 from experiments.files import write_bytes
 from experiments.metrics import JsonLines
+from experiments.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def flip(
         attack.load_state_dict(state["attack"])
         poisoned, spent, first = state["poisoned"], state["spent"], state["flips"]
     with contextlib.closing(JsonLines(work.folder / "flips.jsonl", until=first)) as rows:
-        for number in tqdm(range(first + 1, marks[-1] + 1), unit="flip", disable=None, dynamic_ncols=True):
+        for number in Progress(range(first + 1, marks[-1] + 1), unit="flip", leave=False):
             began = time.perf_counter()
             left, right = attack.flip().tolist()
             seconds = time.perf_counter() - began
@@ -109,5 +109,5 @@ def judge(
                 network.accuracy(graph, pairs, weights, victim) for victim in range(config.victims)
             ],
         }
-        for name, (number, pairs, weights) in tqdm(graphs.items(), unit="graph", disable=None)
+        for name, (number, pairs, weights) in Progress(graphs.items(), unit="graph", leave=False)
     }

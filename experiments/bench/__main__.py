@@ -19,6 +19,7 @@ from experiments import provenance
 from experiments.bench import report, runner, slopes
 from experiments.bench.methods import METHODS
 from experiments.bench.workloads import WORKLOADS, load
+from experiments.progress import Progress
 
 QUICK = ("sinusoid", "mlp-20")
 
@@ -32,7 +33,9 @@ def main() -> None:
         for name in arguments.workloads:
             if name == slopes.WORKLOAD:
                 methods = [method for method in slopes.METHODS if method in arguments.methods]
-                growths = slopes.grow_all(ask, methods)
+                total = sum(len(slopes.steps_of(method)) for method in methods)
+                with Progress(total=total, unit="process", leave=False) as bar:
+                    growths = slopes.grow_all(runner.counted(ask, bar), methods)
                 print(slopes.table(load(name).about, growths), end="\n\n", flush=True)
             else:
                 results[name] = run(ask, name, arguments)
@@ -44,8 +47,11 @@ def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> runner.Rec
     """Compare, measure and print one workload."""
     work = load(name)
     methods = [method for method in arguments.methods if not work.methods or method in work.methods]
-    records = runner.agreement(ask, name, methods)
-    runner.measure(ask, name, records, rounds=arguments.rounds, seconds=arguments.seconds)
+    total = len({runner.BASELINE, *methods}) * (1 + arguments.rounds)
+    with Progress(total=total, unit="process", leave=False) as bar:
+        counted = runner.counted(ask, bar)
+        records = runner.agreement(counted, name, methods)
+        runner.measure(counted, name, records, rounds=arguments.rounds, seconds=arguments.seconds)
     print(report.table(name, work.about, records), end="\n\n", flush=True)
     return records
 

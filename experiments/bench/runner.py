@@ -18,6 +18,7 @@ import numpy as np
 from experiments.bench.methods import BASELINE, is_ours
 from experiments.bench.worker import Request
 from experiments.processes import answered
+from experiments.progress import Progress
 
 ROUNDING = 1e-9  # relative, in float64
 
@@ -65,6 +66,18 @@ def processes(threads: int, limit: float) -> Iterator[Ask]:
     """Hand out processes; those of a method share what the compiler has cached since this began, and nothing else."""
     with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as folder:
         yield partial(ask_process, threads=threads, limit=limit, cache=Path(folder))
+
+
+def counted(ask: Ask, bar: Progress[Any]) -> Ask:
+    """Show on a bar what is asked, and count the answers."""
+
+    def shown(request: Request) -> dict[str, Any]:
+        bar.set_postfix_str(f"{request.workload}: {request.method}")
+        answer = ask(request)
+        bar.update()
+        return answer
+
+    return shown
 
 
 def agreement(ask: Ask, workload: str, methods: Sequence[str]) -> Records:

@@ -60,9 +60,12 @@ def grow(ask: Ask, method: str, steps: Sequence[int]) -> Growth:
 
 def grow_all(ask: Ask, methods: Sequence[str] = METHODS) -> dict[str, Growth]:
     """Weigh all methods, and those that are made for long loops on a long one as well."""
-    return {
-        method: grow(ask, method, [*STEPS, FAR] if method in FAR_METHODS else STEPS) for method in methods
-    }
+    return {method: grow(ask, method, steps_of(method)) for method in methods}
+
+
+def steps_of(method: str) -> list[int]:
+    """Return the numbers of steps on which a method is weighed."""
+    return [*STEPS, FAR] if method in FAR_METHODS else [*STEPS]
 
 
 def table(about: str, found: dict[str, Growth]) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.progress import Progress, tell
 from experiments.seconds import cpu_seconds
 from metagrad.optim import CubicNewton
 
@@ -94,8 +95,8 @@ def main(rounds: int, out: Path) -> None:
         f"| --- |{' ---: |' * 4}",
     ]
     print("\n".join(lines), flush=True)
-    for name in NETWORKS:
+    for name in Progress(NETWORKS, unit="network"):
         lines.append(row(name, rounds))
-        print(lines[-1], flush=True)
+        tell(lines[-1])
     out.mkdir(parents=True, exist_ok=True)
     (out / "cubic.md").write_text("\n".join(lines) + "\n")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.progress import Progress, tell
 from metagrad import optim
 
 MAKES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
@@ -131,8 +132,8 @@ def main(rounds: int, out: Path) -> None:
     """Print and write a row for each problem."""
     lines = ["| problem | steps | torch: loss, closures | metagrad | CPU time |", f"| --- |{' ---: |' * 4}"]
     print("\n".join(lines), flush=True)
-    for name in PROBLEMS:
+    for name in Progress(PROBLEMS, unit="problem"):
         lines.append(row(name, rounds))
-        print(lines[-1], flush=True)
+        tell(lines[-1])
     out.mkdir(parents=True, exist_ok=True)
     (out / "lbfgs.md").write_text("\n".join(lines) + "\n")

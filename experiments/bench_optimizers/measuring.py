@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.bench_optimizers.methods import Method, Work, method_of
+from experiments.progress import Progress
 from metagrad.memory import MemoryTracker
 
 FEWEST = 3  # steps of a round
@@ -51,7 +52,7 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
         name: step for name in names if (step := _started(work, method_of(name), results[name])) is not None
     }
     gradients: list[float] = []
-    for number in range(rounds):
+    for number in Progress(range(rounds), unit="round", leave=False):
         for name in random.Random(number).sample(list(steps), len(steps)):
             own = other = 0.0
             for _ in range(max(method_of(name).period, FEWEST)):
@@ -59,7 +60,7 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
                 other += gradients[-1]
                 own += seconds(steps[name])
             results[name].times.append(own / other)
-    for name in steps:
+    for name in Progress(steps, unit="peak", leave=False):
         results[name].peak = (
             peak_of(functools.partial(_period, work, method_of(name), copy.deepcopy(work.model))) / unit
         )

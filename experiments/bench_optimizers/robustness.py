@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.progress import Progress
 from metagrad import optim
 
 NUM_SEEDS, NUM_STEPS = 20, 25
@@ -148,7 +149,9 @@ def main(names: Sequence[str], out: Path) -> None:
     """Run optimizers on every network; print a table of each, and write all of them to a file."""
     tables = []
     for net, make in NETS.items():
-        outcomes = {name: run(make, OPTIMIZERS[name]) for name in names}
+        outcomes = {
+            name: run(make, OPTIMIZERS[name]) for name in Progress(names, unit="optimizer", leave=False)
+        }
         tables.append(table({net: outcomes}))
         print(tables[-1], end="\n\n", flush=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from experiments.progress import Progress, tell
 from metagrad import optim
 from metagrad.optim import KFAC, Muon
 
@@ -270,9 +271,9 @@ def main(optimizers: Sequence[str], out: Path) -> None:
     reference = {name: trained(made(name), OPTIMIZERS[REFERENCE]) for name in PROBLEMS}
     lines = [f"| optimizer | {' | '.join(PROBLEMS)} |", f"| --- |{' ---: |' * len(PROBLEMS)}"]
     print("\n".join(lines), flush=True)
-    for name in optimizers:
+    for name in Progress(optimizers, unit="optimizer"):
         losses = {problem: trained(made(problem), OPTIMIZERS[name]) for problem in PROBLEMS}
         lines.append(row(name, losses, reference))
-        print(lines[-1], flush=True)
+        tell(lines[-1])
     out.mkdir(parents=True, exist_ok=True)
     (out / "zoo.md").write_text("\n".join(lines) + "\n")

@@ -17,7 +17,8 @@ from metagrad.tasks import Batch
 
 if TYPE_CHECKING:
     from experiments.coldstart.schema import ColdStartConfig
-    from experiments.study import Result, Work
+    from experiments.progress import Progress
+from experiments.study import Result, Work
 
 Setting = TypeVar("Setting")
 
@@ -128,7 +129,7 @@ def trained(name: str, config: ColdStartConfig, judge: Judge, work: Work) -> mg.
     steppers = optimizers(maml, settings.outer_lr)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, settings.iterations) for each in steppers]
     least, best = float("inf"), {}
-    for number in range(1, settings.iterations + 1):
+    for number in Progress(range(1, settings.iterations + 1), unit="step", leave=False):
         shots = int(torch.randint(len(tasks), (), generator=generator))
         batch = tasks[shots].sample(settings.students, generator=generator)
         loss = maml(batch).loss

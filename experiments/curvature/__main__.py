@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import checkpoint, provenance
@@ -49,6 +48,7 @@ from experiments.loop import peak_memory
 from experiments.metrics import JsonLines, read_rows
 from experiments.mirrors.opening import open_mirror
 from experiments.plots.curvature import draw
+from experiments.progress import Progress
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -105,7 +105,7 @@ def run_job(config: CurvatureConfig, folder: Path) -> None:
         if config.checkpoint is None:
             train(run)
         else:
-            with tqdm(total=1, unit="measurement", disable=None, dynamic_ncols=True) as bar:
+            with Progress(total=1, unit="measurement") as bar:
                 record(run, start, bar, "measurement 1 of 1")
         densities.close()
         files = draw(folder)
@@ -118,7 +118,7 @@ def train(run: Run) -> None:
     """Train up to the last step to be measured, and measure at each."""
     due = steps_of(run.config)
     source = generator(run.config.seed, "train")
-    bar = tqdm(total=due[-1], unit="step", disable=None, dynamic_ncols=True)
+    bar = Progress(total=due[-1], unit="step")
     with logging_redirect_tqdm(), bar:
         for step in range(due[-1] + 1):
             if step:
@@ -142,7 +142,7 @@ def train_step(run: Run, source: torch.Generator) -> None:
     parts.schedule.step()
 
 
-def record(run: Run, step: int, bar: tqdm[Any], name: str) -> None:
+def record(run: Run, step: int, bar: Progress[Any], name: str) -> None:
     """Measure, and write down what was found; the bar shows which part of the measurement `name` is on."""
     began = time.perf_counter()
     now = run.problem()

@@ -22,6 +22,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from experiments.characters import Examples
+from experiments.progress import Progress
 
 Params = dict[str, Tensor]
 
@@ -104,7 +105,7 @@ class Distillation:
             inner_steps=0,
             method=self.method,
             warm_start=False,
-            outer_batches=map(real.at, drawn),
+            outer_batches=map(real.at, Progress(drawn, unit="step", leave=False)),
             callback=lambda step, params, hyper, loss: watch(step, *self._images(hyper)),
         )
         return self._images(found.hyper)

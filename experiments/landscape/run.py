@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import trange
 
 from experiments.curvature.measure import measure, row_of
 from experiments.curvature.schema import Matrix
 from experiments.landscape.problem import Problem, build, optimizer_of, stepper
 from experiments.landscape.schema import Method
 from experiments.landscape.stability import edge, preconditioned
+from experiments.progress import Progress
 
 if TYPE_CHECKING:
     from experiments.landscape.schema import LandscapeConfig, RunConfig
@@ -28,7 +28,7 @@ def train(config: LandscapeConfig, run: RunConfig, work: Work) -> Result:
     step = stepper(run, problem, optimizer)
     path, spectra = [], []
     marks = {round(i * config.steps / (config.full - 1)) for i in range(config.full)}
-    for number in trange(config.steps + 1, unit="step", disable=None, dynamic_ncols=True, leave=False):
+    for number in Progress(range(config.steps + 1), unit="step", leave=False):
         if number:
             refuse_divergence(run, number, step(), path[0]["loss"])
         if number % config.every == 0 or number in marks:

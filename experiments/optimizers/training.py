@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments.build import device
@@ -19,6 +18,7 @@ from experiments.optimizers.building import Step, Stepper
 from experiments.optimizers.cost import FlopCounter
 from experiments.optimizers.schema import OptimizersConfig
 from experiments.optimizers.workload import Problem, batches, problem
+from experiments.progress import Progress
 
 COUNTED_STEPS, COUNTED_SECONDS = 10, 0.5
 """Operations are counted on so many steps, or for so long, beside the run: counting takes longer than they do."""
@@ -42,7 +42,7 @@ class Run:
 
 def train(run: Run) -> bool:
     """Take steps until the budget is spent; return whether every loss was finite, and stop at one that is not."""
-    bar = tqdm(total=run.budget, unit="gradient", disable=None, dynamic_ncols=True)
+    bar = Progress(total=run.budget, unit="gradient")
     with logging_redirect_tqdm(), bar:
         due = run.every
         is_finite = _record(run)

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import provenance
@@ -40,6 +39,7 @@ from experiments.overhead.report import report
 from experiments.overhead.rows import Row, as_csv, rows_of
 from experiments.overhead.schema import OverheadConfig, register_overhead, typed
 from experiments.plots.overhead import draw
+from experiments.progress import Progress
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -78,7 +78,7 @@ def run_job(config: OverheadConfig, folder: Path) -> None:
 def measure_all(config: OverheadConfig, grid: list[Cell], folder: Path) -> tuple[list[Row], list[str]]:
     """Return the rows of all cells, and why some have none; tables are written after each."""
     rows, lost = [], []
-    with logging_redirect_tqdm(), tqdm(grid, unit="cell", disable=None, dynamic_ncols=True) as bar:
+    with logging_redirect_tqdm(), Progress(grid, unit="cell") as bar:
         for cell in bar:
             bar.set_postfix_str(cell.name)
             reason = measure(cell, config)
