@@ -67,3 +67,18 @@ def test_one_version_everywhere():
     assert not re.search(r"^version = ", read("pyproject.toml"), re.MULTILINE)
     assert citation["license"] == project("license")
     assert f"## {metagrad.__version__} - " in read("CHANGELOG.md")
+
+
+def test_modules_under_strict_types_have_no_line_that_is_left_out():
+    listed = re.search(r"^strict = \[(.*?)^\]", read("pyproject.toml"), re.MULTILINE | re.DOTALL)
+    assert listed
+    patterns = re.findall(r'"(.*)"', listed[1])
+    unmatched = [pattern for pattern in patterns if not [*ROOT.glob(pattern)]]
+    ignored = [
+        f"{file.relative_to(ROOT)}: {line}"
+        for pattern in patterns
+        for file in ROOT.glob(pattern)
+        for line in file.read_text().splitlines()
+        if re.search(r"#.*(type: ignore|pyright:)", line)
+    ]
+    assert (unmatched, ignored) == ([], [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -75,7 +75,7 @@ class GradientAverager:
         self.traffic = Traffic(1)
 
     @contextlib.contextmanager
-    def averaging(self, *, weight: float = 1.0) -> Iterator[None]:
+    def averaging(self, *, weight: float = 1.0) -> Generator[None, None, None]:
         """Average the gradients of a backward pass that runs inside; the last one, where several add up.
 
         All processes enter it as often. An error inside leaves no exchange behind: all processes complete it without

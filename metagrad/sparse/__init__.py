@@ -21,7 +21,7 @@ from metagrad.sparse.operations.segments import (
 from metagrad.sparse.pattern import Pattern, Segments
 from metagrad.sparse.policy import SparsePolicy, current_policy, use_policy
 from metagrad.sparse.statistics import stats
-from metagrad.sparse.tables import row_operations  # noqa: F401  registers the operations of RowSparse
+from metagrad.sparse.tables import row_operations as row_operations  # registers the operations of RowSparse
 from metagrad.sparse.tables.clip import clip_grad_norm_
 from metagrad.sparse.tables.embedding import embedding, embedding_bag
 from metagrad.sparse.tables.row_sparse import RowSparse

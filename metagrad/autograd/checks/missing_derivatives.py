@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -48,7 +48,7 @@ def refuse_missing(
 
 
 @contextlib.contextmanager
-def named_if_missing(call: str) -> Iterator[None]:
+def named_if_missing(call: str) -> Generator[None, None, None]:
     """Turn torch's error about a missing derivative into a :class:`MissingDerivative`; others pass."""
     try:
         yield

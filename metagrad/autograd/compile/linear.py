@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class CompiledLinearMap:
 
 
 @contextlib.contextmanager
-def _as_traced(tensors: Vectors) -> Iterator[None]:
+def _as_traced(tensors: Vectors) -> Generator[None, None, None]:
     """Keep no tape, and cast nothing: the casts are in the graph."""
     with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -191,7 +191,7 @@ class Jacobian:
             ) from error
 
     @contextlib.contextmanager
-    def _surroundings(self) -> Iterator[None]:
+    def _surroundings(self) -> Generator[None, None, None]:
         """Draw the random numbers and cast as the graph did."""
         with self._evaluation.random.restored(), self._autocast.restored(), forward_mode():
             yield

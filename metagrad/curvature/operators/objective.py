@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -87,7 +87,7 @@ class BatchLoss:
         return LocalRows(name, table.shape, rows, values).proxy()
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def surroundings(self) -> Generator[None, None, None]:
         """Draw the same random numbers, and cast alike."""
         with self.random_numbers(), self._autocast.restored():
             yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
 @contextlib.contextmanager
 def observed_layers(
     model: nn.Module | None, params: Params, rule: Rule, step: int
-) -> Iterator[LayerCalls | None]:
+) -> Generator[LayerCalls | None, None, None]:
     """Note the calls of the layers of a model, if a rule asks for them at a step."""
     if model is None or not needs_layers(rule, step):
         yield None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -64,7 +64,7 @@ def keep(state: Any, states: Mapping[str, ParameterState]) -> None:
 
 
 @contextlib.contextmanager
-def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def keeping_dtypes(optimizer: torch.optim.Optimizer) -> Generator[None, None, None]:
     """Undo what ``load_state_dict`` does inside: it casts floating point state to the dtype of the parameter.
 
     An average in float32 of a parameter in bfloat16 would lose 16 bits at every resume, and row numbers would become
