@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
+import multiprocessing
 import posixpath
-import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from mkdocs.structure.files import File, Files
 
 from docs._hooks import notebooks
-from docs._hooks.programs import PROGRAM, ROOT, RUN, Shown, programs, run
-
-KEPT = ROOT / ".cache" / "tutorials"
-CODE = ["metagrad/**/*.py", "experiments/**/*.py", "conf/**/*.yaml", "docs/_hooks/programs.py"]
+from docs._hooks.programs import PROGRAM, ROOT, RUN, Shown, programs
+from docs._hooks.results import results
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pictures that the programs draw, and the notebooks."""
-    for path in RUN:
-        page, shown = _page(path), results(path)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(results, RUN))
+    for path, shown in zip(RUN, found, strict=True):
+        page = _page(path)
         for name, data in _pictures(page, shown).items():
             files.append(File.generated(config, name, content=base64.b64decode(data)))
         if page in notebooks.PAGES:
@@ -77,28 +75,3 @@ def _with_notebook(text: str, page: str) -> str:
     """Add a link to the notebook below the title."""
     title, _, rest = text.partition("\n")
     return f"{title}\n\n[This page as a notebook]({posixpath.basename(_notebook(page))}), with its outputs.\n{rest}"
-
-
-def results(path: Path) -> list[Shown]:
-    """Return what the programs of a page show; run them if they, or the code that they call, have changed."""
-    kept = KEPT / f"{path.stem}-{_state(path)}.json"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            torch.manual_seed(0)
-            shown = run(path.read_text(), _page(path), Path(folder))
-        KEPT.mkdir(parents=True, exist_ok=True)
-        for old in KEPT.glob(f"{path.stem}-*.json"):
-            old.unlink()
-        kept.write_text(json.dumps(shown))
-    return [
-        Shown(printed, [tuple(p) for p in pictures]) for printed, pictures in json.loads(kept.read_text())
-    ]
-
-
-def _state(path: Path) -> str:
-    """Return a digest of all that decides what a page shows."""
-    code = [ROOT / file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
-    digest = hashlib.sha256(torch.__version__.encode())
-    for file in [path, *code]:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
