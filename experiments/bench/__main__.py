@@ -34,7 +34,7 @@ def main() -> None:
             if name == slopes.WORKLOAD:
                 methods = [method for method in slopes.METHODS if method in arguments.methods]
                 total = sum(len(slopes.steps_of(method)) for method in methods)
-                with Progress(total=total, unit="process", leave=False) as bar:
+                with Progress(total=total, unit="run", leave=False) as bar:
                     growths = slopes.grow_all(runner.counted(ask, bar), methods)
                 print(slopes.table(load(name).about, growths), end="\n\n", flush=True)
             else:
@@ -48,7 +48,7 @@ def run(ask: runner.Ask, name: str, arguments: argparse.Namespace) -> runner.Rec
     work = load(name)
     methods = [method for method in arguments.methods if not work.methods or method in work.methods]
     total = len({runner.BASELINE, *methods}) * (1 + arguments.rounds)
-    with Progress(total=total, unit="process", leave=False) as bar:
+    with Progress(total=total, unit="run", leave=False) as bar:
         counted = runner.counted(ask, bar)
         records = runner.agreement(counted, name, methods)
         runner.measure(counted, name, records, rounds=arguments.rounds, seconds=arguments.seconds)
