@@ -13,7 +13,7 @@ from experiments.bench_optimizers.methods import RIVAL
 from experiments.bench_sparse import MIB
 from experiments.plots.style import BLUE, INK, MUTED, SKY, figure
 
-GOALS = {"AdaHessian": 3.5, "SophiaH-10": 1.3, "KFAC-10": 1.6}  # gradients
+GOALS = {"AdaHessian": 2.4, "SophiaH-10": 1.2, "KFAC-10": 1.6}  # gradients
 RIVALS = {"AdaHessian": f"{RIVAL}.AdaHessian", "SophiaH-10": f"{RIVAL}.SophiaH-10"}
 
 
