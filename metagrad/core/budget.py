@@ -53,12 +53,12 @@ def checked_bytes(call: str, name: str, value: Bytes) -> int:
 
 
 def _parsed(value: Bytes) -> int | None:
+    """Return a number of bytes, at least one; None for what is none."""
     if isinstance(value, str):
         match = _BUDGET.fullmatch(value)
-        known = match and match[2].lower() in _UNITS
-        return int(float(match[1]) * _UNITS[match[2].lower()]) if match and known else None
+        value = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return int(value) if is_number and math.isfinite(value) and value > 0 else None
+    return int(value) if is_number and math.isfinite(value) and value >= 1 else None
 
 
 def free_bytes(device: torch.device) -> int:

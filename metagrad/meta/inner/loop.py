@@ -135,7 +135,8 @@ class InnerLoop:
         rule = with_batch_ndim(self.rule, 1) if stacked else self.rule
         memory = checked_memory("MAML(...)", self.memory)
         if num_parts > 1 and memory not in ("full", "step", "sqrt"):
-            memory = int(free_bytes(device) if memory == "auto" else memory) // num_parts
+            whole = int(free_bytes(device) if memory == "auto" else memory)
+            memory = max(whole // num_parts, 1)
         return replace(self, rule=rule, memory=memory, stacked=stacked)
 
     def adapt(self, params: Params, tasks: Tasks) -> Adaptation:

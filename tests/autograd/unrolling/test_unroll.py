@@ -226,6 +226,7 @@ def test_aux_must_hold_tensors(memory):
         ({"steps": 1, "memory": "none"}, ValueError, "\"512MiB\", got 'none'"),
         ({"steps": 1, "memory": "5XB"}, ValueError, "\"512MiB\", got '5XB'"),
         ({"steps": 1, "memory": 0}, ValueError, '"512MiB", got 0'),
+        ({"steps": 1, "memory": "0.5B"}, ValueError, "\"512MiB\", got '0.5B'"),
         ({"steps": 1, "memory": True}, ValueError, '"512MiB", got True'),
         ({"steps": 1, "memory": float("inf")}, ValueError, '"512MiB", got inf'),
     ],

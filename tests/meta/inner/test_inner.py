@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 import metagrad as mg
+from metagrad.core.budget import BudgetError
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.optim.rules import adam, sgd
 
@@ -87,9 +88,10 @@ def test_without_a_tolerance_all_steps_are_used(regression):
     assert maml.adapt(regression.support, steps=0).steps.tolist() == [0] * 4
 
 
-def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression):
-    with pytest.raises(ValueError, match="memory=1250"):
-        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=5000, task_chunk=1)(regression)
+@pytest.mark.parametrize(("budget", "share"), [(5000, 1250), (2, 1)])
+def test_a_budget_is_divided_among_tasks_that_run_one_by_one(regression, budget, share):
+    with pytest.raises(BudgetError, match=f"memory={share}\\)"):
+        mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3, memory=budget, task_chunk=1)(regression)
 
 
 @pytest.mark.parametrize(
