@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
@@ -87,6 +90,14 @@ def _open(schema: type) -> Any:
     if issubclass(schema, Custom):
         OmegaConf.set_struct(node.args, False)
     return node
+
+
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """Compose the config of a program, also while another program runs."""
+    register()
+    is_ready = GlobalHydra.instance().is_initialized()
+    with nullcontext() if is_ready else initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides)
 
 
 def typed(config: DictConfig) -> Config:

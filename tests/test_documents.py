@@ -246,12 +246,15 @@ def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {path.stem: path.read_text() for path in (tmp_path / "reference").glob("*.html")}
-    rooms = [name for name in metagrad.__all__ if inspect.ismodule(getattr(metagrad, name))]
-    anchors = [(room, f"metagrad.{room}.{n}") for room in rooms for n in getattr(metagrad, room).__all__]
-    assert not [
-        anchor for room, anchor in anchors if f'id="{anchor}"' not in found[room] and anchor[-5:] != "rules"
+    pages = [
+        page
+        for folder in ("reference", "algorithms", "optimizers")
+        for page in tmp_path.glob(f"{folder}/*.html")
     ]
+    found = "".join(page.read_text() for page in pages)
+    rooms = [name for name in metagrad.__all__ if inspect.ismodule(getattr(metagrad, name))]
+    anchors = [f"metagrad.{room}.{name}" for room in rooms for name in getattr(metagrad, room).__all__]
+    assert not [anchor for anchor in anchors if f'id="{anchor}"' not in found and anchor[-5:] != "rules"]
 
 
 @pytest.mark.parametrize("pattern", LONGEST)

@@ -50,7 +50,8 @@ class Equation(BlockProcessor):
         aligned = (
             rf"\begin{{align*}}{formula}\end{{align*}}" if "&" in formula or r"\\" in formula else formula
         )
-        ElementTree.SubElement(parent, "p").text = self.parser.md.htmlStash.store(_equation(aligned, "block"))
+        shown = f'<div class="equation">{_equation(aligned, "block")}</div>'
+        ElementTree.SubElement(parent, "p").text = self.parser.md.htmlStash.store(shown)
 
 
 def _equation(formula: str, display: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from docs._hooks.docstrings import Docstrings
+from docs._hooks.families import FAMILIES
 from docs._hooks.reference import ROOMS, names_page, room_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +113,8 @@ def _expanded(items: list[Any]) -> Iterator[Any]:
 
 def _all_pages() -> list[str]:
     own = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
-    return sorted([*own, *PAGES.values(), *map(_reference, ROOMS)])
+    methods = [family.page(method) for family in FAMILIES for method in family.methods()]
+    return sorted([*own, *methods, *PAGES.values(), *map(_reference, ROOMS)])
 
 
 def _reference(room: str) -> str:

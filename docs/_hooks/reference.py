@@ -11,6 +11,7 @@ from typing import Any
 import griffe
 
 import metagrad
+from docs._hooks.families import own_pages
 
 ROOMS = [room for room in metagrad.__all__ if inspect.ismodule(getattr(metagrad, room))]
 ROOMS += ["optim.rules", "info"]
@@ -31,8 +32,18 @@ def _is_own(module: Any, name: str) -> bool:
 def room_page(room: str) -> str:
     """Return the page of a room: its docstring, and those of its public names."""
     about = inspect.getdoc(importlib.import_module(f"metagrad.{room}"))
-    names = "\n\n".join(f"::: metagrad.{room}.{name}" for name in sorted(public(room), key=str.lower))
-    return f"# metagrad.{room}\n\n{about}\n\n{names}\n"
+    pages = own_pages(room)
+    names = [
+        _pointer(name, pages[name], value) if name in pages else f"::: metagrad.{room}.{name}"
+        for name, value in sorted(public(room).items(), key=lambda item: item[0].lower())
+    ]
+    return "\n\n".join([f"# metagrad.{room}", str(about), *names]) + "\n"
+
+
+def _pointer(name: str, page: str, value: object) -> str:
+    """Return what stands for a class that has a page of its own."""
+    about = (inspect.getdoc(value) or "").partition("\n")[0]
+    return f"## [`{name}`](../{page})\n\n{about}"
 
 
 def names_page() -> str:

@@ -7,6 +7,7 @@ ended. In `folder`:
     WORKLOAD/OPTIMIZER/trialN/SEED/result.json   the loss that a trial comes to
     WORKLOAD/OPTIMIZER/chosen/SEED/result.json   the curve of a run with the settings that were chosen
     optimizers_study.md, optimizers_study.png    medians and quartiles at equal seconds and equal gradients
+    curves.json                                  those over seconds, which pages of the site draw
 """
 
 from __future__ import annotations
@@ -15,17 +16,13 @@ import functools
 import json
 import math
 import statistics
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from experiments import result
-from experiments.config import check_least
-from experiments.help import CONF
+from experiments.config import check_least, composed
 from experiments.optimizers.schema import WORKLOADS, OptimizersConfig, register_optimizers, typed
 from experiments.optimizers.summary import figures, report
 from experiments.optimizers.training import gradients_of_work, raced, start
@@ -143,9 +140,7 @@ def settings_of(workload: str, optimizer: str, changes: str) -> OptimizersConfig
     ]
     overrides = [f"workload={workload}", f"optimizer={optimizer}", *keys]
     register_optimizers()
-    is_ready = GlobalHydra.instance().is_initialized()
-    with nullcontext() if is_ready else initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("optimizers", overrides)
+    config = composed("optimizers", overrides)
     OmegaConf.update(config, "tuned", {}, merge=False)
     return typed(config, overrides)
 

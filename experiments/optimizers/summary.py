@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import NullFormatter
 
+from experiments.plots.panels import Curve, Panel, write_panels
 from experiments.plots.style import CYCLE, figure, legend_below
 from experiments.table_report import markdown
 
@@ -25,7 +26,7 @@ MEASURES = {
 }
 LOSS = ("loss/train", "training loss")
 LEAST = 1e-15  # what a gap is raised to, so that it has a logarithm
-POINTS = 200  # of a curve
+POINTS, KEPT = 200, 40  # of a curve, in a figure and in a file
 
 
 def report(results: list[Result], config: Any) -> str:
@@ -122,12 +123,13 @@ def quartiles(values: list[float]) -> str:
 
 
 def figures(results: list[Result], config: Any, folder: Path) -> list[Path]:
-    """Draw medians and quartiles over seconds and over gradients, a row for each workload."""
+    """Draw medians and quartiles over seconds and over gradients, a row for each workload; write the former."""
     workloads = by_workload(results)
     if not workloads:
         return []
     names = list(dict.fromkeys(name for runs in workloads.values() for name in runs))
     path = folder / "optimizers_study.png"
+    write_panels(folder / "curves.json", panels(results))
     with figure(path, len(workloads), len(AXES), size=(10, 3.6 * len(workloads)), sharey="row") as axes:
         for row, (workload, runs) in zip(axes, workloads.items(), strict=True):
             for axis, (name, title) in zip(row, AXES.items(), strict=True):
@@ -139,19 +141,39 @@ def figures(results: list[Result], config: Any, folder: Path) -> list[Path]:
     return [path]
 
 
+def panels(results: list[Result]) -> list[Panel]:
+    """Return the curves over seconds, a panel for each workload."""
+    found = []
+    for workload, runs in by_workload(results).items():
+        curves = {name: along(workload, own, runs, "seconds", KEPT) for name, own in runs.items()}
+        label = MEASURES.get(workload, LOSS)[1].capitalize().replace("l2", "L2")
+        kept = {name: curve for name, curve in curves.items() if curve is not None}
+        found.append(Panel(workload, AXES["seconds"], label, "log", "log", kept))
+    return found
+
+
+def along(workload: str, own: list[Any], runs: Runs, name: str, points: int) -> Curve | None:
+    """Return median and quartiles of an optimizer along an axis; None where too little was measured."""
+    first = max(run["curve"][name][1] if len(run["curve"][name]) > 1 else 0.0 for run in own)
+    last = min(run["curve"][name][-1] for run in own)
+    if not 0 < first < last:
+        return None
+    grid = np.geomspace(first, last, points)
+    values = [values_at(workload, own, runs, name, limit) for limit in grid]
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=1, method="nearest").tolist()
+    steps = np.median([run["curve"]["step"][-1] for run in own])
+    return Curve(grid.tolist(), middle, low, high, f"{own[0]['trial']}, {steps:,.0f} steps")
+
+
 def _panel(axis: Any, workload: str, runs: Runs, name: str, names: list[str]) -> None:
     for optimizer, own in runs.items():
-        first = max(run["curve"][name][1] if len(run["curve"][name]) > 1 else 0.0 for run in own)
-        last = min(run["curve"][name][-1] for run in own)
-        if not 0 < first < last:
+        curve = along(workload, own, runs, name, POINTS)
+        if curve is None:
             continue
-        grid = np.geomspace(first, last, POINTS)
-        values = [values_at(workload, own, runs, name, limit) for limit in grid]
-        low, middle, high = np.quantile(values, [0.25, 0.5, 0.75], axis=1, method="nearest")
         place = names.index(optimizer)
         color, dashes = CYCLE[place % len(CYCLE)], ("-", "--", ":")[place // len(CYCLE) % 3]
-        axis.fill_between(grid, low, high, color=color, alpha=0.15, linewidth=0)
-        axis.plot(grid, middle, color=color, linestyle=dashes, label=optimizer)
+        axis.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+        axis.plot(curve.x, curve.middle, color=color, linestyle=dashes, label=optimizer)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.xaxis.set_minor_formatter(NullFormatter())

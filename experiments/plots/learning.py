@@ -41,7 +41,7 @@ def dress(axis: Any, name: str) -> None:
     axis.margins(x=0.02)
     if name == "query_loss" and _spans_a_decade(axis):
         axis.set_yscale("log")
-        _plain_log(axis)
+        plain_log(axis.yaxis)
     thousands(axis.xaxis)
 
 
@@ -82,9 +82,10 @@ def _spans_a_decade(axis: Any) -> bool:
     return 0 < low < high / 10
 
 
-def _plain_log(axis: Any) -> None:
+def plain_log(axis: Any) -> None:
+    """Label an axis that is logarithmic over few decades by 1, 2, 5, 10."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -1,0 +1,1 @@
+"""Every meta-learning algorithm by one protocol."""
