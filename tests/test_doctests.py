@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import doctest
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
+import textwrap
+from enum import Enum
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 import metagrad
+from metagrad.optim.rule import documented_fields
 
 ROOT = Path(metagrad.__file__).parents[1]
 MODULES = [info.name for info in pkgutil.walk_packages(metagrad.__path__, "metagrad.")]
@@ -77,3 +84,96 @@ def test_every_public_function_has_an_example_and_every_class_or_what_makes_it()
         value for value in without - functions if not is_plain(value) and not is_shown_elsewhere(value)
     }
     assert not sorted(value.__name__ for value in functions | classes)
+
+
+MADE_BY = re.compile(r":func:`[~.\w]+` makes")
+ENTRY = re.compile(r"^    \*{0,2}(\w+(?:, \*{0,2}\w+)*)(?: \(.*\))?:\s", re.MULTILINE)
+OF_METHODS = re.compile(
+    r"metagrad\.(curvature\.(estimators|solvers|spectrum)|hypergrad|meta\.(algorithms|maml)"
+    r"|optim\.(diagonal|first_order|kronecker|newton|sharpness_aware|torch_optim|transforms))\b"
+)
+
+
+@cache
+def section(value, title: str) -> str | None:
+    """Return a section of a docstring, without its title."""
+    found = re.search(rf"^{title}:\n((?:(?: .*)?\n?)*)", inspect.cleandoc(value.__doc__ or ""), re.MULTILINE)
+    return found and found[1]
+
+
+def described(value) -> set[str]:
+    """Return the parameters and attributes that the docstring of a value, or of a base of it, describes."""
+    texts = [
+        section(v, title) for v in getattr(value, "__mro__", [value]) for title in ("Args", "Attributes")
+    ]
+    return {
+        name.strip(" *")
+        for text in texts
+        if text
+        for entry in ENTRY.findall(text)
+        for name in entry.split(",")
+    }
+
+
+def parameters(value) -> set[str]:
+    """Return the parameters that a user sets; of a rule some of its fields are set by what runs it."""
+    if inspect.isclass(value) and (
+        issubclass(value, (Enum, Exception)) or getattr(value, "_is_protocol", False)
+    ):
+        return set()
+    if dataclasses.is_dataclass(value) and (declared := documented_fields(value)):
+        return {field.name for field in declared}
+    return set(inspect.signature(value).parameters)
+
+
+def raises(value) -> bool:
+    """Return whether the code of a function, or of the checks of what a class is made of, has a ``raise``."""
+    names = ("__init__", "__post_init__") if inspect.isclass(value) else ("__wrapped__",)
+    made = [vars(value)[name] for name in names if name in vars(value)] or [value]
+    own = [
+        f
+        for f in made
+        if inspect.isfunction(f) and f.__code__.co_filename == sys.modules[value.__module__].__file__
+    ]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in own]
+    return any(isinstance(node, ast.Raise) for tree in trees for node in ast.walk(tree))
+
+
+def is_method(value) -> bool:
+    """Return whether a value is a method of the literature: no base class, and nothing that a method returns."""
+    if not OF_METHODS.match(value.__module__) or inspect.isroutine(value):
+        return bool(OF_METHODS.match(value.__module__))
+    is_result = any(section(v, "Attributes") for v in value.__mro__) and section(value, "Args") is None
+    is_named_elsewhere = re.search(rf"^Base of|{MADE_BY.pattern}", value.__doc__)
+    return not (is_plain(value) or issubclass(value, Enum) or is_result or is_named_elsewhere)
+
+
+MADE_BY_THE_USER = {value for value in PUBLIC if not MADE_BY.search(value.__doc__ or "")}
+
+
+def test_every_parameter_of_a_public_name_is_described_and_nothing_else():
+    undescribed = {value: parameters(value) - described(value) for value in MADE_BY_THE_USER}
+    assert not {value.__name__: names for value, names in undescribed.items() if names}
+    unknown = {
+        value: {name.strip(" *") for entry in ENTRY.findall(text) for name in entry.split(",")}
+        - parameters(value)
+        for value in MADE_BY_THE_USER
+        if (text := section(value, "Args"))
+    }
+    assert not {value.__name__: names for value, names in unknown.items() if names}
+
+
+def test_every_public_name_that_raises_says_what():
+    assert not sorted(v.__name__ for v in MADE_BY_THE_USER if raises(v) and section(v, "Raises") is None)
+
+
+def test_every_public_name_begins_with_one_sentence():
+    assert not sorted(
+        v.__name__ for v in PUBLIC if not re.match(r".+[.:]($|\n)", inspect.cleandoc(v.__doc__))
+    )
+
+
+def test_every_method_of_the_literature_names_its_source():
+    methods = {value for value in PUBLIC if is_method(value)}
+    assert len(methods) > 100
+    assert not sorted(value.__name__ for value in methods if section(value, "References") is None)

@@ -60,6 +60,10 @@ class Problem:
         sparse: Names of embedding tables in ``params`` of which only the rows that the inner loss looks up count.
         create_graph: Put the derivative on the tape.
         optimizer: The rule that moves ``params``, and its state, where a loop has one.
+
+    Raises:
+        TypeError: A leaf of ``hyper`` is no floating point tensor.
+        ValueError: ``hyper`` holds no tensor.
     """
 
     outer_loss: BilevelLoss

@@ -81,6 +81,7 @@ class Adapted:
         support_losses: The support loss before each inner step, ``[tasks, steps]``.
         steps: How many inner steps each task took before it stopped, ``[tasks]``, int64.
         skipped: Which tasks have no gradient because something was not finite, ``[tasks]``, bool.
+        predict: ``predict(params, inputs)``, what a call runs: the model at given parameters, tasks stacked in both.
         rows: For each table that ``MAML(..., sparse=)`` names, which of its rows ``params`` holds, ``[tasks, R]``.
     """
 

@@ -96,6 +96,11 @@ class CurvatureRule(Protocol):
 def needs_curvature(rule: object, step: int) -> bool:
     """Say whether a rule, or a rule that it is made of, uses curvature at a step.
 
+    Args:
+        rule: Any rule or transform; one without a method ``needs_curvature(step)`` asks the rules that it
+            is made of.
+        step: How many steps were taken before.
+
     Example:
         >>> from metagrad.optim.curvature import needs_curvature
         >>> from metagrad.optim.diagonal.sophia import sophia_h
@@ -107,6 +112,11 @@ def needs_curvature(rule: object, step: int) -> bool:
 
 def needs_layers(rule: object, step: int) -> bool:
     """Say whether a rule, or a rule that it is made of, uses Kronecker factors of layers at a step.
+
+    Args:
+        rule: Any rule or transform; one without a method ``needs_layers(step)`` asks the rules that it
+            is made of.
+        step: How many steps were taken before.
 
     Example:
         >>> from metagrad.optim.curvature import needs_layers

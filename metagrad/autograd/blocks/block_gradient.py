@@ -25,7 +25,12 @@ from metagrad.core.tree import Tree
 
 
 class LossAndGradient(NamedTuple):
-    """A loss, and its gradient by the names of the parameters."""
+    """A loss, and its gradient; :func:`block_gradient` makes it.
+
+    Attributes:
+        loss: A scalar.
+        gradient: By the names of the parameters, in their shapes.
+    """
 
     loss: Tensor
     gradient: Params

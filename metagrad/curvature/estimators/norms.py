@@ -118,6 +118,10 @@ def layer_traces(
         >>> found = layer_traces(H, {"body": slice(0, 2), "head": slice(2, 3)}, probes=4)
         >>> float(found["body"]), float(found["head"])
         (3.0, 3.0)
+
+    References:
+        Hutchinson, Commun. Stat. Simul. 18(3), 1989; Dong et al., "HAWQ-V2: Hessian aware trace-weighted quantization
+        of neural networks", NeurIPS 2020, for traces of layers.
     """
     call = "layer_traces(operator, blocks)"
     budget = checked_budget(call, probes, None)

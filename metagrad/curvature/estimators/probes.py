@@ -56,6 +56,10 @@ def draw(
         >>> z = draw(4, 9, distribution="sphere", generator=torch.Generator().manual_seed(0))
         >>> torch.allclose(z.square().sum(1), torch.full((4,), 9.0))
         True
+
+    References:
+        Girard, Numer. Math. 56, 1989, for normal probes; Hutchinson, Commun. Stat. Simul. 18(3), 1989, for signs;
+        Epperly, Tropp, Webber, "XTrace", SIAM J. Matrix Anal. Appl. 45(1), 2024, for the sphere.
     """
     check_drawing("draw(...)", distribution, generator)
     if count < 1:

@@ -437,6 +437,9 @@ def _described(value: object) -> str:
 class Identity(Operator):
     """The identity on some parameters.
 
+    Args:
+        space: The parameters.
+
     Example:
         >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
         >>> (0.5 * metagrad.curvature.Identity(space)).to_dense()

@@ -40,6 +40,9 @@ class Dense(Solver):
         ... )
         >>> solve(operator, torch.tensor([3.0, 3.0]), method="dense").value.round(decimals=3)
         tensor([1., 1.])
+
+    References:
+        Golub, Van Loan, "Matrix computations", 2013, section 4.2.
     """
 
     name = "dense"

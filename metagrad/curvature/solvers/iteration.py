@@ -33,7 +33,7 @@ class Run(NamedTuple):
 
 
 class Solver:
-    """A method of solution: a frozen dataclass of its hyper-parameters.
+    """Base of the methods of solution: each is a frozen dataclass of its hyper-parameters.
 
     Defining a subclass with a ``name`` registers it with :func:`solve`.
 

@@ -26,6 +26,9 @@ class FOMAML(MAML):
         steps: The number of inner steps.
         **arguments: As of :class:`MAML`, but for ``order``.
 
+    Raises:
+        TypeError: ``order`` is given.
+
     Example:
         With :math:`L = (w - y)^2 / 2`, which a task knows by :math:`y`, one step at rate 1/2 from 0 leads to
         :math:`y / 2`:

@@ -71,10 +71,12 @@ class Preflight:
     """The report of :func:`metagrad.preflight`; its ``str`` is a table.
 
     Attributes:
+        title: What was looked at; the first line of the table.
         order: The highest derivative that was looked at.
         findings: One :class:`ModuleFinding` for each thing to be known, the worst first.
         memory: What a step costs: by ``memory=`` mode for a meta-batch, by ``"order 1"`` and so on for plain data.
         notes: What could not be found out, in sentences.
+        remedies: What mends findings; those that ``fix=True`` applies change no numbers.
         fixed: The findings that the remedies have done away with, if they were applied by ``fix=True``.
     """
 

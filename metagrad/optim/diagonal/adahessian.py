@@ -17,11 +17,17 @@ from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
 
 class AdaHessianState(NamedTuple):
-    """The state of :class:`AdaHessianRule`."""
+    """The state of :class:`AdaHessianRule`.
 
-    step: int  # steps taken
-    mean: Params  # averages of the gradients, in the shapes of the parameters
-    square: Params  # averages of the squares of the Hessian's diagonal
+    Attributes:
+        step: Steps taken.
+        mean: Averages of the gradients, in the shapes of the parameters.
+        square: Averages of the squares of the Hessian's diagonal.
+    """
+
+    step: int
+    mean: Params
+    square: Params
 
 
 @functional_optimizer

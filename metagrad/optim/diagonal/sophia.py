@@ -18,11 +18,17 @@ from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
 
 
 class SophiaState(NamedTuple):
-    """The state of :class:`SophiaHRule`."""
+    """The state of :class:`SophiaHRule`.
 
-    step: int  # steps taken
-    mean: Params  # averages of the gradients, in the shapes of the parameters
-    hessian: Params  # averages of the diagonal
+    Attributes:
+        step: Steps taken.
+        mean: Averages of the gradients, in the shapes of the parameters.
+        hessian: Averages of the diagonal.
+    """
+
+    step: int
+    mean: Params
+    hessian: Params
 
 
 @functional_optimizer

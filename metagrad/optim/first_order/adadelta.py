@@ -15,11 +15,17 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class AdadeltaState(NamedTuple):
-    """The state of :class:`AdadeltaRule`."""
+    """The state of :class:`AdadeltaRule`.
 
-    step: int  # steps taken
-    square: Params  # averages of the squares of the gradients, in the shapes of the parameters
-    moved: Params  # averages of the squares of the steps, before they are scaled by lr
+    Attributes:
+        step: Steps taken.
+        square: Averages of the squares of the gradients, in the shapes of the parameters.
+        moved: Averages of the squares of the steps, before they are scaled by lr.
+    """
+
+    step: int
+    square: Params
+    moved: Params
 
 
 @functional_optimizer

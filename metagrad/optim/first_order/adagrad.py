@@ -16,10 +16,15 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdagradState(NamedTuple):
-    """The state of :class:`AdagradRule`."""
+    """The state of :class:`AdagradRule`.
 
-    step: int  # steps taken
-    total: Params  # sums of the squares of the gradients, in the shapes of the parameters
+    Attributes:
+        step: Steps taken.
+        total: Sums of the squares of the gradients, in the shapes of the parameters.
+    """
+
+    step: int
+    total: Params
 
 
 @functional_optimizer

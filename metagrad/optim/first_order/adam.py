@@ -24,12 +24,19 @@ from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class AdamState(NamedTuple):
-    """The state of :class:`AdamRule`."""
+    """The state of :class:`AdamRule`.
 
-    step: int  # steps taken
-    mean: Params  # averages of the gradients, in the shapes of the parameters
-    square: Params  # averages of their squares
-    peak: Params | None  # the largest of these so far; None unless amsgrad
+    Attributes:
+        step: Steps taken.
+        mean: Averages of the gradients, in the shapes of the parameters.
+        square: Averages of their squares.
+        peak: The largest of these so far; None unless amsgrad.
+    """
+
+    step: int
+    mean: Params
+    square: Params
+    peak: Params | None
 
 
 @functional_optimizer

@@ -16,13 +16,21 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdanState(NamedTuple):
-    """The state of :class:`AdanRule`."""
+    """The state of :class:`AdanRule`.
 
-    step: int  # steps taken
-    last: Params  # the gradients of the last step, in the shapes of the parameters
-    mean: Params  # averages of the gradients
-    difference: Params  # averages of the differences of successive gradients
-    square: Params  # averages of the squares of the gradients that these extrapolate
+    Attributes:
+        step: Steps taken.
+        last: The gradients of the last step, in the shapes of the parameters.
+        mean: Averages of the gradients.
+        difference: Averages of the differences of successive gradients.
+        square: Averages of the squares of the gradients that these extrapolate.
+    """
+
+    step: int
+    last: Params
+    mean: Params
+    difference: Params
+    square: Params
 
 
 @functional_optimizer

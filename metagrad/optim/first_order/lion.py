@@ -16,10 +16,15 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class LionState(NamedTuple):
-    """The state of :class:`LionRule`."""
+    """The state of :class:`LionRule`.
 
-    step: int  # steps taken
-    mean: Params  # averages of the gradients, in the shapes of the parameters
+    Attributes:
+        step: Steps taken.
+        mean: Averages of the gradients, in the shapes of the parameters.
+    """
+
+    step: int
+    mean: Params
 
 
 @functional_optimizer

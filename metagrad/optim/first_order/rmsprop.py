@@ -15,12 +15,19 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class RMSpropState(NamedTuple):
-    """The state of :class:`RMSpropRule`."""
+    """The state of :class:`RMSpropRule`.
 
-    step: int  # steps taken
-    square: Params  # averages of the squares of the gradients, in the shapes of the parameters
-    mean: Params | None  # averages of the gradients; None unless centered
-    momentum: Params | None  # velocities; None without momentum
+    Attributes:
+        step: Steps taken.
+        square: Averages of the squares of the gradients, in the shapes of the parameters.
+        mean: Averages of the gradients; None unless centered.
+        momentum: Velocities; None without momentum.
+    """
+
+    step: int
+    square: Params
+    mean: Params | None
+    momentum: Params | None
 
 
 @functional_optimizer

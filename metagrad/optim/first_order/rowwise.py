@@ -17,14 +17,23 @@ from metagrad.sparse.tables.row_table import RowTable
 
 
 class RowwiseState(NamedTuple):
-    """The state of :class:`Rowwise`."""
+    """The state of :class:`Rowwise`.
 
-    step: int  # steps taken
-    base: Params  # the tables before the first step, [V, D...]
-    state: Any  # the state of the rule, of row tables
-    scales: Params | None  # what rows never touched are multiplied by, [D...]; None without decay
-    scale_state: Any  # the state of the rule of these; None without decay
-    versions: dict[str, int]  # of the base: with decay it must not be written into
+    Attributes:
+        step: Steps taken.
+        base: The tables before the first step, ``[V, D...]``.
+        state: The state of the rule, of row tables.
+        scales: What rows never touched are multiplied by, ``[D...]``; None without decay.
+        scale_state: The state of the rule of these; None without decay.
+        versions: How often the base was written into; with decay it must not be.
+    """
+
+    step: int
+    base: Params
+    state: Any
+    scales: Params | None
+    scale_state: Any
+    versions: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,15 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 
 class SGDState(NamedTuple):
-    """The state of :class:`SGDRule`."""
+    """The state of :class:`SGDRule`.
 
-    step: int  # steps taken
-    momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum
+    Attributes:
+        step: Steps taken.
+        momentum: Velocities, in the shapes of the parameters; None without momentum.
+    """
+
+    step: int
+    momentum: Params | None
 
 
 @functional_optimizer
@@ -31,6 +36,9 @@ class SGDRule(PerParameter):
 
     Every hyper-parameter is a number or a tensor that may require grad, and takes the forms of
     :data:`Hyperparameter`: one value, one for each step, one for each parameter by name.
+
+    Raises:
+        ValueError: ``nesterov`` without momentum, or with dampening.
 
     Example:
         >>> rule = metagrad.optim.rules.sgd(lr=0.5)

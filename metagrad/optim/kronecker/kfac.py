@@ -28,11 +28,17 @@ Blocks: TypeAlias = "Mapping[str, Block]"
 
 
 class KFACState(NamedTuple):
-    """The state of :class:`KFACRule`."""
+    """The state of :class:`KFACRule`.
 
-    step: int  # steps taken
-    momentum: Params | None  # velocities, in the shapes of the parameters; None without momentum
-    blocks: Blocks  # by the names of weights that may be those of layers
+    Attributes:
+        step: Steps taken.
+        momentum: Velocities, in the shapes of the parameters; None without momentum.
+        blocks: By the names of weights that may be those of layers.
+    """
+
+    step: int
+    momentum: Params | None
+    blocks: Blocks
 
 
 @functional_optimizer
@@ -82,6 +88,11 @@ class KFACRule(RuleNode):
     ``memory="block"``; ``compile`` in MAML, which warns and runs the steps uncompiled; the corrected eigenvalues of
     ``metagrad.optim.KFAC(eigen=True)``, because eigenvectors have no derivative where eigenvalues coincide, as those
     of factors of few examples do.
+
+    Raises:
+        TypeError: ``damping``, ``decay`` or ``kl_clip`` is a dict.
+        ValueError: ``inverse_every`` is no multiple of ``curvature_every``, or ``fisher`` or ``loss_reduction`` is
+            unknown.
 
     Example:
         For a loss that is linear in the output, the factor of the outputs is its slope squared, that of the inputs is

@@ -20,10 +20,15 @@ Coefficients = Sequence["float | Tensor"]
 
 
 class MuonState(NamedTuple):
-    """The state of :class:`MuonRule`."""
+    """The state of :class:`MuonRule`.
 
-    step: int  # steps taken
-    momentum: Params  # averages of the gradients, in the shapes of the parameters
+    Attributes:
+        step: Steps taken.
+        momentum: Averages of the gradients, in the shapes of the parameters.
+    """
+
+    step: int
+    momentum: Params
 
 
 @functional_optimizer
@@ -41,6 +46,10 @@ class MuonRule(PerParameter):
     A gradient of exactly zero gives a step of zero, and can be differentiated through. In bfloat16, where torch's
     optimizer iterates, a step has 3 digits and its derivatives may have none: a step that is differentiated takes
     the dtype of the parameters, or is refused.
+
+    Raises:
+        ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three numbers,
+            or three for each iteration; in ``init``, a parameter is no matrix.
 
     Example:
         Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:

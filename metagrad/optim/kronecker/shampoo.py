@@ -35,13 +35,21 @@ Matrices: TypeAlias = "tuple[tuple[Tensor, ...], ...]"
 
 
 class ShampooState(NamedTuple):
-    """The state of :class:`ShampooRule`."""
+    """The state of :class:`ShampooRule`.
 
-    step: int  # steps taken
-    velocity: Params  # of the steps, in the shapes of the parameters
-    square: Params | None  # of the gradients, for the length of a step; None unless grafted on it
-    statistics: dict[str, Matrices]  # sums or averages of the products of gradients along each axis
-    roots: dict[str, Matrices]  # their inverse roots, as of the last time
+    Attributes:
+        step: Steps taken.
+        velocity: Sums of the steps, in the shapes of the parameters.
+        square: Averages or sums of the squares of the gradients, for the length of a step; None unless grafted on it.
+        statistics: Sums or averages of the products of gradients along each axis.
+        roots: Their inverse roots, as of the last time.
+    """
+
+    step: int
+    velocity: Params
+    square: Params | None
+    statistics: dict[str, Matrices]
+    roots: dict[str, Matrices]
 
 
 @functional_optimizer
@@ -58,6 +66,10 @@ class ShampooRule(AxisMatrices):
     A tensor of k axes has k matrices, and :math:`p = 2 k`; a vector one, a convolution kernel four or so; a scalar is
     a vector of one element, moved as by Adagrad. The rule can be differentiated at every order, also where
     eigenvalues of the statistics are equal.
+
+    Raises:
+        ValueError: ``decay`` is above 1, ``graft`` is unknown, or ``block_size``, ``root_every`` or ``exponent`` is
+            no whole number of at least 1.
 
     Example:
         The first step is the gradient with all singular values 1:

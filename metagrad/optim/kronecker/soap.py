@@ -22,15 +22,21 @@ Matrices = tuple[Tensor, ...]
 
 
 class SOAPState(NamedTuple):
-    """The state of :class:`SOAPRule`."""
+    """The state of :class:`SOAPRule`.
 
-    step: int  # steps taken
-    mean: Params  # averages of the gradients, in the shapes and the coordinates of the parameters
-    square: Params  # averages of the squares of the gradients, in the coordinates of the bases
-    statistics: dict[
-        str, Matrices
-    ]  # for each axis with a basis, the average of the products of gradients along it
-    bases: dict[str, Matrices]  # their eigenvectors, nearly
+    Attributes:
+        step: Steps taken.
+        mean: Averages of the gradients, in the shapes and the coordinates of the parameters.
+        square: Averages of the squares of the gradients, in the coordinates of the bases.
+        statistics: For each axis with a basis, the average of the products of gradients along it.
+        bases: Their eigenvectors, to one step of QR.
+    """
+
+    step: int
+    mean: Params
+    square: Params
+    statistics: dict[str, Matrices]
+    bases: dict[str, Matrices]
 
 
 @functional_optimizer

@@ -27,11 +27,17 @@ _SUFFICIENT, _POOR, _GOOD = 1e-4, 0.25, 0.75
 
 
 class CubicNewtonState(NamedTuple):
-    """The state of :class:`CubicNewtonRule`; numbers are ``[]``, or ``[tasks]``."""
+    """The state of :class:`CubicNewtonRule`; numbers are ``[]``, or ``[tasks]``.
 
-    step: int  # steps taken
-    factor: Tensor  # of the cubic term: what the ratios of reduction have made of 1
-    report: Report  # what the last step did
+    Attributes:
+        step: Steps taken.
+        factor: Of the cubic term: what the ratios of reduction have made of 1.
+        report: What the last step did.
+    """
+
+    step: int
+    factor: Tensor
+    report: Report
 
 
 @functional_optimizer

@@ -207,15 +207,25 @@ _FIRST = 0.1  # of the curvature along a step: the damping that begins where the
 
 
 class DampedState(NamedTuple):
-    """The state of a damped rule; numbers are ``[]``, or ``[tasks]``."""
+    """The state of a damped rule; numbers are ``[]``, or ``[tasks]``.
 
-    step: int  # steps taken
-    solution: Params  # of the last system, in the shapes of the parameters: where the next one begins
-    moves: Params | None  # search directions of its solve, [tasks, pairs, ...]; None if each step solves
-    changes: Params | None  # their products with its matrix, likewise
-    factor: Tensor  # of the damping: what the ratios of reduction have made of 1
-    added: Tensor  # to the damping, where that is 0 and the ratio asks for some
-    report: Report  # what the last step did
+    Attributes:
+        step: Steps taken.
+        solution: Of the last system, in the shapes of the parameters: where the next one begins.
+        moves: Search directions of its solve, ``[tasks, pairs, ...]``; None if each step solves.
+        changes: Their products with its matrix, likewise.
+        factor: Of the damping: what the ratios of reduction have made of 1.
+        added: To the damping, where that is 0 and the ratio asks for some.
+        report: What the last step did.
+    """
+
+    step: int
+    solution: Params
+    moves: Params | None
+    changes: Params | None
+    factor: Tensor
+    added: Tensor
+    report: Report
 
     @property
     def memory(self) -> Memory:

@@ -229,15 +229,24 @@ class LBFGSState(NamedTuple):
     """The state of :class:`LBFGSRule`; pairs are those of all parameters, in rows.
 
     Pairs that there are not yet are zeros without memory.
+
+    Attributes:
+        step: Steps taken.
+        place: Where the last step began, ``[tasks, n]``.
+        gradient: The gradient there, ``[tasks, n]``.
+        moves: The last differences s of places, oldest first, ``[tasks, n]`` each.
+        changes: Those of gradients, y.
+        num_pairs: How many of them there are.
+        report: What the last step did.
     """
 
-    step: int  # steps taken
-    place: Tensor  # where the last step began, [tasks, n]
-    gradient: Tensor  # the gradient there, [tasks, n]
-    moves: tuple[Tensor, ...]  # the last differences s of places, oldest first, [tasks, n] each
-    changes: tuple[Tensor, ...]  # those of gradients, y
-    num_pairs: int  # how many of them there are
-    report: Report  # what the last step did
+    step: int
+    place: Tensor
+    gradient: Tensor
+    moves: tuple[Tensor, ...]
+    changes: tuple[Tensor, ...]
+    num_pairs: int
+    report: Report
 
 
 @functional_optimizer
@@ -252,6 +261,10 @@ class LBFGSRule(SecondOrder):
 
     Derivatives are those of the steps, and with a line search those of the lengths, which are functions of the losses
     and gradients that it has looked at (``curvature`` must then be on the tape, as the gradients are).
+
+    Raises:
+        ValueError: ``history_size`` or ``max_eval`` is no whole number of at least 1, ``tolerance_change`` is
+            negative, or ``line_search_fn`` is unknown.
 
     Example:
         The second step on a quadratic in one variable is to its minimum:

@@ -28,11 +28,17 @@ _POOR, _GOOD, _ON_BOUNDARY = 0.25, 0.75, 0.99
 
 
 class TrustRegionState(NamedTuple):
-    """The state of :class:`TrustRegionNewtonRule`; numbers are ``[]``, or ``[tasks]``."""
+    """The state of :class:`TrustRegionNewtonRule`; numbers are ``[]``, or ``[tasks]``.
 
-    step: int  # steps taken
-    factor: Tensor  # of the radius: what the ratios of reduction have made of 1
-    report: Report  # what the last step did
+    Attributes:
+        step: Steps taken.
+        factor: Of the radius: what the ratios of reduction have made of 1.
+        report: What the last step did.
+    """
+
+    step: int
+    factor: Tensor
+    report: Report
 
 
 @functional_optimizer
@@ -53,6 +59,10 @@ class TrustRegionNewtonRule(SecondOrder):
 
     Derivatives are those of the steps that conjugate gradients took, or of the minimum on the boundary, there right
     up to the third; ratios and factors are constants.
+
+    Raises:
+        ValueError: ``max_radius``, ``accept``, ``rtol``, ``progress``, ``max_steps`` or ``boundary_steps`` is out of
+            its range.
 
     Example:
         The minimum at distance 5 is beyond the radius of 1, and the step ends on it:

@@ -9,10 +9,15 @@ from metagrad.optim.rule import Params, Rule, RuleNode, Transform
 
 
 class ChainState(NamedTuple):
-    """The state of :class:`Chain`."""
+    """The state of :class:`Chain`.
 
-    transforms: tuple[Any, ...]  # the states of the transforms
-    rule: Any  # that of the rule
+    Attributes:
+        transforms: The states of the transforms.
+        rule: That of the rule.
+    """
+
+    transforms: tuple[Any, ...]
+    rule: Any
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,13 @@ from metagrad.sparse.tables.row_sparse import RowSparse, scatter_rows
 
 
 class ClipState(NamedTuple):
-    """The state of a clip."""
+    """The state of a clip.
 
-    step: int  # steps taken
+    Attributes:
+        step: Steps taken.
+    """
+
+    step: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,17 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class LookaheadState(NamedTuple):
-    """The state of :class:`Lookahead`."""
+    """The state of :class:`Lookahead`.
 
-    step: int  # steps taken
-    slow: Params  # the slow parameters, in the shapes of the parameters
-    rule: Any  # the state of the rule of the fast ones
+    Attributes:
+        step: Steps taken.
+        slow: The slow parameters, in the shapes of the parameters.
+        rule: The state of the rule of the fast ones.
+    """
+
+    step: int
+    slow: Params
+    rule: Any
 
 
 @dataclass(frozen=True, eq=False)

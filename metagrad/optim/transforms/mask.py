@@ -12,11 +12,17 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class MaskState(NamedTuple):
-    """The state of :class:`Mask`."""
+    """The state of :class:`Mask`.
 
-    names: tuple[str, ...]  # of the parameters that the rule moves
-    rule: Any  # the state of the rule
-    other: Any  # that of the rule of the others; None where they stay
+    Attributes:
+        names: Of the parameters that the rule moves.
+        rule: The state of the rule.
+        other: That of the rule of the others; None where they stay.
+    """
+
+    names: tuple[str, ...]
+    rule: Any
+    other: Any
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,15 @@ from metagrad.optim.transforms.chain import check_rule
 
 
 class ScheduleState(NamedTuple):
-    """The state of :class:`Schedule`."""
+    """The state of :class:`Schedule`.
 
-    step: int  # steps taken
-    rule: Any  # the state of the rule
+    Attributes:
+        step: Steps taken.
+        rule: The state of the rule.
+    """
+
+    step: int
+    rule: Any
 
 
 @dataclass(frozen=True, eq=False)

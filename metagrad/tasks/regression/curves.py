@@ -161,6 +161,9 @@ class SinusoidOrLine(Regression):
         noise: Standard deviation of the normal noise of every target, query ones too.
         **arguments: As of `Regression`: x, dtype and device.
 
+    Raises:
+        ValueError: ``probability`` is not in [0, 1].
+
     Examples:
         >>> tasks = SinusoidOrLine(shots=5, queries=10)
         >>> tasks.sample(25).query.y.shape
