@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mkdocs.structure.files import File, Files
 
-from docs._hooks.families import FAMILIES, ROOT, Family, Method
+from docs._hooks.families import FAMILIES, ROOT
 from docs._hooks.method_pages import index_page, method_page, panels_of, picture
 from experiments.plots.panels import Panel, highlighted
 
@@ -18,6 +20,7 @@ DRAWN_BY = [ROOT / "experiments" / "plots" / name for name in ("panels.py", "sty
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and their figures."""
+    figures: dict[str, Figure] = {}
     for family in FAMILIES:
         panels = family.panels()
         index = index_page(family, panels)
@@ -26,16 +29,32 @@ def on_files(files: Files, config: Any) -> Files:
             text = method_page(family, method, panels)
             files.append(File.generated(config, family.page(method), content=text))
             for number, panel in panels_of(method, panels):
-                name, path = f"figures/{picture(family, method, number)}", _figure(family, method, panel)
-                files.append(File.generated(config, name, abs_src_path=str(path)))
+                called = {family.reference: family.called, method.option: method.name}
+                name = f"figures/{picture(family, method, number)}"
+                figures[name] = Figure(panel, method.option, family.reference, called)
+    for name, path in zip(figures, _drawn(list(figures.values())), strict=True):
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
-def _figure(family: Family, method: Method, panel: Panel) -> Path:
-    """Return the figure of a class in a panel; draw it if it is new."""
-    state = "".join(file.read_text() for file in DRAWN_BY) + repr((panel, method.name))
-    path = KEPT / f"{hashlib.sha256(state.encode()).hexdigest()[:24]}.png"
-    if not path.exists():
-        called = {family.reference: family.called, method.option: method.name}
-        highlighted(path, panel, method.option, family.reference, called)
-    return path
+class Figure(NamedTuple):
+    """What a figure shows, as `highlighted` takes it."""
+
+    panel: Panel
+    name: str
+    reference: str
+    called: dict[str, str]
+
+
+def _drawn(figures: list[Figure]) -> list[Path]:
+    """Return the files of figures; draw those that are new, in two processes."""
+    code = "".join(file.read_text() for file in DRAWN_BY)
+    states = [hashlib.sha256(f"{code}{figure}".encode()).hexdigest()[:24] for figure in figures]
+    paths = [KEPT / f"{state}.png" for state in states]
+    new = {path: figure for path, figure in zip(paths, figures, strict=True) if not path.exists()}
+    if new:
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(highlighted, new, *zip(*new.values(), strict=True), chunksize=8))
+    for old in set(KEPT.glob("*.png")) - set(paths):
+        old.unlink()
+    return paths
