@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from experiments.job import launch
+from experiments.progress import Progress
 from metagrad.distributed import GradientAverager, Traffic, average_gradients
 from metagrad.meta import MAML
 from metagrad.models import Conv4
@@ -171,7 +172,8 @@ def _measure_in(rank: int, processes: int, folder: str, steps: int) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(minutes=2)
     )
-    rows = [(what, *_sent(parameters, touched)) for what, (parameters, touched) in MEASURED.items()]
+    cases = Progress(MEASURED.items(), unit="case", hidden=rank != 0, leave=False)
+    rows = [(what, *_sent(parameters, touched)) for what, (parameters, touched) in cases]
     speed = _speed(steps)
     if rank == 0:
         torch.save((rows, tuple(speed)), f"{folder}/measured.pt")
@@ -222,9 +224,10 @@ def _speed(steps: int) -> Speed:
         share = batch.shard()
         step(share, averager.averaging(weight=share.num_tasks))
 
-    rounds = [(*_seconds(alone), *_seconds(together)) for _ in range(steps + 1)]
+    rounds = Progress(range(steps + 1), unit="step", hidden=dist.get_rank() != 0, leave=False)
+    taken = [(*_seconds(alone), *_seconds(together)) for _ in rounds]
     # The first step finds out how tasks run.
-    one, one_processor, every, every_processor = zip(*rounds[1:], strict=True)
+    one, one_processor, every, every_processor = zip(*taken[1:], strict=True)
     ratios = [a / b for a, b in zip(one_processor, every_processor, strict=True)]
     return Speed(TASKS / statistics.median(one), TASKS / statistics.median(every), statistics.median(ratios))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 import metagrad as mg
 from experiments import citations
 from experiments.examples.common import compare, find_file
+from experiments.progress import Progress, tell
 from metagrad.sparse import Pattern, SparseTensor
 
 Matrix = SparseTensor | Tensor
@@ -92,7 +93,7 @@ def train(graph: Graph, *, hidden: int, epochs: int) -> float:
     optimizer = torch.optim.Adam(
         [{"params": [params["first"]], "weight_decay": 5e-4}, {"params": [params["second"]]}], lr=0.01
     )
-    for _ in range(epochs):
+    for _ in Progress(range(epochs), unit="epoch", leave=False):
         optimizer.zero_grad()
         words = graph.features.with_values(F.dropout(graph.features.values, 0.5))
         logits = forward(params, matrix, words, dropout=0.5)
@@ -174,11 +175,11 @@ def learn_edges(graph: Graph, *, hidden: int, steps: int, outer_steps: int) -> N
     params = init(graph.features.shape[1], hidden, int(graph.labels.max()) + 1)
     log_weights = torch.zeros(graph.edges.nnz, requires_grad=True)
     optimizer = torch.optim.Adam([log_weights], lr=0.1)
-    for step in range(outer_steps + 1):
+    for step in Progress(range(outer_steps + 1), unit="outer step", leave=False):
         loss = outer_loss(log_weights, graph, params, steps=steps)
         matrix = adjacency(graph.edges, log_weights.detach())
         test = accuracy(trained(matrix, graph.features, params, graph, steps=steps), matrix, graph)
-        print(f"  outer step {step}: validation loss {loss.item():.4f}, test accuracy {test:.1f} %")
+        tell(f"  outer step {step}: validation loss {loss.item():.4f}, test accuracy {test:.1f} %")
         if step == outer_steps:
             break
         log_weights.grad = mg.grad(loss, log_weights)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.examples.common import compare, find_file
+from experiments.progress import Progress, tell
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
@@ -136,9 +137,10 @@ def train(maml: mg.MAML, ratings: Ratings, options: argparse.Namespace) -> None:
     optimizers = torch.optim.SparseAdam(tables, lr=options.lr), torch.optim.Adam(rates, lr=options.lr / 4)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
     rated = (ratings.counts > 1).nonzero().squeeze(1)
-    for epoch in range(options.epochs):
+    for epoch in Progress(range(options.epochs), unit="epoch", leave=False):
         losses = []
-        for students in rated[torch.randperm(len(rated), generator=generator)].split(options.tasks):
+        drawn = rated[torch.randperm(len(rated), generator=generator)].split(options.tasks)
+        for students in Progress(drawn, unit="step", leave=False):
             batch = batch_of(ratings, students, options.shots, generator)
             loss = maml(batch).loss
             size = embedding(batch.query.x[..., 1], tables[0]).square().mean()
@@ -152,7 +154,7 @@ def train(maml: mg.MAML, ratings: Ratings, options: argparse.Namespace) -> None:
             losses.append(loss.item())
         for schedule in schedules:
             schedule.step()
-        print(f"  epoch {epoch + 1}: query loss {sum(losses) / len(losses):.3f}")
+        tell(f"  epoch {epoch + 1}: query loss {sum(losses) / len(losses):.3f}")
 
 
 def test_rmse(maml: mg.MAML, ratings: Ratings, held_out: Ratings, *, shots: int, steps: int) -> float:
@@ -160,7 +162,7 @@ def test_rmse(maml: mg.MAML, ratings: Ratings, held_out: Ratings, *, shots: int,
     generator = torch.Generator().manual_seed(1)
     students = ((ratings.counts > 0) & (held_out.counts > 0)).nonzero().squeeze(1)
     error, num = 0.0, 0
-    for part in students.split(256):
+    for part in Progress(students.split(256), unit="batch", leave=False):
         listed, counts = shuffled(ratings, part, generator), ratings.counts[part]
         fast = maml.adapt(chosen(ratings, listed, torch.zeros_like(counts), counts, shots), steps=steps)
         query, there = held_out.of_student[part], torch.arange(held_out.of_student.shape[1])

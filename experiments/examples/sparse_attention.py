@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
 from experiments.examples.common import compare
+from experiments.progress import Progress, tell
 from metagrad.sparse import Pattern
 from metagrad.sparse.operations.attention import attention
 
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     check(2, 128, 8, options.width)
     print(f"Double backward, float32, {options.heads} x {options.width}, band {options.band}:")
     print(f"  {'length':>8} {'sparse MiB':>11} {'seconds':>8} {'dense MiB':>10} {'seconds':>8}")
-    for n in options.lengths:
+    for n in Progress(options.lengths, unit="length", leave=False):
         pattern = Pattern.banded(n, options.band, options.band)
         qkv = inputs(options.heads, n, options.width, torch.float32)
         mib, seconds = measure(banded(pattern), qkv)
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
         if n <= options.dense_up_to:
             mib, seconds = measure(masked(pattern), qkv)
             row += f" {mib:>10.1f} {seconds:>8.3f}"
-        print(row)
+        tell(row)
 
 
 if __name__ == "__main__":

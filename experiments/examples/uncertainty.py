@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
+from experiments.progress import Progress
 
 SIZES = [1, 40, 40, 1]
 
@@ -26,7 +27,7 @@ def trained(learner: mg.MAML, tasks: mg.tasks.Sinusoid, iterations: int, meta_ba
     """Train on meta-batches that are the same for every learner."""
     outer = torch.optim.Adam(learner.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
-    for _ in range(iterations):
+    for _ in Progress(range(iterations), unit="step", leave=False):
         outer.zero_grad()
         learner(tasks.sample(meta_batch, generator=generator)).loss.backward()
         outer.step()

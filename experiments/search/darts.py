@@ -25,6 +25,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from experiments.allocations import peak_bytes
+from experiments.progress import Progress
 from experiments.schema import key
 from experiments.search.data import Data
 from experiments.search.space import EDGES, OPERATIONS, Network, discrete
@@ -101,6 +102,7 @@ class Search:
 
         def observe(step: int, params: Any, hyper: Any, loss: float) -> None:
             nonlocal seconds
+            bar.update()
             if step % config.eigenvalue_every == 0 or step == config.steps - 1:
                 began = time.process_time()
                 eigenvalues.append((step, self.eigenvalue(params, hyper, judged)))
@@ -108,7 +110,8 @@ class Search:
                 seconds -= time.process_time() - began
 
         seconds -= time.process_time()
-        with warnings.catch_warnings():
+        steps = Progress(total=config.steps, unit="step", leave=False)
+        with warnings.catch_warnings(), steps as bar:
             # A few products are no solution; how far from one is what is compared here.
             warnings.filterwarnings("ignore", message=".*left a residual")
             found = mg.bilevel(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from experiments.characters import Examples
+from experiments.progress import Progress
 from experiments.schema import key
 from experiments.search.data import Data
 from experiments.search.space import Architecture, Network, drawn
@@ -52,14 +54,16 @@ class Trainer:
     def repeated(self, architecture: Architecture, data: Data, repeats: int, seed: int) -> float:
         """Return the mean accuracy on the test, of networks trained on all other drawings."""
         return statistics.mean(
-            self.accuracy(architecture, data.both, data.test, seed=1000 * seed + i) for i in range(repeats)
+            self.accuracy(architecture, data.both, data.test, seed=1000 * seed + i)
+            for i in Progress(range(repeats), unit="network", leave=False)
         )
 
     def random_search(self, data: Data, number: int, repeats: int, seed: int) -> dict[str, object]:
         """Draw architectures, choose the one that is best on validation drawings, and judge all on the test."""
+        networks = partial(Progress[Architecture], unit="network", leave=False)
         source = torch.Generator().manual_seed(seed)
         found, began = [drawn(source) for _ in range(number)], time.process_time()
-        validation = [self.accuracy(one, data.train, data.validation, seed) for one in found]
+        validation = [self.accuracy(one, data.train, data.validation, seed) for one in networks(found)]
         seconds = time.process_time() - began
         best = found[max(range(number), key=lambda i: validation[i])]
         return {
@@ -68,5 +72,5 @@ class Trainer:
             "seconds": seconds,
             "architectures": found,
             "validation": validation,
-            "accuracies": [self.repeated(one, data, 1, seed) for one in found],
+            "accuracies": [self.repeated(one, data, 1, seed) for one in networks(found)],
         }

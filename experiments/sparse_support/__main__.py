@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from experiments.allocations import peak_bytes
+from experiments.progress import Progress
 from experiments.sparse_support.cases import OPERATIONS
 from experiments.sparse_support.forms import Form, Forms, Leaf, Setting
 from metagrad import sparse
@@ -69,7 +70,7 @@ def capabilities(device: torch.device | str = "cpu") -> list[Row]:
             _row(
                 operation.name, layout, operation.forms(small, layout), operation.forms(large, layout), large
             )
-            for operation in OPERATIONS
+            for operation in Progress(OPERATIONS, unit="operation", leave=False)
             for layout in operation.layouts
         ]
 

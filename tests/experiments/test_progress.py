@@ -1,10 +1,19 @@
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+import metagrad
 from experiments import progress
+from experiments.characters import Examples
+from experiments.examples import uncertainty
 from experiments.progress import Progress, tell
+from experiments.search.data import Data
+from experiments.search.training import Trainer, TrainingConfig
+from experiments.sparse_support import __main__ as sparse_support
 
 
 @pytest.fixture
@@ -62,3 +71,44 @@ def test_in_a_terminal_is_a_bar_and_a_table_stays_apart(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.replace("\r", "").split("\n")[0].strip() == "row 0"
     assert "2/2" in err
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Make every bar show its lines from the first second on."""
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+
+
+class Learner(torch.nn.Linear):
+    """A learner without inner steps."""
+
+    def forward(self, batch):
+        return SimpleNamespace(loss=F.mse_loss(super().forward(batch.query.x), batch.query.y))
+
+
+def test_an_example_shows_its_steps(at_once, capsys):
+    uncertainty.trained(
+        Learner(1, 1), metagrad.tasks.Sinusoid(shots=2, queries=2), iterations=2, meta_batch=1
+    )
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()[0][:18]) == ("", "0 of 2 steps, 0 %,")
+
+
+def test_a_random_search_shows_its_networks(at_once, capsys, monkeypatch):
+    monkeypatch.setattr(Trainer, "accuracy", lambda *_, **__: 50.0)
+    data = Data(*[Examples(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))] * 4)
+    Trainer(TrainingConfig(epochs=1, batch=2, lr=0.1), channels=2, classes=2).random_search(
+        data, 3, 2, seed=0
+    )
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("0 of 3 networks") == 2
+    assert err.count("0 of 2 networks") == 1
+
+
+def test_sparse_support_shows_its_operations(at_once, capsys, monkeypatch):
+    monkeypatch.setattr(sparse_support, "OPERATIONS", sparse_support.OPERATIONS[:1])
+    monkeypatch.setattr(sparse_support, "_row", lambda *_: None)
+    sparse_support.capabilities()
+    assert "0 of 1 operations, 0 %" in capsys.readouterr().err
