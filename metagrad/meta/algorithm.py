@@ -90,7 +90,7 @@ class Adapted:
     steps: Tensor
     skipped: Tensor
     predict: Callable[[Params, Nested], Nested] = field(repr=False)
-    rows: Params = field(default_factory=dict)
+    rows: Params = field(default_factory=dict[str, Tensor])
 
     def __call__(self, x: Any) -> Any:
         """Predict for the inputs of each task.

@@ -93,9 +93,10 @@ class Conv4(nn.Sequential):
         channels = [in_channels] + [hidden] * (NUM_BLOCKS - 1)
         self.context = new_context("Conv4(..., context)", context) if context else None
         self.images = _Images((in_channels, image_size, image_size))
-        self.blocks = nn.Sequential(*(_make_block(c, hidden, pool, norm, self.context) for c in channels))
-        for block in self.blocks if warp else ():
-            block.add_module("warp", _identity(hidden))  # type: ignore[reportAttributeAccessIssue]
+        blocks = [_make_block(c, hidden, pool, norm, self.context) for c in channels]
+        for block in blocks if warp else ():
+            block.add_module("warp", _identity(hidden))
+        self.blocks = nn.Sequential(*blocks)
         mean = [nn.AdaptiveAvgPool2d(1)] if head == "mean" else []
         self.features = nn.Sequential(*mean, nn.Flatten(1))
         self.head = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
@@ -131,7 +132,8 @@ def _make_block(
 def _identity(channels: int) -> nn.Conv2d:
     layer = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
     nn.init.dirac_(layer.weight)
-    nn.init.zeros_(layer.bias)  # type: ignore[reportArgumentType]
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
     return layer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -31,6 +31,8 @@ class PerParameter(RuleNode):
     takes_rows: ClassVar[bool] = False
     """Whether a gradient may be RowSparse."""
     maximize: bool
+    move: Callable[..., tuple[Any, ...]]
+    """``move(h, step, w, g, *slots)``: a parameter and its slots after a step; ``step`` counts those before it."""
 
     def __post_init__(self) -> None:
         betas, default = (getattr(each, "betas", ()) for each in (self, type(self)))
@@ -41,10 +43,6 @@ class PerParameter(RuleNode):
 
     def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
         """Return the state of a parameter before the first step, a tensor for each slot."""
-        raise NotImplementedError
-
-    def move(self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, *slots: Any) -> tuple[Any, ...]:
-        """Return a parameter and its slots after one step; ``step`` counts those before."""
         raise NotImplementedError
 
     def check(self, key: str, param: Tensor) -> None:
