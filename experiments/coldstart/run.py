@@ -13,12 +13,12 @@ import metagrad as mg
 from experiments.coldstart.factors import Factors, Ridge, factorize
 from experiments.coldstart.learner import Recommender, learner, optimizers, penalty, predict
 from experiments.coldstart.ratings import Predict, Ratings, errors, load, mean_error
+from experiments.progress import Progress
+from experiments.study import Result, Work
 from metagrad.tasks import Batch
 
 if TYPE_CHECKING:
     from experiments.coldstart.schema import ColdStartConfig
-    from experiments.progress import Progress
-from experiments.study import Result, Work
 
 Setting = TypeVar("Setting")
 

@@ -396,8 +396,7 @@ def test_a_killed_process_ends_the_run_in_seconds_with_a_message(tmp_path, victi
     code, errors = completed(process)
     assert code != 0
     assert time.monotonic() - start < 25
-    assert "Another process of this run has ended" in errors
-    assert "-9" in errors  # torchrun's: which one, and by what
+    assert "-9" in errors  # torchrun's: which one, and by what; it may stop the others before they notice
 
 
 @pytest.mark.slow

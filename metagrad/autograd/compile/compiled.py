@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,11 +86,20 @@ class FreeTensorError(ValueError):
         self.shape = shape
 
 
-def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Tensor]:
-    """Run a function once without compiling it, leaving no trace, and refuse what compiling would lose.
+class Checked(NamedTuple):
+    """What was found out about a function that may be compiled.
 
-    Returns:
-        The tensors that it reads and that are no arguments.
+    Attributes:
+        read: The tensors that it reads and that are no arguments.
+        num_calls: How many torch functions it calls.
+    """
+
+    read: list[Tensor]
+    num_calls: int
+
+
+def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> Checked:
+    """Run a function once without compiling it, leaving no trace, and refuse what compiling would lose.
 
     Raises:
         FreeTensorError: It reads one that requires grad.
@@ -123,7 +132,7 @@ def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> list[Ten
         )
     for tensor in reads.differentiable:
         raise FreeTensorError(name, tuple(tensor.shape))
-    return [constant.tensor for constant in reads.constants]
+    return Checked([constant.tensor for constant in reads.constants], len(reads.journal.entries))
 
 
 class _Gate(threading.local):

@@ -32,7 +32,7 @@ from metagrad.autograd.compile.retained_graph import held, rooted
 from metagrad.autograd.recompute.captured_tensors import Constant, refuse_modified
 from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
 from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
-from metagrad.autograd.unrolling.steps import checked_pair
+from metagrad.autograd.unrolling.steps import checked_pair, stack
 from metagrad.core.budget import Mode
 from metagrad.core.capture import AutocastState, Flags, restored
 from metagrad.core.modules import ModuleState, modules_of
@@ -50,6 +50,11 @@ from metagrad.memory import allocator
 
 Around = Callable[[int], contextlib.AbstractContextManager]
 """The context to enter around the step of a number."""
+
+_ONE_STEP, _SEVERAL_STEPS = range(1), range(5)
+_FEW_CALLS = 48
+_FEW_ELEMENTS = 2**18
+"""A step of so few torch functions on so few elements takes less time in kernels than in what is around them."""
 
 _ONE = dissect(torch.empty(0))[1]
 
@@ -86,12 +91,23 @@ def _flat_step(
     return [laid_out(tensor) for tensor in new], aux
 
 
-def _advance(
-    step: Step, layout: Layout, state: list[Tensor], t: Tensor, shared: list[Tensor]
+def _steps(
+    step: Step, layout: Layout, ahead: range, state: Sequence[Tensor], t: Tensor, shared: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tree]:
-    """Take one step."""
+    """Take steps, counted from ``t`` on; return the tensors of the last state, and the stacked aux."""
+    new, collected = list(state), []
+    for number in ahead:
+        new, aux = _flat_step(step, layout, new, t + number if number else t, shared)
+        collected.append(aux)
+    return new, stack(collected)
+
+
+def _advance(
+    step: Step, layout: Layout, ahead: range, state: list[Tensor], t: Tensor, shared: list[Tensor]
+) -> tuple[list[Tensor], Tree]:
+    """Take steps as one piece of compiled code."""
     pass_gate()
-    return _flat_step(step, layout, state, t, shared)
+    return _steps(step, layout, ahead, state, t, shared)
 
 
 def _pull(
@@ -108,27 +124,14 @@ def _pull(
     pass_gate()
 
     def results(states: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
-        new, aux = _flat_step(
-            step, layout, exchanged(state, wanted.state, states), t, exchanged(shared, wanted.shared, args)
-        )
+        now, given = exchanged(state, wanted.state, states), exchanged(shared, wanted.shared, args)
+        new, aux = _steps(step, layout, _ONE_STEP, now, t, given)
         found = [*new, *(leaf for leaf in tree_leaves(aux) if isinstance(leaf, Tensor))]
         return tuple(found[index] for index in wanted.results)
 
     pull = torch.func.vjp(results, [state[i] for i in wanted.state], [shared[i] for i in wanted.shared])[1]
     of_state, of_args = pull(tuple(cotangents))
     return [laid_out(g) for g in of_state], [laid_out(a + b) for a, b in zip(totals, of_args, strict=True)]
-
-
-def _whole(
-    step: Step, layout: Layout, times: range, state: list[Tensor], shared: list[Tensor]
-) -> tuple[list[Tensor], list[Tensor], Tree]:
-    """Take all steps, whose numbers are constants."""
-    pass_gate()
-    collected, aux = [], None
-    for t in times:
-        state, aux = _flat_step(step, layout, state, t, shared)
-        collected.append([leaf for leaf in tree_leaves(aux) if isinstance(leaf, Tensor)])
-    return state, [torch.stack(column) for column in zip(*collected, strict=True)], aux
 
 
 class _Known(NamedTuple):
@@ -144,15 +147,24 @@ class CompiledStep(Fallback):
     Args:
         call: How warnings and errors name the loop.
         options: What is compiled, and how.
+
+    Attributes:
+        num_calls: How many torch functions a step calls, once that is known.
     """
 
     def __init__(self, call: str, options: CompileOptions) -> None:
         super().__init__(call)
         self.options = options
-        self.advance = Compiled(_advance, options.options)
+        self._advances: dict[range, Compiled] = {}
         self.pull = Compiled(_pull, options.options)
-        self.whole = Compiled(_whole, options.options)
+        self.num_calls: int | None = None
         self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
+
+    def advance(self, ahead: range) -> Compiled:
+        """Return what takes steps at once; torch.compile limits how often one piece of code is compiled."""
+        if ahead not in self._advances:
+            self._advances[ahead] = Compiled(_advance, self.options.options)
+        return self._advances[ahead]
 
     def know(self, owner: object, step: Step, read: list[Tensor] | None = None) -> None:
         """Remember, for the lifetime of a step's owner, what the step reads and which modules it can reach."""
@@ -189,7 +201,7 @@ class _Loop:
         times: range,
         *,
         owner: object,
-        around: Around,
+        around: Around | None,
     ) -> None:
         self.compiled, self.step, self.owner, self.around = compiled, step, owner, around
         self.times = times
@@ -208,7 +220,7 @@ class _Loop:
         self._note_modules()
         self.constants: list[Constant] = []
         self.aux: Structure | None = None
-        self._repeated = Repeated()
+        self._repeated: dict[range, Repeated] = {}
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of the state, and those of the arguments."""
@@ -221,40 +233,66 @@ class _Loop:
         return self.layout.state.fill(state), self.aux.fill(aux)
 
     def _advance(
-        self, state: list[Tensor], index: int, shared: list[Tensor]
+        self, state: list[Tensor], piece: range, shared: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take the step of an index; return the tensors of the state and of aux."""
-        with self.around(self.times[index]):
-            return self.split(self._repeated(self._stepped, state, [self.numbers[index]], shared))
+        """Take the steps of consecutive indices; return the tensors of the state and of the stacked aux."""
+        ahead, number = range(len(piece)), self.numbers[piece.start]
+        repeated = self._repeated.setdefault(ahead, Repeated())
+        around = contextlib.nullcontext() if self.around is None else self.around(self.times[piece.start])
+        with around:
+            return self.split(repeated(functools.partial(self._taken, ahead), state, [number], shared))
 
-    def _stepped(self, state: list[Tensor], number: list[Tensor], shared: list[Tensor]) -> list[Tensor]:
+    def _taken(
+        self, ahead: range, state: list[Tensor], number: list[Tensor], shared: list[Tensor]
+    ) -> list[Tensor]:
         check = functools.partial(self._check, [*state, *shared])
-        new, aux = self.compiled.advance(check, self.step, self.layout, state, *number, shared)
+        advance = self.compiled.advance(ahead)
+        new, aux = advance(check, self.step, self.layout, ahead, state, *number, shared)
         found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
         return [*new, *found]
 
     def run(
         self,
         tensors: Sequence[Tensor],
-        stride: int,
+        pieces: Sequence[range],
+        stride: int | None = None,
         before: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take all steps; return the last state with the stacked aux, and every ``stride``-th state.
+        """Take all steps; return the last state with the stacked aux, and the states that are kept.
 
         Args:
             tensors: Of the first state and of the arguments.
-            stride: How many steps lie between two states that are kept.
-            before: Applied to the tensors of a state before its step.
+            pieces: The indices of the steps, by pieces of compiled code.
+            stride: The state before every so many pieces is kept; None keeps none.
+            before: Applied to the tensors of a state before a piece.
         """
         state, shared = self.split(tensors)
         kept, collected = [], []
-        for index in range(len(self.times)):
+        for index, piece in enumerate(pieces):
             state = [before(tensor) for tensor in state]
-            if index % stride == 0:
+            if stride is not None and index % stride == 0:
                 kept.extend(state)
-            state, aux = self._advance(state, index, shared)
+            state, aux = self._advance(state, piece, shared)
             collected.append(aux)
-        return [*state, *map(torch.stack, zip(*collected, strict=True))], kept
+        return [*state, *map(_joined, zip(*collected, strict=True))], kept
+
+    def _singles(self) -> list[range]:
+        return [range(index, index + 1) for index in range(len(self.times))]
+
+    def _several(self) -> list[range]:
+        """Take several small steps at once, unless somebody looks at each of them."""
+        singles, width = self._singles(), len(_SEVERAL_STEPS)
+        if self.around is not None or len(singles) < width or not self._is_small():
+            return singles
+        whole = len(singles) - len(singles) % width
+        return [*(range(first, first + width) for first in range(0, whole, width)), *singles[whole:]]
+
+    def _is_small(self) -> bool:
+        if sum(tensor.numel() for tensor in self.tensors) > _FEW_ELEMENTS:
+            return False
+        if self.compiled.num_calls is None:
+            self._check(self.tensors)
+        return self.compiled.num_calls is not None and self.compiled.num_calls <= _FEW_CALLS
 
     def pull(
         self,
@@ -283,7 +321,7 @@ class _Loop:
 
         for index in reversed(range(len(self.times))):
             states = states or self._states(kept, stride, index, shared)
-            incoming = [*current, *(operand(c[index]) for c in reports.values())]
+            incoming = [*current, *(operand(c[index : index + 1]) for c in reports.values())]
             results = repeated(vjp, states.pop(), [self.numbers[index]], shared, incoming, totals)
             current, totals = results[: len(flowing)], results[len(flowing) :]
         found = dict(zip((*flowing, *(self.width + i for i in asked)), (*current, *totals), strict=True))
@@ -296,15 +334,17 @@ class _Loop:
         first = last - last % stride
         place = first // stride * self.width
         states = [list(kept[place : place + self.width])]
-        for index in range(first, last):
-            states.append(self._advance(states[-1], index, shared)[0])
+        for single in self._singles()[first:last]:
+            states.append(self._advance(states[-1], single, shared)[0])
         return states
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Run the step without compiling it; refuse what compiling would lose."""
         state, shared = self.split([operand(tensor, True) for tensor in tensors])
         args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
-        self.compiled.know(self.owner, self.step, check_compilable(self.step, args, self.compiled.call))
+        checked = check_compilable(self.step, args, self.compiled.call)
+        self.compiled.num_calls = max(checked.num_calls, self.compiled.num_calls or 0)
+        self.compiled.know(self.owner, self.step, checked.read)
         self._note_modules()
 
     def _note_modules(self) -> None:
@@ -334,22 +374,17 @@ class _Loop:
             )
         return dissect(result)[0]
 
-    def keeping_graphs(self) -> tuple[Tree, Tree]:
-        """Run the loop with the graphs that torch.compile makes for the derivatives of steps."""
-        return self.fill(
-            held(lambda tensors: self.run(tensors, len(self.times), rooted)[0], self.eager, self.tensors)
-        )
-
     def as_one_graph(self) -> tuple[Tree, Tree]:
         """Run the loop as one piece of compiled code."""
+        return self._keeping_graphs([range(len(self.times))])
 
+    def keeping_graphs(self) -> tuple[Tree, Tree]:
+        """Run the loop with the graphs that torch.compile makes for the derivatives of steps."""
+        return self._keeping_graphs(self._several())
+
+    def _keeping_graphs(self, pieces: Sequence[range]) -> tuple[Tree, Tree]:
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            check = functools.partial(self._check, tensors)
-            state, stacked, aux = self.compiled.whole(
-                check, self.step, self.layout, self.times, *self.split(tensors)
-            )
-            self.aux = dissect(aux)[1]
-            return [*state, *stacked]
+            return self.run(tensors, pieces, before=rooted)[0]
 
         return self.fill(held(run, self.eager, self.tensors))
 
@@ -357,7 +392,7 @@ class _Loop:
         """Run the loop with every ``stride``-th state, and walk back over its steps."""
         allocator.advise(self.compiled.call, self.tensors)
         with torch.no_grad():
-            outputs, kept = self.run([operand(tensor) for tensor in self.tensors], stride)
+            outputs, kept = self.run([operand(tensor) for tensor in self.tensors], self._singles(), stride)
         self.constants = self.compiled.read(self.owner, functools.partial(self._check, self.tensors))
 
         def pull(backward: Backward) -> Sequence[Tensor | None]:
@@ -373,7 +408,7 @@ class _Loop:
 
     def without_graphs(self) -> tuple[Tree, Tree]:
         """Run the loop without graphs."""
-        return self.fill(self.run([operand(tensor) for tensor in self.tensors], len(self.times))[0])
+        return self.fill(self.run([operand(tensor) for tensor in self.tensors], self._several())[0])
 
 
 def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.device) -> list:
@@ -385,6 +420,10 @@ def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.de
 
 def _structure(leaves: list, spec: TreeSpec) -> Structure:
     return Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # type: ignore[arg-type]
 
 
 def _materialized(cotangent: Tensor | None, like: Tensor) -> Tensor:
@@ -400,7 +439,7 @@ def unroll_compiled(
     memory: Mode | Literal["whole"] | int,
     *,
     owner: object,
-    around: Around = lambda t: contextlib.nullcontext(),
+    around: Around | None = None,
 ) -> tuple[Tree, Tree]:
     """Run a loop of a compiled step; its result is on the tape where grad mode is on.
 
@@ -413,7 +452,7 @@ def unroll_compiled(
         times: The numbers of the steps.
         memory: What is kept, see :func:`metagrad.unroll`; "whole" is one graph for all steps.
         owner: The object that the step belongs to; what is found out about the step is kept for its lifetime.
-        around: Returns the context to enter around the step of a number.
+        around: Returns the context to enter around the step of a number, each of which is then called by itself.
     """
     make = functools.partial(_Loop, compiled, owner=owner, around=around)
     loops = {

@@ -51,7 +51,8 @@ def unroll(
     keep the graphs there.
 
     ``compile=True`` compiles one step and one vector-Jacobian product of a step, by ``torch.compile``, and reuses
-    them for any number of steps. The step must then be a pure function, which takes its inner gradient by
+    them for any number of steps; of steps that call few functions on small tensors it compiles five at a time, if
+    there are as many and ``memory="full"``. The step must then be a pure function, which takes its inner gradient by
     :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
     rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
     data, running statistics) runs uncompiled, with one warning that says why. Second and higher derivatives of the

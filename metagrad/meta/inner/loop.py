@@ -289,7 +289,7 @@ class InnerLoop:
             late = _from(step, times.start) if times.start else step
             return functools.partial(unroll, late, steps=len(times), memory=self.memory)
         compiled, memory = self.compiled, checked_memory("MAML(...)", self.memory)
-        around = functools.partial(phase, "inner")
+        around = None if memory_tracking.current() is None else functools.partial(phase, "inner")
         return lambda state, *args: unroll_compiled(
             compiled, step, state, args, times, memory, owner=compiled, around=around
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 
 import metagrad as mg
-from metagrad.autograd.compile.compiled import Compiled
+from metagrad.autograd.compile.compiled import Compiled, CompileOptions
+from metagrad.autograd.unrolling import compiled as loops
 from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch_compiler
 from tests.marks import slow
@@ -25,18 +27,10 @@ def calls(monkeypatch):
     run = Compiled.__call__
 
     def counted(self, check, *args):
-        names.append(self.name)
+        names.append(self._code.co_name.split("_")[1])
         return run(self, check, *args)
 
-    make = CompiledStep.__init__
-
-    def named(self, *args):
-        make(self, *args)
-        for name in ("advance", "pull"):
-            getattr(self, name).name = name
-
     monkeypatch.setattr(Compiled, "__call__", counted)
-    monkeypatch.setattr(CompiledStep, "__init__", named)
     return names
 
 
@@ -52,9 +46,55 @@ def test_one_step_of_a_loop_goes_by_torch_compile(calls, memory):
     w, lr = tensor(1.0, 2.0), tensor(0.5)
     last, _ = mg.unroll(step, w, lr, steps=9, memory=memory, compile=OPTIONS)
     got = torch.autograd.grad(last.square().sum(), (w, lr))
-    assert calls == ["advance"] + ["pull"] * (memory != "full")
+    # Five steps at once, then one, or always one.
+    assert calls == (["advance"] * 2 if memory == "full" else ["advance", "pull"])
     last, _ = mg.unroll(step, w, lr, steps=9)
     torch.testing.assert_close(got, torch.autograd.grad(last.square().sum(), (w, lr)), rtol=1e-12, atol=0)
+
+
+def shrunk(w, t):
+    return w * 0.5, None
+
+
+@pytest.mark.parametrize(
+    ("size", "steps", "pieces"), [(4, 12, [5, 5, 1, 1]), (2**19, 6, [1] * 6), (4, 4, [1] * 4)]
+)
+def test_several_small_steps_are_taken_at_once(size, steps, pieces, monkeypatch):
+    taken, advance = [], loops._Loop._advance
+
+    def counted(self, state, piece, shared):
+        taken.append(len(piece))
+        return advance(self, state, piece, shared)
+
+    monkeypatch.setattr(loops._Loop, "_advance", counted)
+    with torch.no_grad():
+        last, _ = mg.unroll(shrunk, torch.ones(size), steps=steps, compile={"backend": "eager"})
+    assert taken == pieces
+    torch.testing.assert_close(last, torch.full((size,), 0.5**steps))
+
+
+def test_a_step_of_many_functions_is_taken_by_itself(calls):
+    def step(w, t):
+        for _ in range(60):
+            w = torch.sin(w)
+        return w, None
+
+    w = tensor(1.0)
+    last, _ = mg.unroll(step, w, steps=6, compile=OPTIONS)
+    assert calls == ["advance"]
+    torch.testing.assert_close(last, mg.unroll(step, w, steps=6)[0])
+
+
+def test_steps_that_somebody_looks_at_are_taken_one_by_one():
+    numbers = []
+
+    def around(number):
+        numbers.append(number)
+        return contextlib.nullcontext()
+
+    compiled = CompiledStep("looked at", CompileOptions(False, {"backend": "eager"}))
+    loops.unroll_compiled(compiled, shrunk, tensor(1.0), (), range(7), "full", owner=shrunk, around=around)
+    assert numbers == list(range(7))
 
 
 def test_every_step_goes_by_torch_compile_where_its_books_cannot_be_read(calls, monkeypatch):

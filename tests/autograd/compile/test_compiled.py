@@ -26,7 +26,7 @@ def descent(state, t, x, lr):
     return (w - lr / (1 + t) * gradient, taken + 1), loss
 
 
-def gradients(order, steps=5, seed=0, step=descent, dtype=torch.float64, **how):
+def gradients(order, steps=6, seed=0, step=descent, dtype=torch.float64, **how):
     w, x = draw(3, 1, seed=seed, dtype=dtype), draw(5, 3, seed=seed + 1, dtype=dtype)
     inputs = [leaf.requires_grad_() for leaf in (w, x, torch.tensor(0.05, dtype=dtype))]
     (last, taken), losses = mg.unroll(step, (w, 0), *inputs[1:], steps=steps, **how)
