@@ -35,7 +35,7 @@ lint: $(READY)  ## formatting, lint and types, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-docs: $(READY)  ## the site, in site/index.html: pages, and a reference made of docstrings
+docs: $(READY)  ## the site, in site/index.html: pages, a reference of docstrings; searched by `python -m http.server -d site`
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
