@@ -7,6 +7,7 @@ and says which of these names an installed torch lacks.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 from typing import Any
@@ -109,7 +110,15 @@ DispatchKey = _C.DispatchKey
 
 get_in_thread_state = _C._get_obj_in_tls
 is_in_thread_state = _C._is_key_in_tls
-put_in_thread_state = _C._stash_obj_in_tls
+
+
+def _put_with_a_reference(key: str, value: object) -> None:
+    """Put a value there on torch 2.11, which releases a reference to it later that it did not take."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _C._stash_obj_in_tls(key, value)
+
+
+put_in_thread_state = _C._stash_obj_in_tls if torch.__version__ >= "2.12" else _put_with_a_reference
 """Thread-local values that torch copies to the threads of its backward passes."""
 
 # The tape

@@ -76,7 +76,8 @@ def from_scipy(matrix: sparray | spmatrix) -> tuple[Pattern, Tensor]:
         parts = scipy.sparse.bsr_array(matrix)
         row, col = np.repeat(np.arange(len(parts.indptr) - 1), np.diff(parts.indptr)), parts.indices
     else:
-        parts = scipy.sparse.coo_array(matrix)
+        # Not coo_array(matrix), which copies in SciPy 1.15.
+        parts = matrix.tocoo(copy=False)  # type: ignore[reportAttributeAccessIssue]
         row, col = parts.row, parts.col
     _check_numbers(call, parts.data.dtype)
     return from_entries(call, _tensor(row), _tensor(col), _tensor(parts.data), shape)
