@@ -42,6 +42,7 @@ from metagrad.meta.objective.task_loss import LabelBounds, LossFn, TaskLoss, lab
 from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_batch, read_support
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
+from metagrad.optim.transforms.chain import check_rule
 from metagrad.optim.walk import hyperparameters_in, is_constant, with_hyperparameters
 
 
@@ -140,7 +141,8 @@ class MAML(nn.Module):
             ``norm``; ``adapt`` names something that the model does not have; a name in ``start`` is none that is
             adapted, or a table in ``sparse``; a name in ``sparse`` is not a table that is learned, or ``inner`` has
             a value for each of its rows.
-        TypeError: ``model`` is not a module, ``adapt`` or ``start`` is of another type, or ``sparse`` is a string.
+        TypeError: ``model`` is not a module, ``inner`` is not a rule, ``adapt`` or ``start`` is of another type, or
+            ``sparse`` is a string.
 
     Example:
         >>> model = torch.nn.Linear(1, 1)
@@ -213,6 +215,7 @@ class MAML(nn.Module):
 
     @inner.setter
     def inner(self, rule: Rule) -> None:
+        check_rule("MAML(...)", rule, "inner")
         check_layers(self.model, rule, is_block=self.memory == "block")
         for name in self._learned.names if "_learned" in self.__dict__ else ():
             self._parameters.pop(name or "", None)

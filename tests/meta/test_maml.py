@@ -426,6 +426,7 @@ def test_ignored_labels_pass(task_chunk, textbook):
     [
         ({"steps": -1}, ValueError, "steps must be 0 or more, got -1"),
         ({"steps": 1.0}, TypeError, "steps must be an int, got float"),
+        ({"inner": torch.optim.SGD([torch.ones(1)])}, TypeError, "inner must be a rule, such as .*, got SGD"),
         ({"order": 3}, ValueError, r"expected 1 \(first-order MAML\) or 2, got 3"),
         ({"memory": "half"}, ValueError, "memory must be .*\"step\".*got 'half'"),
         ({"task_chunk": 0}, ValueError, "task_chunk.*got 0"),

@@ -79,7 +79,9 @@ def chain(*links: Transform | Rule) -> Chain:
     return Chain(tuple(transforms), rule)  # type: ignore[arg-type]
 
 
-def check_rule(call: str, rule: object) -> None:
+def check_rule(call: str, rule: object, name: str = "rule") -> None:
     """Refuse what has no ``init`` and ``update``."""
     if not hasattr(rule, "init") or not hasattr(rule, "update"):
-        raise TypeError(f"{call}: rule must be a rule, such as sgd(lr=0.1), got {type(rule).__name__}.")
+        raise TypeError(
+            f"{call}: {name} must be a rule, such as mg.optim.rules.sgd(lr=0.1), got {type(rule).__name__}."
+        )
