@@ -9,6 +9,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.derivatives.hvp import Hvp, hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearize
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.unroll import unroll
 
@@ -20,6 +21,7 @@ __all__ = [
     "Linearization",
     "LossAndGradient",
     "MissingDerivative",
+    "QuickDerivatives",
     "block_gradient",
     "chain",
     "checkpoint",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.probes import Generators, torchs_own
 from metagrad.optim.rule import Params
@@ -72,7 +73,8 @@ class TapeObjective(TapeCurvature):
         generators: Generators = torchs_own,
     ) -> None:
         with torch.enable_grad():
-            value, losses = self._with_parts(loss(params))
+            with QuickDerivatives():
+                value, losses = self._with_parts(loss(params))
             grads = _gradients(value, params, create_graph=True)
         self._begin(loss, params, value, grads, losses, create_graph, generators)
 

@@ -36,9 +36,14 @@ _DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over
 _BAG = "Look the rows up with F.embedding, and sum each bag with index_add."
 _MATH = "Compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
 _NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
-_BATCH_NORM = "Use F.group_norm or F.rms_norm, or write it out: (x - mean) * (var + eps).rsqrt()."
-_LAYER_NORM = "Use F.rms_norm or F.group_norm(x, 1), or write it out: (x - mean) * (var + eps).rsqrt()."
-_OUTPUT_PADDING = "Leave output_padding at 0, and pad or crop the output instead."
+_BATCH_NORM = "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.group_norm or F.rms_norm."
+_LAYER_NORM = (
+    "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.rms_norm or F.group_norm(x, 1)."
+)
+_OUTPUT_PADDING = (
+    "Call the model inside metagrad.autograd.QuickDerivatives(), or leave output_padding at 0 and pad or crop the "
+    "output instead."
+)
 _EAGER = "Compile the whole derivative, torch.compile(torch.func.grad(...)), or run the forward uncompiled."
 _SAMPLE = "Take the sample as a constant, or reparametrise it another way."
 _CTC = "Write the forward recursion with torch.logsumexp."

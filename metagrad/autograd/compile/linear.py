@@ -75,7 +75,7 @@ def compiled_hvp(
     def reverse(at: Vectors, vector: Vectors) -> Vectors:
         return torch.func.vjp(torch.func.grad(loss_at), at)[1](vector)[0]
 
-    vector = [torch.zeros_like(part) for part in point]
+    vector = [torch.zeros_like(part, memory_format=torch.contiguous_format) for part in point]
     try:
         return CompiledLinearMap(forward, point, vector, options)
     except RuntimeError as error:

@@ -15,6 +15,7 @@ from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core.capture import forward_mode
 from metagrad.core.transforms import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
@@ -138,7 +139,8 @@ def _reverse(
 ) -> Products:
     with torch.enable_grad():
         inputs = [_variable(leaf) for leaf in leaves]
-        loss = fn(inputs)
+        with QuickDerivatives():
+            loss = fn(inputs)
         gradient = grad(loss, inputs, create_graph=True, materialize_grads=True)
         product = _product(gradient, inputs, weights, create_graph)
     if create_graph:

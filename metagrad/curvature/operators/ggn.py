@@ -75,8 +75,7 @@ def ggn(
             treated so anyway.
         mode: How products with :math:`J` are computed. ``"reverse"``: from a graph of the backward pass, which is
             kept; ``"forward"``: by ``torch.func.jvp``, which runs the model for each, and needs forward derivatives;
-            ``"auto"``: the first, and with a warning the second where a derivative is missing; the second where
-            BatchNorm in training makes it the faster one.
+            ``"auto"``: the first, and with a warning the second where a derivative is missing.
         chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
         create_graph: Put products on the tape, to be differentiated in ``params``, which must require grad then, and
             in vectors.

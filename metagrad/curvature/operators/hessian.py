@@ -14,6 +14,7 @@ from metagrad.autograd.compile.compiled import Compile, checked_compile, reason
 from metagrad.autograd.compile.linear import compiled_hvp
 from metagrad.autograd.derivatives.hvp import hvp
 from metagrad.autograd.derivatives.linearize import Linearization, linearized
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
 from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.transforms import is_transformed
@@ -75,7 +76,8 @@ def hessian(
                                                                         :func:`metagrad.autograd.chain`
     =================== =============================================== ============================================
 
-    All but the first need the loss as a function. Each evaluation runs it again, with the same random numbers, and so
+    All but the first need the loss as a function. The first, given a function, calls it inside
+    :class:`~metagrad.autograd.QuickDerivatives`. Each evaluation runs it again, with the same random numbers, and so
     the running statistics of BatchNorm in training are updated again.
 
     With ``compile`` the product is traced once, forward over reverse (or reverse over reverse, where an operation has
@@ -159,10 +161,11 @@ def hessian(
 
     def operator_for(batch: Batch) -> HessianOperator:
         objective = BatchLoss(loss, params, _arguments(batch))
-        value = objective.here()
         if mode == "reverse" and options is None:
+            with QuickDerivatives():
+                value = objective.here()
             return _with_graph(value, objective.params, how)
-        return _evaluated(value, objective, how)
+        return _evaluated(objective.here(), objective, how)
 
     if group is None and (data is None or is_one_batch(data)):
         return operator_for(() if data is None else data)

@@ -15,14 +15,9 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, name
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
-from metagrad.core.graph import graph_nodes
 from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]
-
-
-# Its second derivative takes some seventy products of activations, which cost more than running the model again.
-_BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 
 
 class JacobianMode:
@@ -30,15 +25,14 @@ class JacobianMode:
 
     Args:
         call: How errors name the caller.
-        mode: ``"auto"`` is ``"forward"`` for a model with BatchNorm in training, else ``"reverse"``; where a
-            derivative is missing, the other.
+        mode: ``"auto"`` is ``"reverse"``, and ``"forward"`` where a derivative is missing.
     """
 
     def __init__(self, call: str, mode: Mode) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"{call}: mode must be one of {', '.join(get_args(Mode))}, got {mode!r}.")
         self.call = call
-        self._left = [] if mode == "auto" else [mode]
+        self._left = ["reverse", "forward"] if mode == "auto" else [mode]
         self._reason: MissingDerivative | None = None
 
     @property
@@ -46,25 +40,13 @@ class JacobianMode:
         """Whether products are in forward mode now."""
         return self._left[0] == "forward"
 
-    def choose(self, outputs: Sequence[Tensor]) -> None:
-        """Choose the mode to begin with, unless that was done."""
-        if self._left:
-            return
-        training = any(
-            node.name() in _BATCH_NORMS and getattr(node, "_saved_training", True)
-            for node in graph_nodes(outputs)
-        )
-        self._left = ["forward", "reverse"] if training else ["reverse", "forward"]
-
     def reject(self, error: MissingDerivative) -> None:
-        """Switch to the other mode, with a warning if that is the slower one; raise if there is none."""
+        """Switch to the other mode, with a warning; raise if there is none."""
         if len(self._left) == 1:
             raise error if self._reason is None else MissingDerivative(f"{self._reason}\n{error}")
-        if not self.is_forward:
-            warnings.warn(
-                f'{error}\nGoing on with mode="forward", which runs the model for every product.',
-                stacklevel=2,
-            )
+        warnings.warn(
+            f'{error}\nGoing on with mode="forward", which runs the model for every product.', stacklevel=2
+        )
         del self._left[0]
         self._reason = error
 
@@ -94,7 +76,6 @@ class Jacobian:
         self._evaluation = evaluation
         self._autocast = AutocastState()
         self._transposed: TransposedProduct | None = None
-        mode.choose(self.outputs)
         if self.create_graph:
             # In forward mode as well: the derivative of layer_norm's product with a tangent is wrong (torch 2.13).
             self._refuse_missing(order=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
 from metagrad.core.graph import graph_nodes
@@ -75,7 +77,9 @@ class ModelProblem:
         with torch.enable_grad():
             leaves = self._leaves()
             random = RandomState()
-            output = self.call_model(leaves, x)
+            # What is differentiated further may be in forward mode, and has to be known from this graph.
+            with contextlib.nullcontext() if self.create_graph else QuickDerivatives():
+                output = self.call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
             random.close()
             variables = self._variables(leaves, loss)

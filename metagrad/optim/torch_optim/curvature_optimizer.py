@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core.graph import graph_nodes
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, Evaluated, evaluate
 from metagrad.optim.curvature import needs_curvature
@@ -201,7 +202,7 @@ class CurvatureOptimizer(RuleOptimizer):
         mode = LossRecorder(backward, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
-            with mode:
+            with mode, QuickDerivatives():
                 yield
         except BaseException:
             self._forget()

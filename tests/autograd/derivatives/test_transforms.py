@@ -123,9 +123,9 @@ def test_third_derivatives_that_torch_gets_wrong_are_refused(mode, norm):
             torch.testing.assert_close(
                 {name: p[i] for name, p in together.items()}, product(params, x[i], y[i])
             )
-    for derivative in (
-        lambda: product(params, x[0], y[0], create_graph=True),
-        lambda: grad(lambda p: product(p, x[0], y[0])["0.weight"].sum())(params),
-    ):
+    wrong = [lambda: grad(lambda p: product(p, x[0], y[0])["0.weight"].sum())(params)]
+    if mode == "forward":  # a tape in reverse has derivatives of ours
+        wrong.append(lambda: product(params, x[0], y[0], create_graph=True))
+    for derivative in wrong:
         with pytest.raises(mg.autograd.MissingDerivative, match="order 3 that are silently wrong"):
             derivative()

@@ -492,27 +492,3 @@ def test_autocast_is_as_it_was():
     assert all(d.dtype == torch.float32 for d in dense)
     torch.testing.assert_close(dense[0], dense[2])
     torch.testing.assert_close(dense[0], dense[1], rtol=0.1, atol=0.02)
-
-
-def test_with_batch_norm_in_training_the_faster_mode_is_taken():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-    params, x, y = dict(model.named_parameters()), randn(5, 3), torch.randint(3, (5,))
-    expected = dense_ggn(model, F.cross_entropy, params, x, y)
-    with ggn(model, F.cross_entropy, params, (x, y)) as G:
-        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
-        assert G._jacobian.mode.is_forward
-    model.eval()
-    with ggn(model, F.cross_entropy, params, (x, y)) as G:
-        assert not G._jacobian.mode.is_forward
-
-
-def test_where_the_faster_mode_does_not_run_the_other_is_taken():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 3)).double()
-    params, x, y = dict(model.named_parameters()), torch.arange(5)[:, None], torch.randint(3, (5,))
-    expected = dense_ggn(model, F.cross_entropy, params, x, y)
-    model[0].sparse = True
-    with ggn(model, F.cross_entropy, params, (x, y)) as G:
-        torch.testing.assert_close(G.to_dense(), expected, rtol=1e-9, atol=1e-12)
-        assert not G._jacobian.mode.is_forward

@@ -34,10 +34,6 @@ REFUSED = {
 COMPILED_REFUSED = REFUSED["reverse"] | {
     "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "gaussian_nll_loss",
 }  # fmt: skip
-THIRD_REFUSED = REFUSED["reverse"] | {
-    "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "BatchNorm2d without statistics", "LayerNorm",
-    "InstanceNorm2d",
-}  # fmt: skip
 
 
 def differences(fn, point, vector, h=1e-5):
@@ -108,7 +104,7 @@ def test_third_derivatives_of_every_layer(name):
     v, direction = directions(space)
     params = {key: p.clone().requires_grad_() for key, p in case.params.items()}
     torch.manual_seed(0)
-    if name in THIRD_REFUSED:
+    if name in REFUSED["reverse"]:
         with pytest.raises(ValueError, match=r"order [23]"):
             hessian(case.loss_fn, params, case.batch, mode="reverse", create_graph=True)
         return
