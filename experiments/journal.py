@@ -64,7 +64,10 @@ class Journal(Silent):
     def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
         """Write the memory of the first steps."""
         memory.write(self.folder, tracker, processes)
-        self.mirror.table("memory/phases", memory.read(self.folder))
+        rows = memory.read(self.folder)
+        self.mirror.table("memory/phases", rows)
+        for x, curves in memory.curves(rows).items():
+            self.mirror.curves(f"memory/{x.replace(' ', '_')}s(MiB)", x, curves)
 
     def save(self, parts: Parts, **state: Any) -> None:
         """Write a checkpoint, once the metrics before it are on the disk; see `checkpoint.save`."""

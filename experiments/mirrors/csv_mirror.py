@@ -51,6 +51,11 @@ class CsvMirror(Mirror):
         """Write a table; `memory/phases` is the file `memory_phases.csv`."""
         write_text(self._folder / f"{name.replace('/', '_')}.csv", _text(list(rows[0]), rows))
 
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Write curves as a table of one column each."""
+        points = sorted({point for curve in curves.values() for point in curve})
+        self.table(name, [{x: i, **{k: curve.get(i) for k, curve in curves.items()}} for i in points])
+
     def _rewrite(self) -> None:
         write_text(self._folder / FILE, _text(self._columns, self._rows))
 

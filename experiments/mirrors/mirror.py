@@ -26,6 +26,9 @@ class Mirror:
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Receive a table, one mapping a row, all with the same keys."""
 
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Receive curves of one figure, each a mapping of `x` to values, by their names."""
+
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Receive final results."""
 

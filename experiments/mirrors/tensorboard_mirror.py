@@ -40,6 +40,12 @@ class TensorBoardMirror(Mirror):
         lines = [header, ["---"] * len(header), *([str(row[column]) for column in header] for row in rows)]
         self._writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Log curves as scalars named `NAME/CURVE`."""
+        for curve, values in curves.items():
+            for i, value in values.items():
+                self._writer.add_scalar(f"{name}/{curve}", value, i)
+
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Log final results as text."""
         for name, value in values.items():

@@ -36,6 +36,12 @@ class WandbMirror(Mirror):
         data = [[_cell(row[column]) for column in columns] for row in rows]
         self._run.log({name: self._wandb.Table(columns=columns, data=data)})
 
+    def curves(self, name: str, x: str, curves: Mapping[str, Mapping[int, float]]) -> None:
+        """Log curves as one chart."""
+        xs, ys = zip(*((list(curve), list(curve.values())) for curve in curves.values()), strict=True)
+        chart = self._wandb.plot.line_series(xs, ys, keys=list(curves), title=name, xname=x)
+        self._run.log({name: chart})
+
     def summarise(self, values: Mapping[str, Any]) -> None:
         """Write final results into the summary."""
         self._run.summary.update(dict(values))
@@ -47,7 +53,8 @@ def opened(
 ) -> Iterator[Mirror]:
     """Open the mirror of a run.
 
-    An offline wandb run cannot be resumed: a continued run is a new one that says so in its notes and config.
+    A run that goes on in its folder is the same wandb run, whose offline parts `wandb sync` uploads in order; in
+    another it is a new one. Notes and config say where either continues.
 
     Raises:
         ValueError: wandb refuses what it is asked for.
@@ -61,8 +68,11 @@ def opened(
         if resumed_at is None
         else f"{config.notes or ''} Continues at step {resumed_at}.".strip()
     )
+    former = None if resumed_at is None else _run_in(folder)
     try:
         run = wandb.init(
+            id=former,
+            resume=former and "allow",
             project=config.project,
             entity=config.entity,
             mode=config.mode,
@@ -85,6 +95,14 @@ def opened(
         run.finish(exit_code=1)
         raise
     run.finish()
+
+
+def _run_in(folder: Path) -> str | None:
+    """Return the id of the latest wandb run of a folder, which is the end of a name such as `offline-run-TIME-ID`."""
+    names = sorted(
+        (path.name for path in folder.glob("wandb/*run-*-*")), key=lambda name: name.split("-")[-2]
+    )
+    return names[-1].rpartition("-")[2] if names else None
 
 
 def _cell(value: Any) -> Any:

@@ -76,6 +76,23 @@ def test_a_continued_run_says_so(composed, wandb, tmp_path):
     assert settings["config"]["resumed_at"] == 16
 
 
+def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb, tmp_path):
+    for name in ("offline-run-20260102_000000-second", "run-20260101_000000-first"):
+        (tmp_path / "day" / "time" / "wandb" / name).mkdir(parents=True)
+    for resumed_at, expected in ((None, (None, None)), (16, ("second", "allow"))):
+        open_and_log(composed, tmp_path, resumed_at)
+        settings = [called for name, called in wandb.calls if name == "init"][-1]
+        assert (settings["id"], settings["resume"]) == expected
+
+
+def test_wandb_draws_curves_as_one_chart(composed, wandb, tmp_path):
+    wandb.plot = SimpleNamespace(line_series=lambda xs, ys, **named: (xs, ys, named))
+    with open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None) as mirror:
+        mirror.curves("memory", "inner step", {"outer 0": {0: 1.0, 1: 2.0}, "outer 1": {0: 3.0}})
+    named = {"keys": ["outer 0", "outer 1"], "title": "memory", "xname": "inner step"}
+    assert wandb.calls[-2] == ("log", {"memory": (([0, 1], [0]), ([1.0, 2.0], [3.0]), named)})
+
+
 def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed(
     composed, wandb, tmp_path, capsys
 ):
@@ -129,9 +146,14 @@ def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(composed, tmp_
         mirror.log(2, {"train/loss": 0.25, "validation/loss": 3.0})
         mirror.log(3, {"train/loss": 0.5})
         mirror.table("memory/phases", [{"phase": "outer 0, inner", "bytes": 8}, {"phase": "b", "bytes": 9}])
+        mirror.curves("memory/steps", "step", {"a": {0: 1.0, 1: 2.0}, "b": {1: 3.0}})
     rows = rows_of(tmp_path / "metrics.csv")
     assert [list(row.values()) for row in rows] == [["1", "0.1", ""], ["2", "0.25", "3.0"], ["3", "0.5", ""]]
     assert list(rows[0]) == ["step", "train/loss", "validation/loss"]
+    assert [list(row.values()) for row in rows_of(tmp_path / "memory_steps.csv")] == [
+        ["0", "1.0", ""],
+        ["1", "2.0", "3.0"],
+    ]
     assert rows_of(tmp_path / "memory_phases.csv")[0] == {"phase": "outer 0, inner", "bytes": "8"}
 
 
@@ -167,9 +189,11 @@ def test_tensorboard_gets_scalars_images_tables_and_results(composed, tmp_path, 
     with open_mirror(composed("logger=tensorboard").logger, tmp_path, {"seed": 0}, resumed_at=4) as mirror:
         mirror.log(5, {"train/loss": 1.0})
         mirror.table("memory/phases", [{"phase": "inner", "bytes": 8}])
+        mirror.curves("memory/steps", "step", {"a": {3: 4.0}})
         mirror.summarise({"test/loss": 0.5})
         mirror.images([tmp_path / "curve.png"])
-    opened, config, scalar, table, result, image, closed = Writer.last.calls
+    opened, config, scalar, table, curve, result, image, closed = Writer.last.calls
+    assert curve == ("add_scalar", "memory/steps/a", 4.0, 3)
     assert (opened, closed) == (("opened", str(tmp_path / "tensorboard"), 5), ("closed",))
     assert config[:2] == ("add_text", "config")
     assert '"seed": 0' in config[2]
