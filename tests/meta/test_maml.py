@@ -123,6 +123,21 @@ def test_first_order(textbook, regression, memory, task_chunk):
     assert not torch.allclose(got[0], second[0])
 
 
+def test_support_losses_at_first_order_have_a_gradient_where_steps_are_computed_again(regression):
+    """Steps whose graphs are freed say what to change; torch spoke of a second backward pass, in every mode."""
+    model = mlp()
+
+    def first_order(memory):
+        out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, order=1, memory=memory)(regression)
+        return meta_gradient(out.loss + out.support_losses[:, 1:].mean(), model)
+
+    with pytest.raises(RuntimeError, match=r'out.support_losses has no gradient. Pass memory="step"'):
+        first_order("full")
+    # Memory mode "block" takes the gradients of a step by another path.
+    assert_same(first_order("step"), first_order("block"))
+    assert_same(first_order("sqrt"), first_order("block"))
+
+
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
     """A third derivative of the model, against that of the textbook loop."""

@@ -357,7 +357,10 @@ class InnerLoop:
             total = losses.sum()
             if (create_graph or is_due) and t == 0:
                 refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
-            grads = gradients_of(total, params, create_graph or is_due)
+            # A step that is computed again, as that of compiled code is, frees its graph at its end.
+            is_kept = create_graph or is_due or self.memory in ("step", "sqrt") or self.compiled is not None
+            grads = gradients_of(total, params, create_graph or is_due, retain_graph=is_kept)
+            losses = losses if is_kept else _of_no_graph(losses)
         curvature = None
         if is_due:
             curvature = inner_curvature(
@@ -508,9 +511,33 @@ def _is_constant(param: Tensor) -> bool:
     return not param.requires_grad and not torch.compiler.is_compiling()
 
 
-def gradients_of(loss: Tensor, params: Params, create_graph: bool) -> Params:
+def _of_no_graph(losses: Tensor) -> Tensor:
+    """Return losses of which the graph is gone, so that differentiating them is an error that says why."""
+
+    def refuse(cotangent: Tensor) -> None:
+        raise RuntimeError(
+            "MAML(..., order=1): the graphs of the inner steps are freed at once, so out.support_losses has no "
+            'gradient. Pass memory="step", which computes them again, or order=2; or detach the losses.'
+        )
+
+    losses = losses.view_as(losses)
+    if losses.requires_grad:
+        with without_torch_function():  # compiled code, which keeps what it needs, may pass this hook by
+            losses.register_hook(refuse)
+    return losses
+
+
+def gradients_of(
+    loss: Tensor, params: Params, create_graph: bool, *, retain_graph: bool | None = None
+) -> Params:
     """Differentiate; a parameter that the loss does not use gets zeros, its exact gradient."""
-    grads = torch.autograd.grad(loss, list(params.values()), create_graph=create_graph, allow_unused=True)
+    grads = torch.autograd.grad(
+        loss,
+        list(params.values()),
+        retain_graph=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        allow_unused=True,
+    )
     if all(gradient is None for gradient in grads):
         raise ValueError(
             "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
