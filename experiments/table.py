@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import hydra
 import yaml
@@ -50,7 +50,9 @@ class Table:
     minutes: float | None = key("Minutes of training of every cell, which say how many outer steps it takes.")
     overrides: list[str] = key('Overrides of every cell: ["threads=1"].')
     own: dict[str, list[str]] = key('Overrides of the cells of an algorithm: {maml: ["algorithm.steps=3"]}.')
-    papers: dict[str, dict[str, str]] = key("What the papers report, by experiment and algorithm.")
+    papers: dict[str, dict[str, Any]] = key(  # str; OmegaConf merges no file into a dict of dicts of str
+        "What the papers report, by experiment and algorithm."
+    )
 
 
 class Cell(NamedTuple):

@@ -18,6 +18,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -42,7 +43,7 @@ class OptimizersStudyConfig(StudyConfig):
     evaluations: int = key("How often a run is measured, evenly in seconds.")
     seconds: dict[str, float] = key("By workload, seconds of CPU of a run, measurements left out.")
     trial_part: float = key("The part of these that a trial takes.")
-    shared: dict[str, dict[str, str]] = key(
+    shared: dict[str, dict[str, Any]] = key(  # str; OmegaConf merges no file into a dict of dicts of str
         "By workload and optimizer, the settings that its trials have in common."
     )
     trials: dict[str, dict[str, list[str]]] = key("By workload and optimizer, the settings that are tried.")

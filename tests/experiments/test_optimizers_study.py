@@ -30,6 +30,17 @@ def config():
     return build_config
 
 
+def test_a_preset_overrides_a_setting_that_trials_share(tmp_path):
+    """OmegaConf refused it: "Value 'AnyNode' is not a supported primitive type"."""
+    for place in ("preset", "preset/optimizers_study"):
+        (tmp_path / place).mkdir()
+        text = "# @package _global_\nshared: {pinn: {lbfgs: max_iter=7}}\n"
+        (tmp_path / place / "mine.yaml").write_text(text)
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        found = compose("optimizers_study", [f"hydra.searchpath=[file://{tmp_path}]", "preset=mine"])
+    assert study.typed(found).shared["pinn"]["lbfgs"] == "max_iter=7"
+
+
 def test_the_gradient_of_the_residuals_is_that_of_the_textbook():
     """Of a tanh unit, the Laplacian is a closed form, whose gradient is taken by plain torch."""
     torch.manual_seed(0)
