@@ -15,6 +15,7 @@ from metagrad import memory as memory_tracking
 from metagrad.autograd.blocks.block_gradient import block_gradient
 from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.compiled import unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step
@@ -350,7 +351,8 @@ class InnerLoop:
         if self.chain is not None:
             losses, grads = block_gradient(self.chain, params, x, y)
         else:
-            with observed_layers(self.objective.model, params, self.rule, t) as calls:
+            quick = QuickDerivatives() if create_graph and not self.stacked else contextlib.nullcontext()
+            with quick, observed_layers(self.objective.model, params, self.rule, t) as calls:
                 losses, predictions = loss(params, x, y)
             if self.compiled is not None:
                 self.compiled.note_outputs(losses, predictions)

@@ -202,7 +202,7 @@ class CurvatureOptimizer(RuleOptimizer):
         mode = LossRecorder(backward, note_losses=self.notes_losses)
         self._noted = mode.losses
         try:
-            with mode, QuickDerivatives():
+            with QuickDerivatives(), mode:
                 yield
         except BaseException:
             self._forget()

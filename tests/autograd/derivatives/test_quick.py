@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 
-from metagrad.autograd.derivatives.quick import QuickDerivatives
+import metagrad as mg
+from metagrad.autograd import QuickDerivatives
 from metagrad.curvature import ggn, hessian
 from metagrad.models import composite_norms
 
@@ -185,3 +186,29 @@ def test_what_is_not_plain_is_left_to_torch():
         with torch.no_grad():
             assert not F.conv2d(x, w).requires_grad
     assert not any(map(is_ours, left))
+
+
+def test_a_checkpoint_around_it_sees_what_is_read():
+    x, w = drawn(1, 1, 4), drawn(1, 1, 2, seed=1)
+
+    def loss(x):
+        with QuickDerivatives():
+            return F.conv1d(x, w).sin().sum()
+
+    assert mg.grad(mg.checkpoint(loss, x), {"x": x, "w": w}).keys() == {"x", "w"}
+    torch.testing.assert_close(mg.grad(mg.checkpoint(loss, x), [x, w]), mg.grad(loss(x), [x, w]))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4, track_running_stats=False), nn.LayerNorm(4)])
+def test_third_derivatives_through_a_checkpoint_inside_it(norm):
+    model, x = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh()).to(D), drawn(5, 3).detach()
+    params = dict(model.named_parameters())
+
+    def third(call):
+        def loss(params):
+            return call(lambda x: torch.func.functional_call(model, params, (x,)), x).square().mean()
+
+        with hessian(loss, params, create_graph=True) as H:
+            return mg.grad((H @ torch.ones(H.shape[0], dtype=D)).pow(3).sum(), params)
+
+    torch.testing.assert_close(third(mg.checkpoint), third(lambda fn, x: fn(x)))

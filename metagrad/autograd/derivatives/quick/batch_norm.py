@@ -73,9 +73,8 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, v: Tensor | None, t: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[reportIncompatibleMethodOverride]
         g, x, weight, mean, r = ctx.saved_tensors
-        if torch.is_grad_enabled():  # what was saved has no graph
-            var, mean = torch.var_mean(x, _over(x), correction=0)
-            r = (var + ctx.eps).rsqrt()
+        if torch.is_grad_enabled():
+            mean, r = with_graph(mean, r, x, _over(x), ctx.eps)
         zero = torch.zeros_like(r)
         v, t = (zero if part is None else part for part in (v, t))
         image, of_scale = _standardized(g, x, mean, r, ctx.eps)
@@ -123,6 +122,13 @@ def _gradients(
         return inner * beside(factor, x) if of_x else None, along, total
     found = _aten.native_batch_norm_backward(g, x, weight, None, None, mean, r, True, eps, wanted)
     return tuple(part if is_wanted else None for part, is_wanted in zip(found, wanted, strict=True))
+
+
+def with_graph(mean: Tensor, r: Tensor, x: Tensor, over: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """Return statistics that were saved, bit for bit, as functions of activations."""
+    var, again = torch.var_mean(x, over, correction=0, keepdim=mean.ndim == x.ndim)
+    scale = (var + eps).rsqrt()
+    return mean + (again - again.detach()), r + (scale - scale.detach())
 
 
 def _over(x: Tensor) -> list[int]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from metagrad.autograd.derivatives.quick.batch_norm import with_graph
 from metagrad.autograd.derivatives.quick.plain import is_plain
 from metagrad.core.transforms import is_transformed
 
@@ -69,9 +70,8 @@ class _Gradients(torch.autograd.Function):
         g, x, weight, mean, r = ctx.saved_tensors
         ndim, eps = ctx.how
         inner, examples = list(range(x.ndim - ndim, x.ndim)), list(range(x.ndim - ndim))
-        if torch.is_grad_enabled():  # what was saved has no graph
-            var, mean = torch.var_mean(x, inner, correction=0, keepdim=True)
-            r = (var + eps).rsqrt()
+        if torch.is_grad_enabled():
+            mean, r = with_graph(mean, r, x, inner, eps)
 
         def standardized(cotangent: Tensor) -> Tensor:
             return _gradients(cotangent, x, None, mean, r, ctx.how, True, False, False)[0]  # type: ignore[reportReturnType]

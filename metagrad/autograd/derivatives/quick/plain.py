@@ -14,7 +14,8 @@ from metagrad.core.transforms import is_transformed
 def is_plain(*arguments: Any) -> bool:
     """Say whether a call is one of plain tensors of one real dtype, on a tape that only runs backwards.
 
-    Not of subclasses; nor in transforms of torch.func and forward mode, under autocast, or in code that is compiled.
+    Not of subclasses; nor in transforms of torch.func and forward mode, under autocast, in code that is compiled, or
+    below another mode, as of a checkpoint, which has to see all functions of torch that are called.
 
     Args:
         *arguments: Tensors, or None, which does not count.
@@ -28,6 +29,7 @@ def is_plain(*arguments: Any) -> bool:
         and any(tensor.requires_grad for tensor in tensors)
         and not torch.compiler.is_compiling()
         and not is_transformed()
+        and not _torch.num_function_modes()
         and _torch.forward_level() < 0
         and not torch.is_autocast_enabled(tensors[0].device.type)
     )
