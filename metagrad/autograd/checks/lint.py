@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -63,8 +63,9 @@ def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
     What is known of torch is a table (``lint_rules.RULES``); a node that it does not list counts as right. What
     a custom ``autograd.Function`` does in its backward cannot be seen, except that it is
     ``once_differentiable``: one that detaches, or that keeps an intermediate result on ``ctx`` (``ctx.y = y``)
-    and so takes it for a constant, is not found; nor is anything inside :func:`metagrad.checkpoint` or a
-    recomputing :func:`metagrad.unroll`, whose graph does not exist yet. :func:`metagrad.gradcheck` finds those.
+    and so takes it for a constant, is not found, except by
+    :func:`metagrad.gradcheck`. What :func:`metagrad.checkpoint` or a recomputing :func:`metagrad.unroll` will
+    recompute is run again, to have its graph read as well.
 
     Args:
         loss: A tensor of any shape, with its graph.
@@ -97,7 +98,7 @@ def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
             f"lint(loss, order): order must be from 1 to {HIGHEST_ORDER}, got {order}. Beyond, nothing is known; "
             "metagrad.gradcheck checks any order by finite differences."
         )
-    return findings(graph_nodes([loss]), order, ("cut", "dense", "error", "wrong"))
+    return findings(_with_recomputed(graph_nodes([loss])), order, ("cut", "dense", "error", "wrong"))
 
 
 def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
@@ -110,6 +111,21 @@ def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tupl
     return tuple(sorted(found, key=lambda finding: finding.order))
 
 
+def _with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Walk nodes, and the graphs of those that are recomputed."""
+    for node in nodes:
+        yield node
+        inside = getattr(getattr(node, "_forward_cls", None), "nodes_inside", None)
+        if inside is not None:
+            yield from _with_recomputed(inside(node))
+
+
+def defects(loss: Tensor, behind: set[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
+    """Find what is wrong with derivatives of a loss; of third order, in calls that are recomputed, too."""
+    nodes = graph_nodes([loss], behind)
+    return findings(_with_recomputed(nodes) if order > 2 else nodes, order, kinds)
+
+
 def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
     """Raise if the gradient of a loss could not be differentiated again, naming every node that is to blame.
 
@@ -117,7 +133,7 @@ def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
     """
     with without_torch_function():  # a recording takes a look at the graph for a hook to come
         behind = {node for param in params if (node := param.grad_fn) is not None}
-        found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
+        found = defects(loss, behind, order=2, kinds=("cut", "error", "wrong"))
     if found:
         raise ValueError("\n".join(f"{call}: {finding}" for finding in found))
 

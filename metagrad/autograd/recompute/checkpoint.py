@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.recompute.captured_tensors import shown, tell_recorders, unobserved, unrecorded
@@ -22,6 +23,7 @@ from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
+from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
 
 T = TypeVar("T")
@@ -304,3 +306,11 @@ class _Recomputed(torch.autograd.Function):
         else:
             grads = ctx.pull(backward)
         return (None, None, None, None, None, *grads)
+
+    @staticmethod
+    def nodes_inside(ctx) -> Iterator[Node]:
+        """Walk the graph of the call, which is run again for that."""
+        with torch.enable_grad():
+            inputs = [fresh_leaf(tensor) for tensor in ctx.saved_tensors[: len(ctx.needs_input_grad[5:])]]
+            outputs = ctx.call(inputs)
+        return graph_nodes([output for output in outputs if output is not None])
