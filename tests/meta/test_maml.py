@@ -154,6 +154,25 @@ def test_the_hessian_of_the_meta_objective(textbook, regression, memory):
     assert_same(hessian_products(maml(regression).loss), expected)
 
 
+@pytest.mark.parametrize("memory", ["full", "step"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)])
+def test_the_hessian_through_a_norm_is_right_or_refused(regression, norm, memory):
+    """Of stacked tasks the third derivatives are torch's, which are wrong; those recomputed were so in silence."""
+    model = nn.Sequential(nn.Linear(2, 4), norm, nn.Tanh(), nn.Linear(4, 3)).double()
+    params = dict(model.named_parameters())
+
+    def matrix(task_chunk):
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=task_chunk)
+        with mg.hessian(lambda: maml(regression).loss, params) as H:
+            return H.to_dense()
+
+    with mg.models.composite_norms():
+        expected = matrix(None)
+    torch.testing.assert_close(matrix(1), expected)
+    with pytest.raises(mg.autograd.MissingDerivative, match="order 2 that are silently wrong"):
+        matrix(None)
+
+
 def test_output_shapes_and_the_first_losses(regression):
     model = mlp()
     out = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=5)(regression)

@@ -98,7 +98,7 @@ def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
             f"lint(loss, order): order must be from 1 to {HIGHEST_ORDER}, got {order}. Beyond, nothing is known; "
             "metagrad.gradcheck checks any order by finite differences."
         )
-    return findings(_with_recomputed(graph_nodes([loss])), order, ("cut", "dense", "error", "wrong"))
+    return findings(with_recomputed(graph_nodes([loss])), order, ("cut", "dense", "error", "wrong"))
 
 
 def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
@@ -111,19 +111,13 @@ def findings(nodes: Iterable[Node], order: int, kinds: tuple[Kind, ...]) -> tupl
     return tuple(sorted(found, key=lambda finding: finding.order))
 
 
-def _with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Walk nodes, and the graphs of those that are recomputed."""
+def with_recomputed(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Walk nodes, and the graphs of those that are recomputed, which run again for that."""
     for node in nodes:
         yield node
         inside = getattr(getattr(node, "_forward_cls", None), "nodes_inside", None)
         if inside is not None:
-            yield from _with_recomputed(inside(node))
-
-
-def defects(loss: Tensor, behind: set[Node], order: int, kinds: tuple[Kind, ...]) -> tuple[Finding, ...]:
-    """Find what is wrong with derivatives of a loss; of third order, in calls that are recomputed, too."""
-    nodes = graph_nodes([loss], behind)
-    return findings(_with_recomputed(nodes) if order > 2 else nodes, order, kinds)
+            yield from with_recomputed(inside(node))
 
 
 def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
@@ -133,7 +127,7 @@ def refuse_defects(call: str, loss: Tensor, params: Iterable[Tensor]) -> None:
     """
     with without_torch_function():  # a recording takes a look at the graph for a hook to come
         behind = {node for param in params if (node := param.grad_fn) is not None}
-        found = defects(loss, behind, order=2, kinds=("cut", "error", "wrong"))
+        found = findings(graph_nodes([loss], behind), order=2, kinds=("cut", "error", "wrong"))
     if found:
         raise ValueError("\n".join(f"{call}: {finding}" for finding in found))
 

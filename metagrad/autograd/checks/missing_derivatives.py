@@ -8,8 +8,9 @@ from collections.abc import Generator, Iterable
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from metagrad.autograd.checks.lint import defects
+from metagrad.autograd.checks.lint import findings, with_recomputed
 from metagrad.autograd.checks.lint_rules import Kind
+from metagrad.core.graph import graph_nodes
 
 # Of an operation without a second derivative, of one that raises in it, and of once_differentiable.
 _SIGNS = (
@@ -41,7 +42,7 @@ def refuse_missing(
         behind: Nodes at which the walk over the graph ends.
         kinds: What to refuse.
     """
-    found = defects(loss, set(behind), order, kinds)
+    found = findings(with_recomputed(graph_nodes([loss], set(behind))), order, kinds)
     if found:
         raise MissingDerivative("\n".join(f"{call}: {finding}" for finding in found))
 
