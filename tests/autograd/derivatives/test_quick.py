@@ -174,6 +174,9 @@ def test_what_is_not_plain_is_left_to_torch():
             F.batch_norm(x.bfloat16(), mean.float(), var.float()),
             F.conv2d(x.to(torch.complex128), w.to(torch.complex128)),
         ]
+        with pytest.raises(RuntimeError, match="weight should contain 1 elements not 2"):
+            F.batch_norm(x, mean, var, torch.ones(2, dtype=D, requires_grad=True))
+        assert F.layer_norm(x[:0], (4,)).shape == (0, 1, 4, 4)
         with torch.autocast("cpu"):
             left.append(F.conv2d(x.float(), w.float()))
         with forward_ad.dual_level():

@@ -147,7 +147,7 @@ def _normalized(
     eps: float = 1e-5,
 ) -> Tensor | None:
     """Take the arguments of ``F.batch_norm``."""
-    if not is_plain(input, running_mean, running_var, weight, bias) or input.ndim < 2 or not eps > 0:
+    if not eps > 0 or not _fit(input, running_mean, running_var, weight, bias):
         return None
     if training:
         if input.numel() <= input.shape[1]:
@@ -172,13 +172,22 @@ def _normalized_instances(
     eps: float = 1e-5,
 ) -> Tensor | None:
     """Take the arguments of ``F.instance_norm``: every channel of an example is one of a batch of one."""
-    if not use_input_stats or running_mean is not None or not is_plain(input, weight, bias) or input.ndim < 3:
+    if not use_input_stats or running_mean is not None or not _fit(input, weight, bias) or input.ndim < 3:
         return None
     flat = _normalized(input.reshape(1, -1, *input.shape[2:]), None, None, training=True, eps=eps)
     if flat is None or (weight is None and bias is None):
         return None if flat is None else flat.view_as(input)
     channels = input.new_ones(input.shape[1]) if weight is None else weight
     return affine(flat.view_as(input), channels, torch.zeros_like(channels) if bias is None else bias)
+
+
+def _fit(x: Any, *of_channels: Any) -> bool:
+    """Say whether tensors are plain, activations first, and have a number for each channel; of others torch errs."""
+    return (
+        is_plain(x, *of_channels)
+        and x.ndim > 1
+        and all(part is None or part.shape == x.shape[1:2] for part in of_channels)
+    )
 
 
 BATCH_NORMS: dict[Callable[..., Any], Callable[..., Tensor | None]] = {

@@ -128,6 +128,8 @@ def _normalized(
     shape = tuple(normalized_shape)
     if not is_plain(input, weight, bias) or not shape or input.shape[-len(shape) :] != shape or not eps > 0:
         return None
+    if not input.numel():
+        return None
     if any(part is not None and part.shape != shape for part in (weight, bias)):
         return None
     return _LayerNorm.apply(input, weight, bias, len(shape), eps)  # type: ignore[reportReturnType]
