@@ -7,11 +7,10 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from metagrad.autograd.derivatives.quick.batch_norm import BATCH_NORMS
 from metagrad.autograd.derivatives.quick.convolutions import CONVOLUTIONS
-from metagrad.autograd.derivatives.quick.layer_norm import LAYER_NORMS
+from metagrad.autograd.derivatives.quick.norms import NORMS
 
-_REPLACED = {**CONVOLUTIONS, **BATCH_NORMS, **LAYER_NORMS}
+_REPLACED = {**CONVOLUTIONS, **NORMS}
 
 
 class QuickDerivatives(TorchFunctionMode):
