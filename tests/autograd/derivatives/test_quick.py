@@ -1,8 +1,11 @@
 """Convolutions and normalization with quick second derivatives: torch's at every order, and what is left to torch."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import forward_ad
 
@@ -200,6 +203,18 @@ def test_a_checkpoint_around_it_sees_what_is_read():
 
     assert mg.grad(mg.checkpoint(loss, x), {"x": x, "w": w}).keys() == {"x", "w"}
     torch.testing.assert_close(mg.grad(mg.checkpoint(loss, x), [x, w]), mg.grad(loss(x), [x, w]))
+
+
+def test_torchs_checkpoint_inside_it_recomputes_what_it_saved():
+    x, w = drawn(3, 4), drawn(4, seed=1)
+
+    def loss(params, checkpoint):
+        y = checkpoint(lambda x: F.layer_norm(x, (4,), params["w"]), x)
+        return (y**3).sum()
+
+    recomputed = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    matrices = [hessian(loss, {"w": w}, (call,)).to_dense() for call in (recomputed, lambda fn, x: fn(x))]
+    torch.testing.assert_close(*matrices)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4, track_running_stats=False), nn.LayerNorm(4)])

@@ -14,8 +14,9 @@ from metagrad.core.transforms import is_transformed
 def is_plain(*arguments: Any) -> bool:
     """Say whether a call is one of plain tensors of one real dtype, on a tape that only runs backwards.
 
-    Not of subclasses; nor in transforms of torch.func and forward mode, under autocast, in code that is compiled, or
-    below another mode, as of a checkpoint, which has to see all functions of torch that are called.
+    Not of subclasses; nor in transforms of torch.func and forward mode, under autocast, in code that is compiled,
+    below another mode, as of a checkpoint, which has to see all functions of torch that are called, or under hooks of
+    saved tensors, by which torch's checkpoint compares what it recomputes without this mode.
 
     Args:
         *arguments: Tensors, or None, which does not count.
@@ -30,6 +31,7 @@ def is_plain(*arguments: Any) -> bool:
         and not torch.compiler.is_compiling()
         and not is_transformed()
         and not _torch.num_function_modes()
+        and _torch.innermost_saved_tensors_hooks(False) is None
         and _torch.forward_level() < 0
         and not torch.is_autocast_enabled(tensors[0].device.type)
     )
