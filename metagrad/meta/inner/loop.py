@@ -158,7 +158,7 @@ class InnerLoop:
         loss: Loss = self.to_query(tasks)._loss(tasks)
         if self.compiled is not None:
             loss = functools.partial(self.compiled.query_loss, SharingCall(self.objective, loss), self.shared)
-        with phase("query"):
+        with phase("query"), self._quick():
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         return query if self.stacked else with_task_axis(query)
 
@@ -278,6 +278,11 @@ class InnerLoop:
         values = {**start_values(others, tasks.rows, count, apart=True), **own}
         return {name: values[name] for name in params}
 
+    def _quick(self) -> contextlib.AbstractContextManager:
+        """Take operations of one task as they are quickest; torch.vmap and compiled code have theirs."""
+        is_plain = not self.stacked and self.compiled is None and not torch.compiler.is_compiling()
+        return QuickDerivatives() if is_plain else contextlib.nullcontext()
+
     def _loss(self, tasks: Tasks) -> Loss:
         objective = replace(self.objective, rows=tasks.rows)
         return objective.stacked if self.stacked else objective.single
@@ -351,8 +356,7 @@ class InnerLoop:
         if self.chain is not None:
             losses, grads = block_gradient(self.chain, params, x, y)
         else:
-            quick = QuickDerivatives() if create_graph and not self.stacked else contextlib.nullcontext()
-            with quick, observed_layers(self.objective.model, params, self.rule, t) as calls:
+            with self._quick(), observed_layers(self.objective.model, params, self.rule, t) as calls:
                 losses, predictions = loss(params, x, y)
             if self.compiled is not None:
                 self.compiled.note_outputs(losses, predictions)

@@ -1,5 +1,6 @@
 """Convolutions and normalization with quick second derivatives: torch's at every order, and what is left to torch."""
 
+import contextlib
 import functools
 
 import pytest
@@ -43,7 +44,12 @@ def by_example(x, weight=None, bias=None):
     return F.layer_norm(x, (4, 2), weight, bias, eps=0.1)
 
 
-OURS = "_ConvolutionBackward", "_AffineBackward", "_NormBackward", "ViewBackward0"
+def pooled(*window):
+    """Round, so that windows hold several maxima, of which the first has the gradient."""
+    return lambda x: F.max_pool2d(x + (x.round() - x).detach(), window if len(window) == 2 else window[0])
+
+
+OURS = "_ConvolutionBackward", "_AffineBackward", "_NormBackward", "_MaxPoolBackward", "ViewBackward0"
 
 
 def is_ours(out):
@@ -81,6 +87,8 @@ CASES = {
     "by example": (by_example, [(3, 2, 4, 2), (4, 2), (4, 2)]),
     "by example without bias": (by_example, [(4, 2), (4, 2)]),
     "by example alone": (by_example, [(3, 4, 2)]),
+    "pooled": (pooled(2), [(8, 33, 17, 15)]),
+    "pooled in wide windows": (pooled(3, 2), [(99, 3, 301)]),
 }
 
 
@@ -192,6 +200,30 @@ def test_what_is_not_plain_is_left_to_torch():
         with torch.no_grad():
             assert not F.conv2d(x, w).requires_grad
     assert not any(map(is_ours, left))
+
+
+def test_poolings_that_are_left_to_torch():
+    x = drawn(2, 2, 130, 130)
+    with QuickDerivatives():
+        assert is_ours(F.max_pool2d(x, 2))
+        assert is_ours(F.max_pool2d(x, [2, 3], (2, 3)))
+        overlapping, padded = F.max_pool2d(x, 3, 2), F.max_pool2d(x, 2, padding=1)
+        rounded_up, few = F.max_pool2d(x, 3, ceil_mode=True), F.max_pool2d(x[:1, :1, :4], 2)
+        strided = F.max_pool2d(x.to(memory_format=torch.channels_last), 2)
+        with_indices, _ = F.max_pool2d(x, 2, return_indices=True)
+        dilated = F.max_pool2d(x, 2, dilation=2)
+    left = overlapping, padded, rounded_up, few, strided, with_indices, dilated
+    assert not any(map(is_ours, left))
+
+
+def test_running_statistics_are_those_of_torch():
+    x, found = drawn(3, 2, 5), []
+    for context in (QuickDerivatives(), contextlib.nullcontext()):
+        mean, var = torch.ones(2, dtype=D), torch.ones(2, dtype=D)
+        with context:
+            F.batch_norm(x, mean, var, training=True, momentum=0.3)
+        found.append((mean, var))
+    torch.testing.assert_close(*found)
 
 
 def test_a_checkpoint_around_it_sees_what_is_read():

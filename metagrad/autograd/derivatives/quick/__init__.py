@@ -9,8 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.derivatives.quick.convolutions import CONVOLUTIONS
 from metagrad.autograd.derivatives.quick.norms import NORMS
+from metagrad.autograd.derivatives.quick.pooling import POOLING
 
-_REPLACED = {**CONVOLUTIONS, **NORMS}
+_REPLACED = {**CONVOLUTIONS, **NORMS, **POOLING}
 
 
 class QuickDerivatives(TorchFunctionMode):

@@ -43,8 +43,24 @@ class ByChannel(NamedTuple):
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return y, and mean and r beside x."""
         mean, var, momentum = self.running
+        if _is_slow_in_torch(x):
+            return self._forward(x, weight, bias)
         y, mean, r = _aten.native_batch_norm(x, weight, bias, mean, var, True, momentum, self.eps)
         return y, beside(mean, x)[None], beside(r, x)[None]
+
+    def _forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inside, n = self.groups(x), x.numel() // x.shape[1]
+        mean = x.mean(inside, keepdim=True)
+        var = (x - mean).square_().mean(inside, keepdim=True)
+        running_mean, running_var, momentum = self.running
+        for running, current in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
+            if running is not None:
+                running.lerp_(current.flatten(), momentum)
+        statistics = mean.flatten(), var.flatten()
+        y = _aten.native_batch_norm(x, weight, bias, *statistics, False, 0.0, self.eps)[0]
+        return y, mean, (var + self.eps).rsqrt_()
 
     def gradients(
         self, g: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, r: Tensor, wanted: list[bool]
@@ -269,6 +285,12 @@ def _normalized_examples(
     if any(size != shape for size in sizes):
         return None
     return _Norm.apply(input, weight, bias, ByExample(eps, len(shape)))  # type: ignore[reportReturnType]
+
+
+def _is_slow_in_torch(x: Tensor) -> bool:
+    """Say whether torch (2.13) takes the statistics of a batch one number at a time, as it does on a CPU."""
+    is_wide = x.dtype in (torch.float32, torch.float64)
+    return is_wide and x.device.type == "cpu" and x.ndim > 2 and x.is_contiguous()
 
 
 def _fit(x: Any, *of_channels: Any) -> bool:
