@@ -11,7 +11,9 @@ cotangents u, v and t of these, the derivatives of the gradients in g, x and w a
 .. math:: w R u + v \hat x + t, \qquad R(v g) - \frac{r}{n}
           \Big( \hat x \sum u \, R(w g) + R u \sum w g \hat x + R(w g) \sum u \hat x \Big), \qquad g \, R u,
 
-the last summed over what shares a weight. Torch (2.13) takes some sixty products of activations for those of batch
+the last summed over what shares a weight. A weight that is the same in a group comes out of R, and since R is
+symmetric, the sum of :math:`u \, R g` is that of :math:`g \, R u`: then all three are combinations of x, R u and R g.
+Torch (2.13) takes some sixty products of activations for those of batch
 norm, more time than a convolution, and their own derivatives are wrong.
 """
 
@@ -80,9 +82,38 @@ class ByChannel(NamedTuple):
         """Give weights the dimensions of x."""
         return beside(weight, x)
 
-    def normalized(self, x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-        """Return the normalized x."""
-        return affine(x, r.reshape(-1), (-mean * r).reshape(-1))
+    def second(
+        self,
+        cotangents: Found,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        r: Tensor,
+    ) -> Found:
+        """Return the derivatives of the gradients in g, x and w, all of them combinations of x, R u and R g."""
+        u, *others = cotangents
+        m, s = mean.flatten(), r.flatten()
+        v, t = (torch.zeros_like(s) if part is None else part for part in others)
+        w = torch.ones_like(s) if weight is None else weight
+
+        def image(part: Tensor) -> tuple[Tensor, Tensor]:
+            """Return R of a part, and the sum of its product with the normalized x."""
+            found, along, _ = _gradients(part, x, None, mean, r, self, True, True, False)
+            assert found is not None
+            assert along is not None
+            return found, along
+
+        straight, along = image(g)
+        shift, factor = t - v * s * m, v * s
+        if u is None:
+            return _combined(shift, (x, factor)), _combined(torch.zeros_like(s), (straight, v)), None
+        direction, of_u = image(u)
+        of_weight = (g * direction).sum(self.groups(x))
+        bent = -w * s * (s.numel() / x.numel())
+        normal = bent * of_weight * s
+        of_x = _combined(-normal * m, (x, normal), (direction, bent * along), (straight, v + bent * of_u))
+        return _combined(shift, (x, factor), (direction, w)), of_x, None if weight is None else of_weight
 
 
 class ByExample(NamedTuple):
@@ -115,9 +146,45 @@ class ByExample(NamedTuple):
         """Give weights the dimensions of x."""
         return weight
 
-    def normalized(self, x: Tensor, mean: Tensor, r: Tensor) -> Tensor:
-        """Return the normalized x."""
-        return (x - mean) * r
+    def second(
+        self,
+        cotangents: Found,
+        g: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        mean: Tensor,
+        r: Tensor,
+    ) -> Found:
+        """Return the derivatives of the gradients in g, x and w."""
+        u, v, t = cotangents
+        normalized, inside, alike = (x - mean) * r, self.groups(x), self.weighted_alike(x)
+
+        def image(part: Tensor) -> Tensor:
+            found = _gradients(part, x, None, mean, r, self, True, False, False)[0]
+            assert found is not None
+            return found
+
+        def total(part: Tensor) -> Tensor:
+            return part.sum(inside, keepdim=True)
+
+        of_g = of_x = of_weight = None
+        if v is not None:
+            of_g, of_x = normalized * v, image(g * v)
+        if t is not None:
+            of_g = t.expand_as(g) if of_g is None else of_g + t
+        if u is not None:
+            direction, weighted = image(u), g if weight is None else g * weight
+            moved = direction if weight is None else direction * weight
+            of_g = moved if of_g is None else of_g + moved
+            along = g * direction
+            if weight is not None:
+                of_weight = along.sum(alike) if alike else along
+            bent = normalized * total(along if weight is None else along * weight)
+            bent = torch.addcmul(bent, direction, total(weighted * normalized))
+            bent = torch.addcmul(bent, image(weighted), total(u * normalized))
+            factor = -r * (r.numel() / x.numel())
+            of_x = bent * factor if of_x is None else torch.addcmul(of_x, bent, factor)
+        return of_g, of_x, of_weight
 
 
 class _Norm(torch.autograd.Function):
@@ -160,46 +227,11 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor | None, v: Tensor | None, t: Tensor | None) -> Found:  # type: ignore[reportIncompatibleMethodOverride]
         g, x, weight, mean, r = ctx.saved_tensors
-        kind: ByChannel | ByExample = ctx.kind
-        inside = kind.groups(x)
         if torch.is_grad_enabled():  # the numbers that were saved, bit for bit, as functions of x
-            var, again = torch.var_mean(x, inside, correction=0, keepdim=True)
-            scale = (var + kind.eps).rsqrt()
+            var, again = torch.var_mean(x, ctx.kind.groups(x), correction=0, keepdim=True)
+            scale = (var + ctx.kind.eps).rsqrt()
             mean, r = mean + (again - again.detach()), r + (scale - scale.detach())
-
-        def total(part: Tensor) -> Tensor:
-            return part.sum(inside, keepdim=True)
-
-        def standardized(part: Tensor) -> tuple[Tensor, Tensor]:
-            """Return R of a part, and the sum of its product with the normalized x."""
-            image, along, _ = _gradients(
-                part, x, None, mean, r, kind, True, isinstance(kind, ByChannel), False
-            )
-            assert image is not None
-            return image, total(part * normalized) if along is None else kind.beside(along, x)
-
-        normalized = kind.normalized(x, mean, r)
-        of_g = of_x = of_weight = None
-        if v is not None:
-            v = kind.beside(v, x)
-            of_g, (of_x, _) = normalized * v, standardized(g * v)
-        if t is not None:
-            t = kind.beside(t, x)
-            of_g = t.expand_as(g) if of_g is None else of_g + t
-        if u is not None:
-            w = None if weight is None else kind.beside(weight, x)
-            direction, along = standardized(u)
-            image, of_scale = standardized(g if w is None else g * w)
-            beside_v = direction if w is None else direction * w
-            of_g = beside_v if of_g is None else of_g + beside_v
-            if weight is not None:
-                alike = kind.weighted_alike(x)
-                of_weight = (g * direction).sum(alike) if alike else g * direction
-            bent = normalized * total(u * image)
-            bent = torch.addcmul(torch.addcmul(bent, direction, of_scale), image, along)
-            factor = -r * (r.numel() / x.numel())
-            of_x = bent * factor if of_x is None else torch.addcmul(of_x, bent, factor)
-        return of_g, of_x, of_weight, *[None] * 6
+        return *ctx.kind.second((u, v, t), g, x, weight, mean, r), *[None] * 6
 
 
 def _gradients(
@@ -226,6 +258,15 @@ def _gradients(
     else:
         found = kind.gradients(g, x, weight, mean, r, wanted)
     return tuple(part if is_wanted else None for part, is_wanted in zip(found, wanted, strict=True))
+
+
+def _combined(shift: Tensor, *terms: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a sum of activations, each with a factor for every channel, and of a number for every channel."""
+    (first, factor), *others = terms
+    total = affine(first, factor, shift)
+    for part, factor in others:
+        total = torch.addcmul(total, part, beside(factor, part))
+    return total
 
 
 def _normalized_batch(
