@@ -40,7 +40,7 @@ class Together:
         count, start = len(vectors[0]), 0
         while start < count:
             measure = self.bytes_each is None and count > 1 and not one_by_one
-            most = 1 if measure or one_by_one else self._size(chunk, vectors[0].device)
+            most = 1 if measure or one_by_one else self.most(chunk, vectors[0].device)
             size = min(most, count - start)
             place = slice(start, start + size)
             part = [vector[place] for vector in vectors]
@@ -55,9 +55,12 @@ class Together:
                 yield place, products
             start += size
 
-    def _size(self, chunk: int, device: torch.device) -> int:
+    def most(self, chunk: int, device: torch.device) -> int:
+        """Return how many products gain by being asked for at once; at first two, of which one is measured."""
+        if self.bytes_each is None:
+            return 2
         on_cpu = device.type == "cpu"
-        size = (min(chunk, _CPU_CACHE) if on_cpu else chunk) // max(1, self.bytes_each or 1)
+        size = (min(chunk, _CPU_CACHE) if on_cpu else chunk) // max(1, self.bytes_each)
         return size if self.is_legal and size >= (_FEWEST_ON_CPU if on_cpu else 2) else 1
 
     def _measured(self, product: Product, part: list[Tensor]) -> list[Tensor]:

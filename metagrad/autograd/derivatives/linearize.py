@@ -189,6 +189,10 @@ class Linearization:
         # layer_norm or batch_norm), so what goes on the tape is computed one by one.
         yield from self._together.pieces(product, vectors, chunk, one_by_one=create_graph)
 
+    def num_together(self, chunk: int) -> int:
+        """Return how many products are computed together; more vectors than that at a time only take memory."""
+        return self._together.most(chunk, self.loss.device)
+
     def mixed(
         self, v: Sequence[Tensor], others: Sequence[Tensor], *, create_graph: bool | None = None
     ) -> list[Tensor | None]:

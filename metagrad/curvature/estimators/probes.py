@@ -83,10 +83,12 @@ def check_drawing(call: str, distribution: str, generator: object) -> None:
         )
 
 
-def piece_sizes(count: int, rows: int) -> Iterator[int]:
-    """Split ``count`` rows into pieces of at most ``rows``."""
-    for start in range(0, count, rows):
-        yield min(rows, count - start)
+def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:
+    """Split ``count`` vectors into pieces of at most ``rows``, and of no more than the operator gains by."""
+    while count > 0:
+        size = min(count, rows, getattr(operator, "num_together", None) or rows)
+        yield size
+        count -= size
 
 
 def rows_in_chunk(call: str, chunk: Bytes, n: int, dtype: torch.dtype) -> int:

@@ -72,8 +72,8 @@ class Probing:
         return found
 
     def pieces(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw and multiply ``count`` probes, as many at once as a chunk holds."""
-        for size in piece_sizes(count, self.rows):
+        """Draw and multiply ``count`` probes, as many at once as a chunk holds and the operator gains by."""
+        for size in piece_sizes(self.operator, count, self.rows):
             probes = self.draw(size)
             yield probes, self.products(probes)
 

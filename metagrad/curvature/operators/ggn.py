@@ -163,6 +163,11 @@ class GaussNewtonOperator(LossOperator):
         parts = self._jacobian.transposed_products([torch.ones_like(loss)[None]], False, of=[loss])
         return self.space.join(parts)[0]
 
+    @property
+    def num_together(self) -> int:
+        """How many products are computed together."""
+        return self._together.most(self._chunk, self.device)
+
     def _products(self, vectors: Tensor) -> Tensor:
         return self._block_products(self.space, vectors)
 

@@ -246,6 +246,12 @@ class _Linearized(HessianOperator):
         self._lin = lin
         self._chunk = chunk
 
+    @property
+    def num_together(self) -> int:
+        """How many products are computed together."""
+        self._refuse_closed()
+        return self._lin.num_together(self._chunk)
+
     def _products(self, vectors: Tensor) -> Tensor:
         return self._block_products(self.space, vectors)
 

@@ -90,7 +90,7 @@ def krylov_spaces(
     """Draw probes, and run Lanczos from as many at once as have their bases in a chunk."""
     n = checked_size(call, operator)
     rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
-    for size in piece_sizes(count, rows):
+    for size in piece_sizes(operator, count, rows):
         probes = draw(
             size, n, distribution=distribution, dtype=operator.dtype, device=operator.device, generator=generator
         )  # fmt: skip

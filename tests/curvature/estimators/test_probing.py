@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from metagrad.curvature import ggn, hessian
 from metagrad.curvature.estimators.probing import Probing
 from metagrad.curvature.estimators.trace import trace
 from tests.curvature.maps import MatrixMap
@@ -62,3 +63,16 @@ def test_maps_are_square(shape):
 def test_maps_are_of_floating_point_numbers():
     with pytest.raises(TypeError, match=r"operator must be of a floating point dtype, got torch.int64"):
         trace(operator_like(dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", [hessian, ggn])
+@pytest.mark.parametrize(("chunk", "pieces"), [("1MiB", [2, 8]), (1, [2] + [1] * 8)])
+def test_no_more_probes_are_held_than_the_operator_multiplies_together(kind, chunk, pieces):
+    model, batch = torch.nn.Linear(2, 2), (torch.ones(3, 2), torch.tensor([0, 1, 1]))
+    loss = torch.nn.functional.cross_entropy
+    if kind is ggn:
+        operator = ggn(model, loss, dict(model.named_parameters()), batch, chunk=chunk)
+    else:
+        operator = hessian(loss(model(batch[0]), batch[1]), dict(model.named_parameters()), chunk=chunk)
+    with operator:
+        assert [len(probes) for probes, _ in probing(operator).pieces(10)] == pieces
