@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.derivatives.quick.convolutions import CONVOLUTIONS
 from metagrad.autograd.derivatives.quick.norms import NORMS
 from metagrad.autograd.derivatives.quick.pooling import POOLING
+from metagrad.core import _torch
+from metagrad.core.norms import composite_norms
+from metagrad.core.transforms import is_transformed
 
 _REPLACED = {**CONVOLUTIONS, **NORMS, **POOLING}
 
@@ -19,8 +23,9 @@ class QuickDerivatives(TorchFunctionMode):
 
     Those of layer, batch and instance norm are wrong from the third on in torch (2.13), and a transposed convolution
     with output padding has none. On a CPU the statistics of a batch and the maxima of windows that do not overlap are
-    taken in a third of torch's time. What is done here is on the tape alone: calls in transforms of torch.func, in
-    forward mode, under autocast, in code that is compiled, and of subclasses of tensors are torch's.
+    taken in a third of torch's time. In transforms of torch.func, as for stacked tasks, norms are written out as by
+    :class:`~metagrad.models.composite_norms`, and all else is torch's, as are calls in forward mode, under autocast,
+    in code that is compiled, and of subclasses of tensors.
 
     Example:
         >>> x, w = torch.ones(1, 1, 3), torch.tensor([[[2.0, 1.0]]], requires_grad=True)
@@ -39,5 +44,10 @@ class QuickDerivatives(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         replacement = _REPLACED.get(func)
-        found = None if replacement is None else replacement(*args, **(kwargs or {}))
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        if is_transformed() and _torch.forward_level() < 0 and not torch.compiler.is_compiling():
+            with composite_norms():
+                return func(*args, **(kwargs or {}))
+        found = replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is None else found
