@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
-from metagrad.hypergrad.unroll import refuse_tables, refuse_tape
+from metagrad.hypergrad.unroll import refuse_sparse, refuse_tables, refuse_tape
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rule import Params, Rule
 
@@ -69,8 +69,9 @@ class FiniteDifference:
         if self.lr == 0:
             return Estimate(problem.direct(values, hyper)[1])
         slopes = _slopes(problem, values, hyper)
-        moved = {name: _leaf(v - self.lr * g) for (name, v), g in zip(values.items(), slopes, strict=True)}
+        moved = {name: _leaf(v - self.lr * slopes[name]) for name, v in values.items()}
         direction, direct = problem.direct(moved, hyper)
+        refuse_sparse(direction)
         mixed = mixed_difference(problem, values, hyper, direction, self.length)
         scaled = [None if g is None else self.lr * g for g in mixed]
         return Estimate([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
@@ -126,8 +127,9 @@ class SAMA:
         refuse_tape(problem, "SAMA", _DIFFERENCE)
         rule, state = self._optimizer(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
-        slopes = {name: _leaf(g) for name, g in zip(values, _slopes(problem, values, hyper), strict=True)}
+        slopes = {name: _leaf(g) for name, g in _slopes(problem, values, hyper).items()}
         cotangents, direct = problem.direct(values, hyper)
+        refuse_sparse(cotangents)
         start = {name: v.detach() for name, v in values.items()}
         with torch.enable_grad():
             state = rule.init(start) if state is None else state
@@ -172,13 +174,15 @@ def mixed_difference(
     return [None if d is None else d / (2 * epsilon) for d in differences]
 
 
-def _slopes(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> list[Tensor]:
+def _slopes(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
     """Return the gradient of the inner loss."""
     constants = [leaf.detach() for leaf in hyper]
     with torch.enable_grad():
         loss = problem.inner(values, constants)
     found = gradients(loss, list(values.values()))
-    return [zeros_if_none(g, v) for g, v in zip(found, values.values(), strict=True)]
+    slopes = {name: zeros_if_none(g, v) for (name, v), g in zip(values.items(), found, strict=True)}
+    refuse_sparse(slopes)
+    return slopes
 
 
 def _leaf(value: Tensor) -> Tensor:

@@ -142,12 +142,7 @@ def moved_by(
     is_due = needs_curvature(rule, t)
     value = loss(values)
     slopes = grad(value, values, create_graph=create_graph or is_due, materialize_grads=True)
-    for name, slope in slopes.items():
-        if isinstance(slope, RowSparse) or slope.layout != torch.strided:
-            raise ValueError(
-                f"{CALL}: the gradient of the table {name!r} is sparse, and rules take whole ones. Take CG or "
-                "another method with the Hessian, or an embedding without sparse gradients."
-            )
+    refuse_sparse(slopes)
     curvature = None
     if is_due:
         curvature = TapeObjective.known(loss, values, value, slopes, create_graph=create_graph)
@@ -168,6 +163,16 @@ def refuse_tables(problem: Problem, method: str) -> None:
             f"hypergradient(..., sparse={list(problem.sparse)}): {method} takes steps with whole tables. Leave "
             "sparse out, or take CG or another method with the Hessian."
         )
+
+
+def refuse_sparse(slopes: Params) -> None:
+    """Refuse gradients of tables that are sparse where a method moves parameters as a whole."""
+    for name, slope in slopes.items():
+        if isinstance(slope, RowSparse) or slope.layout != torch.strided:
+            raise ValueError(
+                f"{CALL}: the gradient of the table {name!r} is sparse, and the method takes whole ones. Take CG or "
+                "another method with the Hessian, or an embedding without sparse gradients."
+            )
 
 
 def refuse_tape(problem: Problem, method: str, why: str) -> None:

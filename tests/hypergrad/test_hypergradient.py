@@ -540,14 +540,19 @@ def test_impossible_numbers_are_refused(make, message):
         make()
 
 
-def test_a_table_with_sparse_gradients_takes_no_steps():
+@pytest.mark.parametrize(
+    "method",
+    [hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1), hypergrad.SAMA(RULE)],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_table_with_sparse_gradients_takes_no_steps(method):
     def inner(params, hyper):
         rows = mg.sparse.embedding(torch.tensor([0]), params["table"])
         return (rows - hyper["lam"]).square().sum()
 
     table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
     with pytest.raises(ValueError, match=r"the gradient of the table 'table' is sparse"):
-        mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=hypergrad.Unroll(RULE, 1))
+        mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=method)
 
 
 def test_tables_by_rows_are_not_differentiated_twice():

@@ -115,22 +115,24 @@ class _Group(NamedTuple):
     """The sum of all entries that are known."""
     rounding: float
     """The relative error of results that were computed in another order."""
+    noise: float
+    """The error of each that is due to terms as large as the largest of them."""
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> _Group:
         parts = [_part(tensor) for tensor in tensors]
         sizes = tuple([part.numel() for part in parts])
-        kept, rounding = _kept(tensors[0].dtype)
+        kept, *errors = _kept(tensors[0].dtype)
         entries = flattened(parts)
         entries, places = entries if entries.dtype == kept else entries.to(kept), _places(sizes)
         shapes = [tensor.shape for tensor in tensors]
         if entries.is_cpu:
             array = entries.numpy(force=True)  # a zero without memory has no array
             total = np.add.reduce(array, dtype=np.result_type(array, np.float64))
-            return cls(shapes, sizes, array.take(places).tolist(), total, rounding)
+            return cls(shapes, sizes, array.take(places).tolist(), total, *errors)
         wide = torch.promote_types(kept, torch.float64)
         numbers = entries[torch.from_numpy(places).to(entries.device)]
-        return cls(shapes, sizes, numbers, entries.sum(dtype=wide), rounding)
+        return cls(shapes, sizes, numbers, entries.sum(dtype=wide), *errors)
 
     def difference(self, other: _Group, exact: bool) -> str | None:
         """Say which tensor differs."""
@@ -138,10 +140,12 @@ class _Group(NamedTuple):
             g.numbers if isinstance(g.numbers, list) else g.numbers.tolist() for g in (self, other)
         )
         error = 0.0 if exact else self.rounding
+        # What cancels, as the gradient of a bias before batch norm does, leaves the rounding of its terms alone.
+        noise = 0.0 if exact else self.noise * _largest(first)
         start = 0
         for shape, size in zip(self.shapes, self.sizes, strict=True):
             end = start + len(_steps(size))
-            if not _agree(first[start:end], second[start:end], error):
+            if not _agree(first[start:end], second[start:end], error, noise):
                 return f"a result of shape {tuple(shape)} has other values"
             start = end
         # The errors of the terms are independent.
@@ -153,13 +157,17 @@ class _Group(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _kept(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """Return a dtype that NumPy knows for the numbers of another, and the error that recomputing them may have."""
+def _kept(dtype: torch.dtype) -> tuple[torch.dtype, float, float]:
+    """Return a dtype that NumPy knows for the numbers of another, and the errors that recomputing them may have.
+
+    The first is relative to the tensor, the second to all tensors that are compared.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.int64, 0.0
-    rounding = max(RELATIVE_ERROR, 8 * torch.finfo(dtype).eps)
+        return torch.int64, 0.0, 0.0
+    eps = torch.finfo(dtype).eps
+    rounding = max(RELATIVE_ERROR, 8 * eps)
     least = torch.complex64 if dtype.is_complex else torch.float32
-    return least if dtype.itemsize < least.itemsize else dtype, rounding
+    return least if dtype.itemsize < least.itemsize else dtype, rounding, min(64 * eps, rounding)
 
 
 def _part(tensor: Tensor) -> Tensor:
@@ -188,10 +196,14 @@ def _places(sizes: tuple[int, ...]) -> np.ndarray:
     )
 
 
-def _agree(first: list, second: list, error: float) -> bool:
+def _largest(numbers: list) -> float:
+    return max((abs(x) for x in numbers if math.isfinite(abs(x))), default=0.0)
+
+
+def _agree(first: list, second: list, error: float, noise: float = 0.0) -> bool:
     if first == second:
         return True
-    slack = error * max((abs(x) for x in first if math.isfinite(abs(x))), default=0.0)
+    slack = max(error * _largest(first), noise)
     return all(
         x == y or (x != x and y != y) or abs(x - y) <= slack for x, y in zip(first, second, strict=True)
     )

@@ -262,3 +262,21 @@ def test_third_derivatives_through_a_checkpoint_inside_it(norm):
             return mg.grad((H @ torch.ones(H.shape[0], dtype=D)).pow(3).sum(), params)
 
     torch.testing.assert_close(third(mg.checkpoint), third(lambda fn, x: fn(x)))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.LayerNorm(4)])
+def test_third_derivatives_in_a_recomputed_step_that_enters_it(norm):
+    """Below the mode of a recording its functions were torch's, and so were the derivatives."""
+    w, x, norm = drawn(4, 4), drawn(5, 4, seed=1).detach(), norm.to(D)
+
+    def third(memory):
+        def step(w, t):
+            with QuickDerivatives():
+                return w - norm(x @ w).tanh().square().sum() * w, None
+
+        loss = mg.unroll(step, w, steps=2, memory=memory)[0].sin().sum()
+        for _ in range(3):
+            loss = torch.autograd.grad(loss, w, create_graph=True)[0].pow(3).sum()
+        return loss.detach()
+
+    torch.testing.assert_close(third("step"), third("full"))

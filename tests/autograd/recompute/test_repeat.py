@@ -450,3 +450,18 @@ def test_cotangents_in_batches(form):
 
     got = torch.autograd.functional.jacobian(f, x, vectorize=True)
     torch.testing.assert_close(got, torch.diag(x.cos() * x + x.sin()).detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_gradient_that_is_zero_to_rounding_may_round_otherwise():
+    """Of a bias before batch norm; with a graph it is computed by other operations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.SiLU(), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
+    params, x = list(model.parameters()), torch.randn(6, 1, 3, 3, dtype=torch.float64)
+
+    def second(call):
+        grads = torch.autograd.grad(call(model, x).square().mean(), params, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), params, materialize_grads=True)
+
+    torch.testing.assert_close(second(mg.checkpoint), second(lambda model, x: model(x)))

@@ -25,7 +25,8 @@ class QuickDerivatives(TorchFunctionMode):
     with output padding has none. On a CPU the statistics of a batch and the maxima of windows that do not overlap are
     taken in a third of torch's time. In transforms of torch.func, as for stacked tasks, norms are written out as by
     :class:`~metagrad.models.composite_norms`, and all else is torch's, as are calls in forward mode, under autocast,
-    in code that is compiled, and of subclasses of tensors.
+    in code that is compiled, and of subclasses of tensors. Wherever it is entered, it is the outermost of the function
+    modes: a checkpoint's sees the functions of torch that are called.
 
     Example:
         >>> x, w = torch.ones(1, 1, 3), torch.tensor([[[2.0, 1.0]]], requires_grad=True)
@@ -35,6 +36,13 @@ class QuickDerivatives(TorchFunctionMode):
         ...     lin.hvp(torch.ones_like(w))
         tensor([[[8., 8.]]])
     """
+
+    def __enter__(self) -> QuickDerivatives:
+        _place([self, *_taken()])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _place(_taken()[1:])
 
     def __torch_function__(
         self,
@@ -51,3 +59,13 @@ class QuickDerivatives(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         found = replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {})) if found is None else found
+
+
+def _taken() -> list[TorchFunctionMode]:
+    """Take all modes off their stack, and return them, the outermost first."""
+    return [_torch.pop_function_mode() for _ in range(_torch.num_function_modes())][::-1]
+
+
+def _place(modes: Sequence[TorchFunctionMode]) -> None:
+    for mode in modes:
+        _torch.push_function_mode(mode)
