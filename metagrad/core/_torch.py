@@ -96,6 +96,9 @@ class EagerDispatchMode(TorchDispatchMode):
 is_wrapper_subclass = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 """Whether a tensor wraps other tensors, which have the storages."""
 
+function_of = operator.attrgetter("_forward_cls")
+"""The custom function that a node of the graph is of."""
+
 kernel_of = operator.attrgetter("_op")
 """An operation of ``torch.ops`` without the Python around it, which takes as long as a small operation."""
 

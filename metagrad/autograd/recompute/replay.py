@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from metagrad.autograd.derivatives.quick.plain import QuickFunction
 from metagrad.autograd.recompute.captured_tensors import (
     REPEAT,
     FunctionModes,
@@ -32,6 +33,7 @@ from metagrad.autograd.recompute.captured_tensors import (
 from metagrad.autograd.recompute.fingerprint import Copy, Fingerprint, is_deterministic
 from metagrad.autograd.recompute.program import Programs, programs_of
 from metagrad.autograd.recompute.signature import signature_of
+from metagrad.core import _torch
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
 from metagrad.core.graph import graph_nodes
 from metagrad.core.modules import ModuleState, modules_of
@@ -203,9 +205,8 @@ def _record(
         call.reads.close(name, handed, versions)
         nodes = list(graph_nodes(outputs, recorder.inputs()))
         recorder.refuse_unseen(name, nodes)
-        custom = [node for node in nodes if isinstance(node, BackwardCFunction)]
-        call.constants = _constants_in(custom)
-        plain = not custom and call.has_plain_surroundings()
+        call.constants = _constants_in(nodes)
+        plain = not any(map(_is_custom, nodes)) and call.has_plain_surroundings()
         signature = signature_of(recorder, outputs, call.flags.key()) if plain else None
         call.know_again(programs_of(signature), recorder.operands(), outputs)
         outputs = [fresh_leaf(output) for output in outputs]
@@ -220,5 +221,11 @@ def _smallest(outputs: Sequence[Tensor]) -> list[int]:
 
 def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
     """Return the plain values that custom functions keep for their backward: no mode sees ``apply``."""
-    custom = (node for node in nodes if isinstance(node, BackwardCFunction))
-    return [(type(node), values) for node in custom if (values := plain_values(vars(node)))]
+    return [
+        (type(node), values) for node in nodes if _is_custom(node) and (values := plain_values(vars(node)))
+    ]
+
+
+def _is_custom(node: Node) -> bool:
+    """Say whether a node is of a custom function, and not of one that stands for a function of torch."""
+    return isinstance(node, BackwardCFunction) and not issubclass(_torch.function_of(node), QuickFunction)

@@ -280,3 +280,18 @@ def test_third_derivatives_in_a_recomputed_step_that_enters_it(norm):
         return loss.detach()
 
     torch.testing.assert_close(third("step"), third("full"))
+
+
+@pytest.mark.parametrize("around", [mg.MemoryTracker, torch.device])
+def test_third_derivatives_in_other_contexts(around):
+    x, w = drawn(5, 4).detach(), drawn(4, seed=1)
+
+    def third(context):
+        with context:
+            loss = F.layer_norm(x * w.sin(), (4,)).tanh().square().sum()
+            for _ in range(3):
+                loss = torch.autograd.grad(loss, w, create_graph=True)[0].pow(3).sum()
+        return loss.detach()
+
+    with around("cpu"):
+        torch.testing.assert_close(third(QuickDerivatives()), third(composite_norms()))

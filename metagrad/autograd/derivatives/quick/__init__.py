@@ -25,8 +25,8 @@ class QuickDerivatives(TorchFunctionMode):
     with output padding has none. On a CPU the statistics of a batch and the maxima of windows that do not overlap are
     taken in a third of torch's time. In transforms of torch.func, as for stacked tasks, norms are written out as by
     :class:`~metagrad.models.composite_norms`, and all else is torch's, as are calls in forward mode, under autocast,
-    in code that is compiled, and of subclasses of tensors. Wherever it is entered, it is the outermost of the function
-    modes: a checkpoint's sees the functions of torch that are called.
+    in code that is compiled, and of subclasses of tensors. Wherever it is entered, it is the outermost of the
+    function modes: a checkpoint's sees the functions of torch that are called.
 
     Example:
         >>> x, w = torch.ones(1, 1, 3), torch.tensor([[[2.0, 1.0]]], requires_grad=True)

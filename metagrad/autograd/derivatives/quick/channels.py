@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from metagrad.autograd.derivatives.quick.plain import QuickFunction
 from metagrad.core.transforms import is_transformed
 
 _aten = torch.ops.aten
 
 
-class _Affine(torch.autograd.Function):
+class _Affine(QuickFunction):
     """s x + t."""
 
     @staticmethod
@@ -35,7 +36,7 @@ class _Affine(torch.autograd.Function):
         return _gradients(g, x, scale, *ctx.needs_input_grad)
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(QuickFunction):
     """The gradients of <s x + t, g> in x, s and t; u, v and r are the cotangents of these."""
 
     @staticmethod

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from metagrad.autograd.derivatives.quick.plain import is_plain
+from metagrad.autograd.derivatives.quick.plain import QuickFunction, is_plain
 
 _aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ Geometry: TypeAlias = list[Any]
 """As ``aten.convolution`` takes it: stride, padding, dilation, whether transposed, output padding, groups."""
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(QuickFunction):
     """x * w + b."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class _Convolution(torch.autograd.Function):
         return of_x, of_weight, of_bias, None
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(QuickFunction):
     """The gradients of <x * w, g> in x and w; u and v are the cotangents of these."""
 
     @staticmethod

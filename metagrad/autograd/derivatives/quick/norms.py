@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from metagrad.autograd.derivatives.quick.channels import affine, beside
-from metagrad.autograd.derivatives.quick.plain import is_plain
+from metagrad.autograd.derivatives.quick.plain import QuickFunction, is_plain
 from metagrad.core.transforms import is_transformed
 
 _aten = torch.ops.aten
@@ -187,7 +187,7 @@ class ByExample(NamedTuple):
         return of_g, of_x, of_weight
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(QuickFunction):
     """A norm by the statistics of its groups."""
 
     @staticmethod
@@ -205,7 +205,7 @@ class _Norm(torch.autograd.Function):
         return *_gradients(g, x, weight, mean, r, ctx.kind, *ctx.needs_input_grad[:3]), None
 
 
-class _Gradients(torch.autograd.Function):
+class _Gradients(QuickFunction):
     """The gradients of x, w and b; u, v and t are the cotangents of these."""
 
     @staticmethod

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from metagrad.autograd.derivatives.quick.plain import is_plain
+from metagrad.autograd.derivatives.quick.plain import QuickFunction, is_plain
 
 _aten = torch.ops.aten
 
 _SMALL = 2**16  # numbers, of which torch takes the maxima in less time than a few more calls take
 
 
-class _MaxPool(torch.autograd.Function):
+class _MaxPool(QuickFunction):
     """The maxima of windows ``[h, w]`` of images ``[..., H, W]``."""
 
     @staticmethod
