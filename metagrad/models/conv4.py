@@ -125,8 +125,9 @@ def _make_block(
     stride = 2 if pool == "stride" else 1
     convolution = nn.Conv2d(in_channels, hidden, kernel_size=3, stride=stride, padding=1)
     modulation = [] if context is None else [FiLM(context, hidden)]
-    layers = [convolution, NORMS[norm](hidden), *modulation, nn.ReLU()]
-    return nn.Sequential(*layers, nn.MaxPool2d(2)) if pool == "max" else nn.Sequential(*layers)
+    # A maximum of positive parts is the positive part of the maximum, and a quarter of the work and of the memory.
+    pooling = [nn.MaxPool2d(2)] if pool == "max" else []
+    return nn.Sequential(convolution, NORMS[norm](hidden), *modulation, *pooling, nn.ReLU())
 
 
 def _identity(channels: int) -> nn.Conv2d:
