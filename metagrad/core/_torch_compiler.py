@@ -6,6 +6,7 @@ They are imported where they are used, so that ``import metagrad`` does not load
 from __future__ import annotations
 
 import types
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,22 @@ import torch
 from torch import fx
 
 
-def inductor_backend(*settings: Any, **more: Any) -> Any:
-    """Return what torch.compile makes of the mode, the options and ``dynamic`` of inductor."""
-    return torch._TorchCompileInductorWrapper(*settings, **more)  # type: ignore[attr-defined]
+def inductor_backend(
+    mode: str | None, options: Any, dynamic: bool | None, decompositions: dict[Any, Callable[..., Any]]
+) -> Any:
+    """Return what torch.compile makes of settings of inductor, with decompositions of ours beside its own."""
+    settings = torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[attr-defined]
+    if not decompositions:
+        return settings
+
+    def compiled(module: fx.GraphModule, examples: list[Any]) -> Any:
+        from torch._inductor.decomposition import select_decomp_table
+
+        # As an argument, a table would keep graphs out of inductor's caches.
+        with unittest.mock.patch.dict(select_decomp_table(), decompositions):
+            return settings(module, examples)
+
+    return compiled
 
 
 def other_backend(*settings: Any) -> Any:

@@ -28,6 +28,10 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 class Conv4(nn.Sequential):
     """Classify images by four blocks of 3x3 convolution, normalisation, ReLU and a halving of the image.
 
+    Blocks pool before they rectify, which gives the same numbers and gradients, since the positive part of a maximum
+    is the maximum of positive parts; a meta-step that computes its tasks one by one takes three quarters of the
+    memory.
+
     Args:
         ways: Number of classes.
         in_channels: Channels of an image.
@@ -48,9 +52,9 @@ class Conv4(nn.Sequential):
 
     A chain: a check of the shape, `blocks`, the features that the head sees, and `head`.
 
-    Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. On torch 2.13
-    third derivatives through `nn.BatchNorm2d` are wrong, the Hessian of a MAML objective among them: take
-    `norm="group"` there.
+    Runs under `torch.vmap` with `torch.func.functional_call`, and is differentiable twice. Torch's (2.13) third
+    derivatives through `nn.BatchNorm2d` are wrong: call it inside `metagrad.autograd.QuickDerivatives()` for these,
+    as the library does, or take `norm="group"`.
 
     Raises:
         ValueError: For sizes below one, an unknown choice, or an image too small to be halved four times; when it is
@@ -125,7 +129,6 @@ def _make_block(
     stride = 2 if pool == "stride" else 1
     convolution = nn.Conv2d(in_channels, hidden, kernel_size=3, stride=stride, padding=1)
     modulation = [] if context is None else [FiLM(context, hidden)]
-    # A maximum of positive parts is the positive part of the maximum, and a quarter of the work and of the memory.
     pooling = [nn.MaxPool2d(2)] if pool == "max" else []
     return nn.Sequential(convolution, NORMS[norm](hidden), *modulation, *pooling, nn.ReLU())
 

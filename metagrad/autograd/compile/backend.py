@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
-from metagrad.autograd.compile.products import transpose_products
+from metagrad.autograd.compile import pooling, products
+from metagrad.autograd.compile.pooling import pooling_gradient
 from metagrad.core import _torch_compiler
 from metagrad.core.tree import Structure, Tree, dissect, tensors_in
 
@@ -80,9 +82,11 @@ class Backend:
         self.compile: Callable[..., Any]
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
-            make = functools.partial(_torch_compiler.inductor_backend, mode, dynamic=dynamic)
-            self.compile = make(options)
-            self.compile_for_cpu = make({**_options_for_cpu(), **(options or {})})
+            inductor = _torch_compiler.inductor_backend
+            self.compile = inductor(mode, options, dynamic, {})
+            for_cpu = {**_options_for_cpu(), **(options or {})}
+            ours = {torch.ops.aten.max_pool2d_with_indices_backward.default: pooling_gradient}
+            self.compile_for_cpu = inductor(mode, for_cpu, dynamic, ours)
         else:
             self.compile = _torch_compiler.other_backend(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile
@@ -101,10 +105,12 @@ class Backend:
 def _options_for_cpu() -> dict[str, Any]:
     """Return the defaults of inductor on CPUs.
 
-    Without them it runs all convolutions of a graph that has no tape with the channels last, which takes 1.4 times as
-    long for the query loss of a Conv4 and its gradient: with one input channel, the first convolution is slow.
+    Its caches know what is ours by the files. Without the layout it runs all convolutions of a graph that has no tape
+    with the channels last, which takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one
+    input channel, the first convolution is slow.
     """
-    return {"post_grad_custom_post_pass": transpose_products(), "layout_optimization": False}
+    ours = _torch_compiler.graph_pass(products.transpose_in, products.__file__, pooling.__file__)
+    return {"post_grad_custom_post_pass": ours, "layout_optimization": False}
 
 
 class Repeated:

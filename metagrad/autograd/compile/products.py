@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from metagrad.core._torch_compiler import graph_pass
-
 _aten = torch.ops.aten
 _bmm = _aten.bmm.default
 _permute = _aten.permute.default
@@ -27,11 +25,6 @@ _ELEMENTWISE = {_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor}
 _SWAP = [0, 2, 1]
 _VECTOR = 16
 """How many float32 fit into the widest vector register of a CPU."""
-
-
-def transpose_products() -> Callable[[fx.Graph], None]:
-    """Return a pass over the graphs that inductor makes for CPUs, which is known by what is in this file."""
-    return graph_pass(transpose_in, __file__)
 
 
 def transpose_in(graph: fx.Graph) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from metagrad.autograd.compile.products import transpose_products
+from metagrad.autograd.compile.products import transpose_in
 
 PERMUTE = torch.ops.aten.permute.default
 
@@ -26,7 +26,7 @@ def passed(function, *inputs):
         swap.meta.update(node.meta)
         node.replace_all_uses_with(swap)
         module.graph.erase_node(node)
-    transpose_products()(module.graph)
+    transpose_in(module.graph)
     module.recompile()
     module.graph.lint()
     torch.testing.assert_close(module(*inputs), function(*inputs))
