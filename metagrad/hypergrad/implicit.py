@@ -13,7 +13,6 @@ Methods differ in how they find u.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from metagrad.autograd.derivatives.variables import (
     inputs_of,
 )
 from metagrad.core.tree import leaf_names
+from metagrad.core.warn import warn
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
@@ -131,10 +131,9 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
             reason = _NO_MINIMUM if result is Result.NEGATIVE_CURVATURE else result.value
             raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {reason}")
     if residual > loose and solution.result is not Result.PROGRESS:
-        warnings.warn(
+        warn(
             f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "
-            "right-hand side, so the derivative is as far from that of the minimum. Take more steps, or damping.",
-            stacklevel=3,
+            "right-hand side, so the derivative is as far from that of the minimum. Take more steps, or damping."
         )
 
 

@@ -28,6 +28,7 @@ from metagrad.core import _torch, _torch_compiler
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.tree import is_differentiable
+from metagrad.core.warn import warn
 
 T = TypeVar("T")
 
@@ -288,10 +289,9 @@ class Fallback:
             # An error of the function itself is raised again, here.
             result = eager()
             self.gave_up = not isinstance(error, _UnavailableError)
-            warnings.warn(
+            warn(
                 f"{self.call}: runs without being compiled, because {reason(error)}. Pass compile=False to choose "
-                "this without a warning.",
-                stacklevel=2,
+                "this without a warning."
             )
             return result
 

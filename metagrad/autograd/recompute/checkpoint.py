@@ -9,7 +9,6 @@ derivative would store everything after all.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -25,6 +24,7 @@ from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
 from metagrad.core.graph import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
+from metagrad.core.warn import warn
 
 T = TypeVar("T")
 
@@ -116,10 +116,9 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if (why := cannot_recompute()) is not None:
-        warnings.warn(
+        warn(
             f"checkpoint(fn, ...): called {why}, where nothing can be recomputed; its graph is stored. Put the "
-            "checkpoint around the transform.",
-            stacklevel=2,
+            "checkpoint around the transform."
         )
         return fn(*args, **kwargs)
     return recording_call(fn, args, kwargs, name="checkpoint(fn, ...)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, pl
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
 from metagrad.core.tree import Tree, detached, tree_map
+from metagrad.core.warn import warn
 
 
 def unroll(
@@ -119,10 +119,9 @@ def unroll(
     if not create_graph:
         return _without_graphs(step, state, args, times)
     if mode != "full" and (why := cannot_recompute()) is not None:
-        warnings.warn(
+        warn(
             f"unroll(..., memory={memory!r}): called {why}, where nothing can be recomputed; every step's graph is "
-            "stored. Put the loop around the transform.",
-            stacklevel=2,
+            "stored. Put the loop around the transform."
         )
         mode = "full"
     loop = loop_keeping(mode, (state, args))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Generator, Iterable, Sequence
 from typing import Literal, get_args
 
@@ -15,6 +14,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, name
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
+from metagrad.core.warn import warn
 from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]
@@ -44,9 +44,7 @@ class JacobianMode:
         """Switch to the other mode, with a warning; raise if there is none."""
         if len(self._left) == 1:
             raise error if self._reason is None else MissingDerivative(f"{self._reason}\n{error}")
-        warnings.warn(
-            f'{error}\nGoing on with mode="forward", which runs the model for every product.', stacklevel=2
-        )
+        warn(f'{error}\nGoing on with mode="forward", which runs the model for every product.')
         del self._left[0]
         self._reason = error
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from metagrad.core.warn import warn
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
@@ -213,10 +213,9 @@ class _Work:
             if result not in _APPROXIMATE:
                 raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")
         if expects_convergence and Result.MAX_STEPS in results:
-            warnings.warn(
+            warn(
                 f"{CALL}: the solution converged and the solve of its derivative did not within {max_steps} steps. "
-                "Raise max_steps, or rtol for both.",
-                stacklevel=2,
+                "Raise max_steps, or rtol for both."
             )
         return run.x * scale
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,6 +23,7 @@ from metagrad.core import _torch
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
+from metagrad.core.warn import warn
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
@@ -100,10 +100,9 @@ class Stacking:
         if reason in self._reasons:
             return
         self._reasons.add(reason)
-        warnings.warn(
+        warn(
             f"{self.name}: the tasks of a batch run one by one, because {reason}. "
-            "Pass task_chunk=1 to choose this without a warning.",
-            stacklevel=2,
+            "Pass task_chunk=1 to choose this without a warning."
         )
 
 

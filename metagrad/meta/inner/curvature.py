@@ -35,7 +35,7 @@ def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
             f'MAML(..., memory="block"): {CALL} needs the inputs of layers, which are gone after the backward pass '
             'of a block. Use memory="step".'
         )
-    known_layers(f"MAML(..., inner={CALL})", model, stacklevel=4)
+    known_layers(f"MAML(..., inner={CALL})", model)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
@@ -12,18 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad.core.warn import warn
+
 Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
 
 _KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def known_layers(call: str, model: nn.Module, *, stacklevel: int) -> dict[str, Layer]:
+def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     """Find the layers of a model whose weight is trained, by name.
 
     Args:
         call: What needs them, for errors.
         model: The model.
-        stacklevel: Of the warning.
 
     Raises:
         ValueError: A convolution is grouped, or the weights of a layer are another module's as well.
@@ -38,10 +38,9 @@ def known_layers(call: str, model: nn.Module, *, stacklevel: int) -> dict[str, L
         if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
     ]
     if others:
-        warnings.warn(
+        warn(
             f"{call}: these modules are not Linear, Conv1d, Conv2d or Conv3d, and are moved along the plain "
-            f"gradient: {', '.join(others)}.",
-            stacklevel=stacklevel,
+            f"gradient: {', '.join(others)}."
         )
     return layers
 

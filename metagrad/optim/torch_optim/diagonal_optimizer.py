@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from metagrad.core.warn import warn
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
@@ -95,11 +95,10 @@ class DiagonalOptimizer(CurvatureOptimizer):
         scale = self._known_scale("curvature")
         self._estimates = {p: e * inverse_of(scale, p.device) for p, e in self._estimates.items()}
         if not all(bool(_values(e).isfinite().all()) for e in self._estimates.values()):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__}.step: under the scale of GradScaler the curvature has overflowed, though the "
                 "gradients have not, and the step is skipped. A smaller init_scale leaves room for products with the "
-                "Hessian.",
-                stacklevel=5,
+                "Hessian."
             )
             return False
         return True

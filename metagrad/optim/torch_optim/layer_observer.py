@@ -118,7 +118,7 @@ class LayerOptimizer(CurvatureOptimizer):
                 "Pass the model itself; params= takes groups of its parameters."
             )
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        layers = known_layers("KFAC(model)", model, stacklevel=3).values()
+        layers = known_layers("KFAC(model)", model).values()
         self._layers: dict[str, Layer] = {self._names[layer.weight]: layer for layer in layers}
         self._handles: list[RemovableHandle] = []
         groups = defaults.pop("params")
