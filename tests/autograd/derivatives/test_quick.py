@@ -82,8 +82,10 @@ CASES = {
     "by batch": (by_batch, [(3, 2, 2, 3), (2,), (2,)]),
     "by batch without bias": (by_batch, [(4, 2), (2,)]),
     "by batch alone": (by_batch, [(3, 2, 4)]),
+    "by batch with one weight": (lambda x, w: by_batch(x, w.expand(2)), [(4, 2), (1,)]),
     "by instance": (by_instance, [(2, 3, 4), (3,), (3,)]),
     "by instance alone": (by_instance, [(2, 3, 2, 2)]),
+    "by instance with a bias to learn": (lambda b: by_instance(drawn(2, 3, 4).detach(), None, b), [(3,)]),
     "by example": (by_example, [(3, 2, 4, 2), (4, 2), (4, 2)]),
     "by example without bias": (by_example, [(4, 2), (4, 2)]),
     "by example alone": (by_example, [(3, 4, 2)]),
@@ -109,6 +111,20 @@ def test_derivatives_to_the_fourth_order(name):
 
     for ours, theirs in zip(derivatives(quick, inputs, 4), derivatives(reference, inputs, 4), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_third_derivative_of_a_sum_of_gradients():
+    """The cotangent of a sum has no strides, and torch's kernels of batch norm (2.13) look at none."""
+
+    def third(context):
+        x, weight = drawn(5, 3), drawn(3, seed=1)
+        with context:
+            y = by_batch(x, weight)
+        (of_weight,) = torch.autograd.grad((y**3).sum(), weight, create_graph=True)
+        (mixed,) = torch.autograd.grad(of_weight.sum(), x, create_graph=True)
+        return torch.autograd.grad(mixed.square().sum(), x)[0]
+
+    torch.testing.assert_close(third(QuickDerivatives()), third(composite_norms()))
 
 
 def test_a_transposed_convolution_with_output_padding_has_a_third_derivative():

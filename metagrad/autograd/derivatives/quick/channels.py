@@ -88,6 +88,7 @@ def _gradients(
             g.sum(over) if of_shift else None,
         )
     mean, variance = _neutral(scale)
+    scale = scale.contiguous()  # torch (2.13) reads it so, whatever its strides
     found = _aten.native_batch_norm_backward(g, x, scale, mean, variance, None, None, False, 0.0, wanted)
     return tuple(part if is_wanted else None for part, is_wanted in zip(found, wanted, strict=True))
 

@@ -19,6 +19,7 @@ norm, more time than a convolution, and their own derivatives are wrong.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,6 +70,7 @@ class ByChannel(NamedTuple):
     ) -> Found:
         """Return the gradients of x, w and b, those wanted, by torch's kernel."""
         statistics = mean.reshape(-1), r.reshape(-1)
+        weight = None if weight is None else weight.contiguous()  # torch (2.13) reads it so anyway
         return _aten.native_batch_norm_backward(g, x, weight, None, None, *statistics, True, self.eps, wanted)
 
     def groups(self, x: Tensor) -> list[int]:
@@ -306,13 +308,15 @@ def _normalized_instances(
     eps: float = 1e-5,
 ) -> Tensor | None:
     """Take the arguments of ``F.instance_norm``: every channel of an example is one of a batch of one."""
-    if not use_input_stats or running_mean is not None or not _fit(input, weight, bias) or input.ndim < 3:
+    is_left = not use_input_stats or running_mean is not None or running_var is not None or not eps > 0
+    if is_left or not _fit(input, weight, bias) or math.prod(input.shape[2:]) <= 1 or not len(input):
         return None
-    flat = _normalized_batch(input.reshape(1, -1, *input.shape[2:]), None, None, training=True, eps=eps)
-    if flat is None or (weight is None and bias is None):
-        return None if flat is None else flat.view_as(input)
+    flat = input.reshape(1, -1, *input.shape[2:])
+    normalized = _Norm.apply(flat, None, None, ByChannel(eps)).view_as(input)  # type: ignore[reportOptionalMemberAccess]
+    if weight is None and bias is None:
+        return normalized
     channels = input.new_ones(input.shape[1]) if weight is None else weight
-    return affine(flat.view_as(input), channels, torch.zeros_like(channels) if bias is None else bias)
+    return affine(normalized, channels, torch.zeros_like(channels) if bias is None else bias)
 
 
 def _normalized_examples(
