@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from metagrad.autograd.checks.finite import is_finite
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.implicit import check_solution
 from metagrad.hypergrad.inverses import CG

@@ -1,4 +1,4 @@
-"""The allocator of C: whether it gives memory back that a recomputing loop asks for again at every step."""
+"""The allocator of C: whether it gives memory back that a loop asks for again at every step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def keep_freed_memory() -> bool:
     """Have glibc keep what is freed, instead of returning it to the system and mapping it again, page by page.
 
     That is what ``MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=67108864 MALLOC_MMAP_THRESHOLD_=33554432`` in the
-    environment does from the start. A loop with ``memory="step"`` on a CPU, which allocates and frees the same memory
-    at every step, is up to 1.3 times as fast. The process then never becomes smaller.
+    environment does from the start. Loops on a CPU that allocate and free the same memory again and again, over steps
+    that are recomputed or over tasks, are up to 1.3 times as fast. The process then never becomes smaller.
 
     Returns:
         Whether it does: other systems have other allocators, which are left as they are.
@@ -43,16 +43,16 @@ def keep_freed_memory() -> bool:
 
 
 def advise(call: str, tensors: Iterable[Tensor]) -> None:
-    """Say once in a process that a recomputing loop is faster if the allocator keeps memory, where it does not."""
+    """Say once in a process that a loop is faster if the allocator keeps memory, where it does not."""
     if _told or not any(t.device.type == "cpu" and t.nbytes >= _LARGE for t in tensors):
         return
     _told.append(call)
     if is_glibc() and "MALLOC_TRIM_THRESHOLD_" not in os.environ and "GLIBC_TUNABLES" not in os.environ:
         settings = " ".join(f"{name}={size}" for name, size in _KEPT.items())
         log.warning(
-            "%s: it recomputes, and so frees and allocates the same memory at every step, which glibc returns to the "
-            "system each time. With %s in the environment, or after metagrad.memory.keep_freed_memory(), it keeps "
-            "the memory, and the loop is up to 1.3 times as fast. (Said once.)",
+            "%s: it frees memory and allocates the same again, step after step, which glibc returns to the system "
+            "each time. With %s in the environment, or after metagrad.memory.keep_freed_memory(), it keeps the "
+            "memory, and the loop is up to 1.3 times as fast. (Said once.)",
             call,
             settings,
         )

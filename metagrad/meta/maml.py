@@ -16,7 +16,7 @@ from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
-from metagrad.core.transforms import is_on_the_tape, is_transformed
+from metagrad.core.tape import is_on_the_tape, is_transformed
 from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput

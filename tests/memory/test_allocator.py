@@ -4,9 +4,12 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import metagrad as mg
 from metagrad.memory import allocator
+from metagrad.optim import rules
 
 
 class Libc:
@@ -46,6 +49,15 @@ def test_a_recomputing_loop_says_once_what_makes_it_faster(caplog):
         in message
     )
     assert "keep_freed_memory" in message
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_loop_over_tasks_says_so_too(caplog, chunk):
+    maml = mg.MAML(nn.Linear(2**15, 1), F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, task_chunk=chunk)
+    maml(tuple((torch.ones(2, 1, 2**15), torch.ones(2, 1, 1)) for _ in range(2)))
+    assert ["by 2 parts of the tasks" in record.getMessage() for record in caplog.records] == [True] * (
+        2 - chunk
+    )
 
 
 @pytest.mark.parametrize("variable", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])

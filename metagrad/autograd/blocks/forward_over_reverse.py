@@ -26,7 +26,7 @@ from metagrad.autograd.checks.lint import findings
 from metagrad.autograd.derivatives.graph_vjp import graph_jvp, graph_vjp
 from metagrad.autograd.recompute.checkpoint import vjp
 from metagrad.autograd.recompute.replay import Call
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import fresh_leaf
 
 Maybe: TypeAlias = "list[Tensor | None]"

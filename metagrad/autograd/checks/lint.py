@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
 from metagrad.core._torch import without_torch_function
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 
 HIGHEST_ORDER = 3
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint import findings, with_recomputed
 from metagrad.autograd.checks.lint_rules import Kind
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 
 # Of an operation without a second derivative, of one that raises in it, and of once_differentiable.
 _SIGNS = (

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.lint import refuse_defects
-from metagrad.core.transforms import is_differentiated, is_transformed
+from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
 
 

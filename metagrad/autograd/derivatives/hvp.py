@@ -17,7 +17,7 @@ from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core.capture import forward_mode
-from metagrad.core.transforms import is_differentiated, is_transformed
+from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 Mode = Literal["reverse", "forward", "block"]

@@ -22,7 +22,7 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.transforms import is_differentiated
+from metagrad.core.tape import is_differentiated
 from metagrad.core.tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 
 _CALL = "linearize(loss, params)"

@@ -13,7 +13,7 @@ from metagrad.autograd.checks.missing_derivatives import named_if_missing
 from metagrad.autograd.derivatives.grad import check_loss, check_params
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.lookups import Lookups, find_lookups, lookup_nodes
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.sparse.tables.row_sparse import RowSparse
 

@@ -26,7 +26,7 @@ from metagrad.autograd.recompute.journal import Entry, Journal, describe, take_a
 from metagrad.core import _torch
 from metagrad.core._torch import is_functorch_wrapped
 from metagrad.core.capture import RandomState
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import ATOMS, tensors_in
 from metagrad.core.writes import ALIASING_NAMES, may_write, written_by
 

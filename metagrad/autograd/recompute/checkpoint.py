@@ -22,7 +22,7 @@ from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
 from metagrad.core.warn import warn
 

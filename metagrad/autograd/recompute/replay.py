@@ -35,8 +35,8 @@ from metagrad.autograd.recompute.program import Programs, programs_of
 from metagrad.autograd.recompute.signature import signature_of
 from metagrad.core import _torch
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
-from metagrad.core.graph import graph_nodes
 from metagrad.core.modules import ModuleState, modules_of
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
 

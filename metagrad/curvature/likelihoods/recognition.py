@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in
 from metagrad.curvature.likelihoods.output_losses import (
     Bernoulli,

@@ -17,7 +17,7 @@ from metagrad.autograd.derivatives.linearize import Linearization, linearized
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
 from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import (
     Batch,

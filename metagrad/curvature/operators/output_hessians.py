@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
 from metagrad.autograd.derivatives.variables import batched_grad
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.jacobian import filled
 from metagrad.curvature.operators.problem import ModelEvaluation

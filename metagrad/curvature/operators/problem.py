@@ -14,8 +14,8 @@ from torch.autograd.graph import get_gradient_edge
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
-from metagrad.core.graph import graph_nodes
 from metagrad.core.substitution import own_buffers, replaced
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in

@@ -11,8 +11,8 @@ from torch.autograd.graph import Node
 
 from metagrad.core import _torch
 from metagrad.core.capture import RandomState
-from metagrad.core.graph import graph_nodes
 from metagrad.core.structured import structured
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import tensors_in, tree_leaves
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots
+from metagrad.memory import allocator
 from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, Learned, LossCheck, Nonfinite
 from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions, structure_of
 from metagrad.meta.execution.tables import find_rows
@@ -107,6 +108,8 @@ class TaskExecutor:
             rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
             tasks = tasks._replace(rows=rows)
         parts = list(tasks.split(chunk))
+        if len(parts) > 1:
+            allocator.advise(f"{self.name}(...), by {len(parts)} parts of the tasks", params.values())
         inner = self._loop(rule, len(parts), tasks.device, stacked=chunk != 1)
         inner, parts = self._with_features(inner, parts)
         run = inner.adapt if tasks.query_x is None else inner.evaluate

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
 from metagrad.core import _torch
 from metagrad.core.capture import AutocastState, RandomState, restored
-from metagrad.core.graph import graph_nodes
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots, own_buffers
+from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import dissect, is_differentiable, tree_leaves, tree_map
 from metagrad.meta.inner.loop import Evaluation, InnerLoop, with_history_of
 from metagrad.meta.objective.tasks import Tasks, num_tasks

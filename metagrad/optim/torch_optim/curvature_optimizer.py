@@ -14,7 +14,7 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.autograd.derivatives.quick import QuickDerivatives
-from metagrad.core.graph import graph_nodes
+from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, Evaluated, evaluate
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.probes import Generators

@@ -13,7 +13,7 @@ from metagrad.autograd.derivatives.quick.norms import NORMS
 from metagrad.autograd.derivatives.quick.pooling import POOLING
 from metagrad.core import _torch
 from metagrad.core.norms import composite_norms
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 
 _REPLACED = {**CONVOLUTIONS, **NORMS, **POOLING}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from metagrad.autograd.derivatives.quick.plain import QuickFunction
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 
 _aten = torch.ops.aten
 

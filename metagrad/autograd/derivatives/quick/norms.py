@@ -30,7 +30,7 @@ from torch.autograd.function import FunctionCtx
 
 from metagrad.autograd.derivatives.quick.channels import affine, beside
 from metagrad.autograd.derivatives.quick.plain import QuickFunction, is_plain
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 
 _aten = torch.ops.aten
 

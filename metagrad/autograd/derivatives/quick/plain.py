@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
-from metagrad.core.transforms import is_transformed
+from metagrad.core.tape import is_transformed
 
 
 class QuickFunction(torch.autograd.Function):

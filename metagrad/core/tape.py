@@ -1,10 +1,32 @@
-"""Which torch.func transforms are around a call, and what that means for derivatives that are taken on the tape."""
+"""The tape: its nodes, and whether derivatives are taken on it or by transforms of torch.func around a call."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from metagrad.core import _torch
+
+
+def graph_nodes(roots: Iterable[Tensor], visited: set[Node] | None = None) -> Iterator[Node]:
+    """Walk every node of the graph that leads to some tensors, each once.
+
+    Args:
+        roots: Where to begin.
+        visited: Nodes not to enter; the nodes walked are added.
+    """
+    seen = set() if visited is None else visited
+    stack = [node for tensor in roots if (node := tensor.grad_fn) is not None and node not in seen]
+    seen.update(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        for successor, _ in node.next_functions:
+            if successor is not None and successor not in seen:
+                seen.add(successor)
+                stack.append(successor)
 
 
 def is_transformed() -> bool:
