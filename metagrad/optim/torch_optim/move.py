@@ -95,7 +95,14 @@ def step_whole(
     is_new = "step" not in next(iter(states.values()))
     state = rule.init(values) if is_new else joined(rule, states)
     moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    # The next backward pass may write into a gradient, which a rule may keep.
+    state = _map_fields(state, lambda slots: {key: _other_than(grads[key], slots[key]) for key in slots})
     return Change(params, moved, apart(state, params))
+
+
+def _other_than(gradient: Tensor, slot: Any) -> Any:
+    """Copy what is kept of a parameter where it is its gradient itself."""
+    return slot.clone() if slot is gradient else slot
 
 
 def step_rows(
@@ -249,9 +256,12 @@ class CompiledStep:
             state, diagonals = in_place(rule, params, states), None
             if curvature is not None:
                 diagonals = {key: d for key, d in _diagonals(rule, curvature).items() if key in params}
-            step, own = state.step, state._replace(step=torch.tensor(state.step))
-            values = {key: p.detach() for key, p in params.items()}
-            self._compiled(lambda: None, self._with_tensors(rule), own, values, grads, diagonals)
+                diagonals = _as_vectors(diagonals)
+            step, own = state.step, _map_fields(state, _as_vectors)._replace(step=torch.tensor(state.step))
+            values = _as_vectors({key: p.detach() for key, p in params.items()})
+            self._compiled(
+                lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads), diagonals
+            )
             for kept in states.values():
                 kept["step"] = step + 1
 
@@ -270,6 +280,11 @@ class CompiledStep:
             for path, value in found.items()
         )
         return pytree.tree_unflatten(numbers, structure)
+
+
+def _as_vectors(tensors: Params) -> Params:
+    """View numbers as vectors: of those in float64, torch.compile (2.13) forgets what is written into them."""
+    return {key: torch.atleast_1d(tensor) for key, tensor in tensors.items()}
 
 
 def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals: Params | None) -> None:

@@ -353,6 +353,21 @@ def test_gradients_of_two_parameters_are_two_tensors(case):
     assert a.weight.grad.data_ptr() != b.weight.grad.data_ptr()
 
 
+@having("elementwise")
+def test_gradients_that_are_zeroed_in_place(case):
+    """What a rule keeps of a gradient is not the tensor that the next backward pass writes into."""
+
+    def ends(set_to_none):
+        def loop(model, opt):
+            opt.zero_grad(set_to_none=set_to_none)
+            backward(case, opt, classification(model, F64))
+            opt.step()
+
+        return after(case, loop, foreach=False)
+
+    assert_equal(ends(False), ends(True))
+
+
 @having("told")
 def test_a_step_without_curvature_is_refused(case):
     model = network()

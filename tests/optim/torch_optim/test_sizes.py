@@ -51,6 +51,16 @@ def test_in_pieces_is_whole(case, monkeypatch):
     assert_near(trained(case), whole, rtol=1e-12, atol=1e-14)
 
 
+def test_a_compiled_step_moves_a_number():
+    """Torch (2.13) compiles away what is written into a 0-d tensor in float64."""
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    opt = Lion([w], lr=0.5, compile={"backend": "aot_eager"})
+    w.square().backward()
+    opt.step()
+    assert w.item() == 1.5
+    assert opt.state[w]["mean"].item() == pytest.approx(0.04)
+
+
 @pytest.mark.slow
 @having("elementwise")
 def test_compiled_is_each_by_itself(case):
