@@ -259,9 +259,7 @@ class CompiledStep:
                 diagonals = _as_vectors(diagonals)
             step, own = state.step, _map_fields(state, _as_vectors)._replace(step=torch.tensor(state.step))
             values = _as_vectors({key: p.detach() for key, p in params.items()})
-            self._compiled(
-                lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads), diagonals
-            )
+            self._compiled(lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads), diagonals)
             for kept in states.values():
                 kept["step"] = step + 1
 
