@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from metagrad.core import _torch
 
 
-def _equal_in_python(first: tuple, second: tuple) -> bool:
+def _equal_in_python(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     """Compare two states of ``random``: 624 words, all of which change together, and a position."""
     if first is second:
         return True
@@ -45,9 +45,9 @@ class _Watched:
         copy: Returns the state.
     """
 
-    def __init__(self, memory: Callable[[], tuple], copy: Callable[[], Any]) -> None:
+    def __init__(self, memory: Callable[[], tuple[Any, ...]], copy: Callable[[], Any]) -> None:
         self._memory, self._copy = memory, copy
-        self._seen: tuple = ()
+        self._seen: tuple[Any, ...] = ()
         self._state: Any = None
 
     def get(self) -> Any:
@@ -58,7 +58,7 @@ class _Watched:
         return self._state
 
 
-def _memory_of_numpy() -> tuple:
+def _memory_of_numpy() -> tuple[Any, ...]:
     """Return the memory of NumPy's generator, if it is the usual one: 624 words and a position.
 
     A normal number that was drawn along with another and is still to be handed out is not in it, so that the state is
@@ -70,7 +70,7 @@ def _memory_of_numpy() -> tuple:
     return (ctypes.string_at(address, 625 * 4),)
 
 
-def _memory_of_python() -> tuple:
+def _memory_of_python() -> tuple[Any, ...]:
     """Return the memory of Python's generator, an object of CPython, and the number still to be handed out."""
     generator: Any = random.getstate.__self__
     if sys.implementation.name != "cpython" or type(generator) is not random.Random:
@@ -85,7 +85,7 @@ def _address(generator: np.random.BitGenerator) -> int:
     return generator.ctypes.state_address if isinstance(generator, np.random.MT19937) else 0
 
 
-def _comparable(state: dict[str, Any]) -> tuple:
+def _comparable(state: dict[str, Any]) -> tuple[Any, ...]:
     """Return a state of NumPy's in a form that can be compared."""
     inner = {
         key: value.tobytes() if isinstance(value, np.ndarray) else value
@@ -173,7 +173,13 @@ class _NotingGenerators(TorchFunctionMode):
         super().__init__()
         self.random = random
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if isinstance(kwargs.get("generator"), torch.Generator):
             self.random.note(kwargs["generator"])
@@ -210,7 +216,7 @@ class Flags:
         self.values = [flag.get() for flag in _FLAGS]
         self.device = _default_device()
 
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Return the settings as a value that can be compared and hashed."""
         return *self.values, self.device
 

@@ -212,7 +212,7 @@ def _is_written(buffer: Tensor, before: Tensor, version: int) -> bool:
     return buffer._version != version or not torch.equal(buffer, before)
 
 
-def _entries(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, list]:
+def _entries(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, list[Any]]:
     """Return what the containers among a module's attributes hold, to be compared by identity."""
     return {
         name: _content(value)
@@ -221,7 +221,7 @@ def _entries(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, list]:
     }
 
 
-def _content(value: Any) -> list:
+def _content(value: Any) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
 
 
@@ -238,7 +238,7 @@ def _refill(value: Any, content: list) -> None:
     value.update(items)
 
 
-def _changed_attribute(first: tuple, second: tuple) -> str | None:
+def _changed_attribute(first: tuple[Any, ...], second: tuple[Any, ...]) -> str | None:
     """Return the name of an attribute of a module that has changed."""
     (_, before, _, entries), (_, after, _, others) = first, second
     for name in (before.keys() | after.keys()) - _INTERNAL:

@@ -16,7 +16,7 @@ from metagrad.core._torch import pytree
 Tree: TypeAlias = Any
 """A tensor, or a dict, list, tuple or named tuple of trees."""
 
-ATOMS = frozenset(
+ATOMS: frozenset[type] = frozenset(
     {int, float, bool, complex, str, bytes, type(None), type(...)}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )

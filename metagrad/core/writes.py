@@ -34,12 +34,12 @@ _HARMLESS_NAMES = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 ALIASING_NAMES = {"numpy", "__array__", "untyped_storage", "storage", "data_ptr", "__dlpack__"}
 
 
-def may_write(function: Callable, kwargs: dict[str, Any]) -> bool:
+def may_write(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Say whether a torch function writes into anything, by its name and its keywords alone."""
     return _writing(function) is not None or "out" in kwargs
 
 
-def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that a torch function may write into."""
     found = tensors_in(kwargs["out"]) if "out" in kwargs else []
     kind = _writing(function)
@@ -57,7 +57,7 @@ def written_by(function: Callable, args: tuple, kwargs: dict[str, Any]) -> list[
 
 
 @functools.lru_cache(maxsize=4096)
-def _writing(function: Callable) -> str | None:
+def _writing(function: Callable[..., Any]) -> str | None:
     """Say which arguments, besides ``out``, a torch function writes into; None if there are none."""
     name = getattr(function, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS_NAMES
@@ -72,12 +72,12 @@ def _writing(function: Callable) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _parameters(function: Callable) -> tuple[str, ...]:
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return ()
 
 
-def _bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(_parameters(function), args, strict=False)) | kwargs

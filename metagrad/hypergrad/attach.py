@@ -121,7 +121,7 @@ class _Attached(Function):
         return rows.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, slope, ctx.minimum = inputs
         ctx.save_for_backward(slope)
 

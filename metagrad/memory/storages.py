@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -179,7 +179,11 @@ class StorageMode(TorchDispatchMode):
         self.ledger = ledger
 
     def __torch_dispatch__(
-        self, func: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         # A fake tensor refuses to run below its own mode; it has no memory to count.
         if any(_has_own_dispatch(cls) and not issubclass(cls, FakeTensor) for cls in types):
@@ -191,7 +195,7 @@ class StorageMode(TorchDispatchMode):
         return outputs
 
 
-def _call(func: Callable, args: tuple, kwargs: dict) -> object:
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Call `func` below a mode, with zero tensors as above it.
 
     Below any mode torch 2.13 excludes the kernels for zero tensors, which forward mode makes; `mul.Scalar` of

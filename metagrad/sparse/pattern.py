@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -394,7 +394,7 @@ class Pattern:
             self._copies[row.device] = copy
         return copy
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Pattern], tuple[Any, ...]]:
         return Pattern, (self.row, self.col, self.shape)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pattern:

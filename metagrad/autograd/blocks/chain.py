@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ def chain(
     return result
 
 
-def _unknown(model: nn.Module, blocks: Sequence | None) -> str:
+def _unknown(model: nn.Module, blocks: Sequence[Any] | None) -> str:
     if blocks is not None:
         return (
             "chain(model, loss_fn, blocks=...): pass an input as example= as well, on which the composition of the "

@@ -17,7 +17,7 @@ hooks on gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class Stage(NamedTuple):
     after: list[int]
     outgoing: list[bool]
 
-    def gather(self, operands: Sequence, incoming: Sequence) -> list:
+    def gather(self, operands: Sequence[Any], incoming: Sequence[Any]) -> list[Any]:
         """Return values of the operands and of the incoming tensors in the order of the tensors of the call."""
         return [*(operands[i] for i in self.before), *incoming, *(operands[i] for i in self.after)]
 

@@ -179,12 +179,12 @@ class KeptCall(NamedTuple):
     structure: Structure
     shares: bool
 
-    def __call__(self, args: tuple) -> Tree:
+    def __call__(self, args: tuple[Any, ...]) -> Tree:
         """Return what the code returns for other arguments, for which its guards pass."""
         return self.structure.fill(self.graph(tensors_in(args)))
 
 
-def kept_call(call: GraphCall, args: tuple, result: Tree) -> KeptCall | None:
+def kept_call(call: GraphCall, args: tuple[Any, ...], result: Tree) -> KeptCall | None:
     """Return what calls the graph; None unless it takes and returns nothing but tensors among the arguments.
 
     What else it takes was read from elsewhere, such as a buffer of a module, and must be read again.

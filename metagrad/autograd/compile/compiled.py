@@ -99,7 +99,7 @@ class Checked(NamedTuple):
     num_calls: int
 
 
-def check_compilable(fn: Callable[..., Any], args: tuple, name: str) -> Checked:
+def check_compilable(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Checked:
     """Run a function once without compiling it, leaving no trace, and refuse what compiling would lose.
 
     Raises:
@@ -196,10 +196,10 @@ class Compiled:
         """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
         return self._kept.get(self._passing(args)) if self._kept else None
 
-    def _passing(self, args: tuple) -> object | None:
+    def _passing(self, args: tuple[Any, ...]) -> object | None:
         return _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
 
-    def _keep(self, args: tuple, calls: Sequence[GraphCall], result: object) -> None:
+    def _keep(self, args: tuple[Any, ...], calls: Sequence[GraphCall], result: object) -> None:
         """Keep the graph that was called; none, from then on, if one is no function of the arguments alone."""
         assert self._kept is not None
         kept = None if len(calls) != 1 else kept_call(calls[0], args, result)
@@ -212,7 +212,7 @@ class Compiled:
                 self._kept.clear()
             self._kept[found] = kept
 
-    def _called(self, check: Callable[[], None], args: tuple) -> Any:
+    def _called(self, check: Callable[[], None], args: tuple[Any, ...]) -> Any:
         with _what_graphs_keep():
             _gate.closed, _gate.tried = True, False
             try:
@@ -227,7 +227,7 @@ class Compiled:
                 return self.function(*args)
 
 
-def _what_graphs_keep() -> contextlib.AbstractContextManager:
+def _what_graphs_keep() -> contextlib.AbstractContextManager[object]:
     """Set what code that is compiled is to keep for its backward pass.
 
     A donated buffer would be gone after one pass, ``retain_graph`` or not. What is cheap to recompute is not kept:

@@ -106,7 +106,7 @@ class Writes:
         if key is not None:
             self._known[key] = None
 
-    def protect(self, function: Callable, targets: Iterable[Tensor]) -> None:
+    def protect(self, function: Callable[..., Any], targets: Iterable[Tensor]) -> None:
         """Copy what a torch function is about to write into, where the call did not make it."""
         is_alias = getattr(function, "__name__", "") in ALIASING_NAMES
         for tensor in targets:
@@ -186,7 +186,7 @@ class Reads:
         self.journal = Journal()
         self.slots: dict[int, dict[int, tuple[bool, int]]] = {}
         self.flow: list[list[int]] = []
-        self.made: dict[int, tuple] = {}
+        self.made: dict[int, tuple[Any, ...]] = {}
         self.is_transparent = True
         self.differentiable: list[Tensor] = []
         self.constants: list[Constant] = []
@@ -256,7 +256,7 @@ class Reads:
         return constants
 
 
-def unobserved() -> contextlib.AbstractContextManager:
+def unobserved() -> contextlib.AbstractContextManager[object]:
     """Hide the library's own operations from modes: an enclosing recording counts the calls that it sees."""
     return _torch.without_torch_function()
 
@@ -370,7 +370,13 @@ class Observer(TorchFunctionMode):
         super().__init__()
         self._modes_before = _torch.num_dispatch_modes()
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         # A mode is off the stack while it handles an operation.
         if func in _METADATA or _torch.num_dispatch_modes() < self._modes_before:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -391,7 +397,12 @@ class Observer(TorchFunctionMode):
         return self._called(tuple(constants), tensors, func, args, kwargs or _NOTHING)
 
     def _called(
-        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+        self,
+        entry: Entry,
+        tensors: list[Tensor],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         raise NotImplementedError
 
@@ -426,7 +437,12 @@ class Recorder(Observer):
         self.outside: set[Node] = set(self.entrances)
 
     def _called(
-        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+        self,
+        entry: Entry,
+        tensors: list[Tensor],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         if kwargs and kwargs.get("generator") is not None:
             for recorder in (self, *self._enclosing_recorders()):
@@ -520,13 +536,13 @@ class Recorder(Observer):
                     self.reads.is_transparent = False
         return free
 
-    def __enter__(self):
+    def __enter__(self) -> Recorder:
         for recorder in _active.recorders:
             recorder.own |= self.entrances
         _active.recorders.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         _active.recorders.remove(self)
         super().__exit__(*error)
         for observer in self.enclosing:
@@ -622,7 +638,12 @@ class _Substitution(Observer):
         self.number = 0
 
     def _called(
-        self, entry: Entry, tensors: list[Tensor], function: Callable, args: tuple, kwargs: dict[str, Any]
+        self,
+        entry: Entry,
+        tensors: list[Tensor],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         number = self.number
         entries = self.reads.journal.entries

@@ -126,7 +126,7 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
 
 def recording_call(
     fn: Callable[..., T],
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     name: str,

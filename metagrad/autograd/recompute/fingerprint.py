@@ -91,7 +91,7 @@ class Copy:
         return f"a result of shape {tuple(kind.shape)} has other values"
 
 
-def _entries(tensor: Tensor) -> list:
+def _entries(tensor: Tensor) -> list[float]:
     return [] if _kind(tensor) is None else tensor.detach().flatten().tolist()
 
 

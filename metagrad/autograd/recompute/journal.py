@@ -20,7 +20,7 @@ from metagrad.autograd.recompute.fingerprint import RELATIVE_ERROR, is_determini
 from metagrad.core.modules import captured_values
 from metagrad.core.tree import ATOMS
 
-Entry: TypeAlias = tuple
+Entry: TypeAlias = "tuple[Any, ...]"
 """(grad mode, torch function, constants of its arguments ...)."""
 
 _LONG = 256  # entries of a list of numbers beyond which their hash is kept

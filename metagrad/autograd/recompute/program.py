@@ -56,7 +56,7 @@ class Programs:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self.known: dict[tuple, Program | None] = {}
+        self.known: dict[tuple[Any, ...], Program | None] = {}
         self.is_refused = False
         self._unseen: list[int] | None = None
 
@@ -66,7 +66,7 @@ class Programs:
             return tuple(range(num_operands))
         return tuple([index for index in self._unseen if index < num_operands])
 
-    def add(self, key: tuple, program: Program | None) -> None:
+    def add(self, key: tuple[Any, ...], program: Program | None) -> None:
         """Add what was traced."""
         self.known[key] = program
         if program is None:
@@ -110,7 +110,9 @@ class Tracer(_torch.EagerDispatchMode):
             self._nodes[tensor] = self.graph.placeholder(f"input_{index}")
         self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         with _torch.without_torch_function():
             result = func(*args, **kwargs)
@@ -118,7 +120,7 @@ class Tracer(_torch.EagerDispatchMode):
                 self.is_complete = self._note(func, args, kwargs, result)
         return result
 
-    def _note(self, function: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> bool:
+    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Note an operation; return whether it does the same whenever it is given tensors of the same kinds."""
         if function is aten.lift_fresh.default:  # a number or a list of numbers, which the journal has
             self._nodes[result] = self._literal(result)

@@ -73,7 +73,7 @@ class Call:
         self.arguments = arguments
         self.num_arguments = num_arguments
         self.results: Fingerprint | Copy | None = None
-        self.constants: list[tuple] = []
+        self.constants: list[tuple[Any, ...]] = []
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         self.compared: list[int] = []  # results, by which a repetition is known
         self.programs: Programs | None = None  # of calls with the same derivative
@@ -151,7 +151,7 @@ class Call:
 
 def record(
     fn: Callable[..., Tree],
-    args: tuple,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     name: str,
@@ -219,7 +219,7 @@ def _smallest(outputs: Sequence[Tensor]) -> list[int]:
     return sorted(differentiable, key=lambda i: (outputs[i].numel(), -i))[:1]
 
 
-def _constants_in(nodes: Iterable[Node]) -> list[tuple]:
+def _constants_in(nodes: Iterable[Node]) -> list[tuple[Any, ...]]:
     """Return the plain values that custom functions keep for their backward: no mode sees ``apply``."""
     return [
         (type(node), values) for node in nodes if _is_custom(node) and (values := plain_values(vars(node)))

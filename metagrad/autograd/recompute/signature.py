@@ -59,7 +59,7 @@ def signature_of(recorder: Recorder, outputs: Sequence[Tensor], surroundings: Ha
     return constants, _types(constants), flow, made, slots, operands, tuple(leaves), surroundings
 
 
-def kinds(tensors: Sequence[Tensor]) -> tuple | None:
+def kinds(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return what operations depend on beside the values of tensors; None if one is no plain tensor."""
     found = []
     for tensor in tensors:
@@ -72,7 +72,7 @@ def kinds(tensors: Sequence[Tensor]) -> tuple | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _are_known(constants: tuple) -> bool:
+def _are_known(constants: tuple[Any, ...]) -> bool:
     """Say whether no argument is known by its type or its code alone, and no function hides what it does."""
     return not any(
         isinstance(value, types.CodeType)
@@ -86,6 +86,6 @@ def _is_opaque(function: Any) -> bool:
     return getattr(function, "__name__", "") in _OPAQUE_NAMES or function in _OPAQUE_FUNCTIONS
 
 
-def _types(constants: tuple) -> tuple:
+def _types(constants: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what tells 1 from 1.0 and from True, and 0.0 from -0.0, which are equal."""
     return *map(type, constants), *[str(value) for value in constants if value == 0 and type(value) is float]

@@ -11,7 +11,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ class _Loop:
         compiled: CompiledStep,
         step: Step,
         state: Tree,
-        args: tuple,
+        args: tuple[Any, ...],
         times: range,
         *,
         owner: object,
@@ -411,7 +411,7 @@ class _Loop:
         return self.fill(self.run([operand(tensor) for tensor in self.tensors], self._several())[0])
 
 
-def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.device) -> list:
+def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.device) -> list[Any]:
     """Make tensors of the numbers of a kind."""
     return [
         torch.full((), leaf, dtype=dtype, device=device) if type(leaf) is kind else leaf for leaf in leaves
@@ -434,7 +434,7 @@ def unroll_compiled(
     compiled: CompiledStep,
     step: Step,
     state: Tree,
-    args: tuple,
+    args: tuple[Any, ...],
     times: range,
     memory: Mode | Literal["whole"] | int,
     *,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from metagrad.core.tree import Tree, dissect, tree_map
 from metagrad.memory import allocator
 
 Step = Callable[..., tuple[Tree, Tree]]
-Loop = Callable[[Step, Tree, tuple, range], tuple[Tree, Tree]]
+Loop = Callable[[Step, Tree, tuple[Any, ...], range], tuple[Tree, Tree]]
 """A step, a state, arguments and step numbers to the last state and the stacked aux."""
 
 
@@ -37,7 +38,7 @@ def loop_keeping(memory: str | int, tensors: Tree, loops: Mapping[str, Loop] | N
     return loops[memory]
 
 
-def plain(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+def plain(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
     """Keep every step's graph."""
     check = StateCheck(state)
     collected = []
@@ -49,7 +50,7 @@ def plain(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tre
 
 
 def recomputed(
-    step: Step, state: Tree, args: tuple, times: range, *, name: str = "at t={}"
+    step: Step, state: Tree, args: tuple[Any, ...], times: range, *, name: str = "at t={}"
 ) -> tuple[Tree, Tree]:
     """Keep a state for each step."""
     modules = modules_of(step)
@@ -68,7 +69,7 @@ def segments_of(steps: int) -> tuple[int, int]:
     return width, steps % width
 
 
-def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+def segmented(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
     """Keep every k-th state, k the square root of the number of steps, and k states while a segment is recomputed.
 
     Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12.2: a schedule with two levels.
@@ -79,7 +80,7 @@ def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree,
         first = times[remainder] + number * width
         return recomputed(step, state, args, range(first, first + width))
 
-    def segments(_: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    def segments(_: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
         number = range(len(times) // width)
         state, aux = recomputed(segment, state, args, number, name=f"in segment {{}} of {width} steps")
         return state, tree_map(lambda a: a if a is None else a.flatten(0, 1), aux)
@@ -88,7 +89,7 @@ def segmented(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree,
 
 
 def budgeted(
-    step: Step, state: Tree, args: tuple, times: range, budget: int, loops: Mapping[str, Loop]
+    step: Step, state: Tree, args: tuple[Any, ...], times: range, budget: int, loops: Mapping[str, Loop]
 ) -> tuple[Tree, Tree]:
     """Keep all graphs if they fit into a number of bytes; else those of the last steps, and recompute the others."""
     trial = Trial(step, state, args, budget)
@@ -103,7 +104,9 @@ def budgeted(
     return in_turn(pieces, step, state, args)
 
 
-def in_turn(pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: tuple) -> tuple[Tree, Tree]:
+def in_turn(
+    pieces: list[tuple[Loop, range]], step: Step, state: Tree, args: tuple[Any, ...]
+) -> tuple[Tree, Tree]:
     """Run one loop after the other."""
     states, collected = [state], []
     del state  # a loop frees the state that it begins with, if its caller does not hold it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ class StateCheck:
                 )
 
 
-def _kind(leaf: object) -> tuple:
+def _kind(leaf: object) -> tuple[Any, ...]:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else ("a constant",)
 
 
@@ -56,7 +58,7 @@ def stack(collected: list[Tree]) -> Tree:
     return tree_unflatten([_stack_column(column) for column in columns], flat[0][1])
 
 
-def _stack_column(column: tuple) -> Tensor | None:
+def _stack_column(column: tuple[Any, ...]) -> Tensor | None:
     if all(isinstance(value, Tensor) for value in column):
         return torch.stack(column)
     if all(value is None for value in column):

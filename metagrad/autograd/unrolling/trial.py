@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -68,7 +68,7 @@ class Trial:
         budget: What the graphs of the steps taken may hold beside the state.
     """
 
-    def __init__(self, step: Step, state: Tree, args: tuple, budget: int) -> None:
+    def __init__(self, step: Step, state: Tree, args: tuple[Any, ...], budget: int) -> None:
         self.step = step
         self.args = args
         self.budget = budget

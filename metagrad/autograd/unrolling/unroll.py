@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +132,7 @@ def unroll(
         return in_turn([(_without_graphs, times[:first]), (loop, times[first:])], step, state, args)
 
 
-def _code(step: Callable) -> object:
+def _code(step: Callable[..., Any]) -> object:
     """Return what identifies a step that is defined anew for each call: its code, or its class."""
     while isinstance(step, functools.partial):
         step = step.func
@@ -149,7 +150,7 @@ def _compiled(
     memory: Mode | int,
     step: Step,
     state: Tree,
-    args: tuple,
+    args: tuple[Any, ...],
     without_graphs: range,
     with_graphs: range,
     eager: Callable[[], tuple[Tree, Tree]],
@@ -157,7 +158,7 @@ def _compiled(
     """Run a loop compiled, or eagerly as fallback."""
     compiled_step = _compiled_step(_code(step), options)
 
-    def loop(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+    def loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
         kept = "whole" if options.whole else memory
         return unroll_compiled(compiled_step, step, state, args, times, kept, owner=step)
 
@@ -186,7 +187,7 @@ def _check_steps(steps: int) -> None:
         raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")
 
 
-def _without_graphs(step: Step, state: Tree, args: tuple, times: range) -> tuple[Tree, Tree]:
+def _without_graphs(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
     def detached_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         with torch.enable_grad():
             state, aux = checked_pair(step(state, t, *args), t)

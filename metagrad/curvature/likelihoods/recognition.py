@@ -90,7 +90,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.calls: dict[int, _Call] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _MAKERS:
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))

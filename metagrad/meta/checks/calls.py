@@ -54,11 +54,11 @@ class CallStack:
         """The module that is running."""
         return self.running[-1] if self.running else LOSS
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module is called."""
         self.running.append(self.paths[module])
 
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Note that it returns; one that raises stays."""
         self.running.pop()
 
@@ -92,12 +92,12 @@ class Trace(CallStack):
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
         super().__init__(model, loss_fn)
         self.owners: dict[Node, str] = {}
-        self.inputs: dict[str, tuple[tuple, dict[str, Any]]] = {}
+        self.inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.drawn: dict[str, None] = {}
         self._visited: set[Node] = set()
         self._generators: list[RandomState] = []
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what a module is called on."""
         self.claim((args, kwargs))
         super().enter(module, args, kwargs)
@@ -105,7 +105,7 @@ class Trace(CallStack):
             self.inputs.setdefault(self.innermost, (args, kwargs))
         self._generators.append(RandomState())
 
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Note what it made."""
         self.claim(result)
         path = self.innermost

@@ -99,12 +99,12 @@ class _Around:
         self.context = context
         self.entered: list[AbstractContextManager[Any]] = []
 
-    def enter(self, module: nn.Module, args: tuple) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         context = self.context()
         context.__enter__()
         self.entered.append(context)
 
-    def leave(self, module: nn.Module, args: tuple, result: object) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: object) -> None:
         self.entered.pop().__exit__(None, None, None)
 
 

@@ -129,7 +129,7 @@ class _Float64:
         self.slots = Slots(subject.modules)
         self.params = subject.params
         self.own = {m: list(m.parameters()) for root in subject.modules for m in root.modules()}
-        self.inputs: dict[str, tuple[tuple, dict[str, Any]]] = {}
+        self.inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.seed = seed
 
     @contextlib.contextmanager

@@ -212,7 +212,7 @@ def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Reque
     return _Request(few, whole, _checked_order(order, 1), tasks=tasks)
 
 
-def _pairs(tasks: Tasks) -> tuple:
+def _pairs(tasks: Tasks) -> tuple[Any, ...]:
     """Return a meta-batch as pairs."""
     xs, ys, xq, yq = (restored(part) for part in tasks[:4] if part is not None)
     return (xs, ys), (xq, yq)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class _KeptRule(NamedTuple):
     """
 
     rule: Rule
-    form: tuple
+    form: tuple[Any, ...]
     made: Rule
     tensors: list[Tensor]
 
@@ -101,7 +101,7 @@ def _form_of(value: object, tensors: list[Tensor], rule: _KeptRule | None) -> Ha
     if rule is not None and value is rule.made:
         tensors.extend(rule.tensors)
         return "rule"
-    if type(value) not in (dict, tuple, Tasks):
+    if type(value) not in (dict, tuple[Any, ...], Tasks):
         return None
     forms: list[Hashable] = []
     for item in value.values() if type(value) is dict else value:  # type: ignore[attr-defined, union-attr]
@@ -160,7 +160,7 @@ class CompiledMAML(CompiledStep):
         self._kept: _KeptRule | None = None
         self._structures: dict[Hashable, Structure] = {}
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what is to be compiled, but nothing that was."""
         return type(self), (self.options,)
 
@@ -172,7 +172,12 @@ class CompiledMAML(CompiledStep):
         return self._called(compiled, loss, (shared, params, x, y))  # type: ignore[return-value]
 
     def whole_batch(
-        self, evaluate: Callable[..., tuple], shared: Params, params: Params, tasks: Tasks, rule: Rule
+        self,
+        evaluate: Callable[..., tuple[Any, ...]],
+        shared: Params,
+        params: Params,
+        tasks: Tasks,
+        rule: Rule,
     ) -> tuple[Tensor, ...]:
         """Return ``evaluate(shared, params, tasks, rule)`` from one graph."""
         return self._called(self.meta_batch, evaluate, (shared, params, tasks, rule))
@@ -180,7 +185,7 @@ class CompiledMAML(CompiledStep):
     def kept_batch(
         self,
         evaluate: Callable[..., tuple],
-        args: tuple,
+        args: tuple[Any, ...],
         looking_at: Callable[[Sequence[Tensor]], Look | None],
     ) -> tuple[tuple[Tensor, ...], bool] | None:
         """Return what :meth:`whole_batch` does, and whether it is known to be finite, if that was compiled before.
@@ -197,13 +202,13 @@ class CompiledMAML(CompiledStep):
         )
 
     def _called(
-        self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple
+        self, compiled: ValueAndGrad, function: Callable[..., Sequence[Nested]], args: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
         tensors, structure = self._dissected(args)
         flat = FlatFunction(function, structure)
         return compiled(lambda: self.check(flat, tensors), flat, tensors)
 
-    def _dissected(self, args: tuple) -> tuple[list[Tensor], Structure]:
+    def _dissected(self, args: tuple[Any, ...]) -> tuple[list[Tensor], Structure]:
         """Take arguments apart; the structures of tensors, by name or not, and of the kept rule are kept."""
         tensors: list[Tensor] = []
         form = _form_of(args, tensors, self._kept)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -278,7 +278,7 @@ class InnerLoop:
         values = {**start_values(others, tasks.rows, count, apart=True), **own}
         return {name: values[name] for name in params}
 
-    def _quick(self) -> contextlib.AbstractContextManager:
+    def _quick(self) -> contextlib.AbstractContextManager[object]:
         """Take operations of one task as they are quickest; torch.vmap and compiled code have theirs."""
         is_plain = not self.stacked and self.compiled is None and not torch.compiler.is_compiling()
         return QuickDerivatives() if is_plain else contextlib.nullcontext()
@@ -287,7 +287,7 @@ class InnerLoop:
         objective = replace(self.objective, rows=tasks.rows)
         return objective.stacked if self.stacked else objective.single
 
-    def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple, Tree]]:
+    def _loop(self, step: Step, times: range) -> Callable[..., tuple[tuple[Any, ...], Tree]]:
         """Return the function that runs the steps, given a state and arguments: traced, eager, or compiled."""
         if torch.compiler.is_compiling():
             return functools.partial(_traced, step, times)
@@ -305,7 +305,7 @@ class InnerLoop:
         create_graph, norms = self.order == 2 and keep_graph, self.objective.norms
 
         def step(
-            state: tuple,
+            state: tuple[Any, ...],
             t: int,
             x: Nested,
             y: Nested,
@@ -313,7 +313,7 @@ class InnerLoop:
             query: tuple[Nested, Nested] | None = None,
             proximal: Proximal | None = None,
             shared: Params | None = None,
-        ) -> tuple[tuple, Tree]:
+        ) -> tuple[tuple[Any, ...], Tree]:
             params, rule_state, used = state
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else placed(self.objective, shared or {}):
@@ -405,7 +405,7 @@ def _refuse_inference_mode() -> None:
         )
 
 
-def _traced(step: Step, times: range, state: tuple, *args: object) -> tuple[tuple, Tree]:
+def _traced(step: Step, times: range, state: tuple[Any, ...], *args: object) -> tuple[tuple[Any, ...], Tree]:
     """Run the loop as part of a traced graph; the checks of :func:`metagrad.unroll` were made before."""
     collected, report = [], None
     for t in times:
@@ -423,7 +423,7 @@ def _from(step: Step, first: int) -> Step:
 
 def _arguments(
     tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None, shared: Params
-) -> tuple:
+) -> tuple[Any, ...]:
     """Return what steps take beside their state."""
     query = (tasks.query_x, tasks.query_y) if judged else None
     args = [tasks.support_x, tasks.support_y, rule, query, proximal, shared or None]
@@ -445,7 +445,7 @@ def _columns(reports: list, num_tasks: int, judged: bool) -> tuple[Tensor, Tenso
     return losses, query[0][:, :-1] if query else losses.new_zeros((num_tasks, 0))
 
 
-def _constant(state: tuple) -> tuple:
+def _constant(state: tuple[Any, ...]) -> tuple[Any, ...]:
     """Cut every tensor of a state from its graph."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
 
@@ -564,13 +564,13 @@ def gradients_of(
     }
 
 
-def outer_phase() -> contextlib.AbstractContextManager:
+def outer_phase() -> contextlib.AbstractContextManager[object]:
     """Open an outer step of the memory tracker, if one is open and nobody has opened a phase."""
     tracker = memory_tracking.current()
     return contextlib.nullcontext() if tracker is None else tracker.implied_outer()
 
 
-def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager:
+def phase(name: str, index: int | None = None) -> contextlib.AbstractContextManager[object]:
     """Open a phase of the memory tracker, if one is open."""
     tracker = memory_tracking.current()
     return contextlib.nullcontext() if tracker is None else tracker.phase(name, index=index)

@@ -111,7 +111,7 @@ class Prototypes:
         """Return what the head is given, ``[examples, features]``."""
         given: list[Tensor] = []
 
-        def note(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given.append(args[0] if args else kwargs["input"])
 
         handle = layer.register_forward_pre_hook(note, with_kwargs=True)

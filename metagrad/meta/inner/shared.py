@@ -13,7 +13,7 @@ from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.optim.rules import Params
 
 
-def shared_slots(objective: TaskLoss, adapted: Collection[str]) -> list[tuple[str, dict, str]]:
+def shared_slots(objective: TaskLoss, adapted: Collection[str]) -> list[tuple[str, dict[str, Any], str]]:
     """Return where the parameters are that the layers and the loss read, require grad and do not adapt.
 
     Each has all of its names, with the dict that it is in and the key there.

@@ -152,7 +152,7 @@ class _Recorder:
         return self.rule.update(grads, state, params, curvature)
 
 
-def _of_its_own(state: tuple) -> tuple:
+def _of_its_own(state: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the state of a loop as new leaves, cut from the graph of the step before."""
     if _torch.functorch_is_active():
         return state

@@ -312,7 +312,7 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-ELEMENTWISE = {
+ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU,
     nn.Dropout,
     nn.ELU,
@@ -336,7 +336,7 @@ ELEMENTWISE = {
 }
 
 
-FORMS = {*ELEMENTWISE, nn.Linear, nn.Flatten}
+FORMS: set[type[nn.Module]] = {*ELEMENTWISE, nn.Linear, nn.Flatten}
 """The layers whose stacked form is known."""
 
 
@@ -361,7 +361,7 @@ def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
 class TorchCall(NamedTuple):
     """The arguments of a call of a torch function."""
 
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def argument(self, position: int, name: str, default: object = None) -> Any:
@@ -414,19 +414,25 @@ RULES: tuple[VmapRule, ...] = (
 class _Corrections(TorchFunctionMode):
     """Replaces or refuses functions that torch.vmap computes wrongly; all others pass."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         handler = _HANDLERS.get(func)
         return func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})
 
 
-def _requires_grad(func: Callable[..., bool], args: tuple, kwargs: dict[str, Any]) -> bool:
+def _requires_grad(func: Callable[..., bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensor = args[0]
     while _torch.is_batched(tensor):
         tensor = _torch.get_unwrapped(tensor)
     return func(tensor)
 
 
-def _embedding(func: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _embedding(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
     call = TorchCall(args, kwargs)
     first, second = call.argument(0, _NAMES[func][0]), call.argument(1, _NAMES[func][1])
@@ -445,7 +451,7 @@ _NONE = {F.embedding: None, torch.embedding: -1}
 
 
 def _refusing(rules: list[VmapRule]) -> Callable[..., Any]:
-    def handler(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for rule in rules:
             if rule.applies(TorchCall(args, kwargs)):
                 raise NotStackableError(rule.reason)

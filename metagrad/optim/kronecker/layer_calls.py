@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class LayerCalls:
     def hook_of(self, key: str) -> Callable[[nn.Module, tuple, dict, Tensor], Tensor]:
         """Return the forward hook of the layer whose weight has a name."""
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             inputs = args[0] if args else kwargs["input"]
             note = functools.partial(self._note, key)
             if _torch.functorch_is_active():
@@ -118,7 +118,7 @@ class LayerCalls:
         sums = {key: sums_of(*pair) for key, pair in rows.items()}
         return {key: factors_of(s, request.weight(s.num_examples)) for key, s in sums.items()}
 
-    def _check(self, params: Params, gradients: Callable, stacked: bool) -> None:
+    def _check(self, params: Params, gradients: Callable[..., Any], stacked: bool) -> None:
         uncalled = [key for key in self.layers if key not in self._calls]
         used = gradients([params[key] for key in uncalled]) if uncalled else []
         for key, gradient in zip(uncalled, used, strict=True):

@@ -40,7 +40,13 @@ class LossRecorder(TorchFunctionMode):
         self._note_losses = note_losses
         self.losses: list[Evaluated] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.backward:
             return self._backward(*args, **kwargs)

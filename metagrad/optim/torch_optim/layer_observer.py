@@ -50,7 +50,9 @@ class LayerHook:
     def __reduce__(self) -> tuple[type[LayerHook], tuple[()]]:
         return LayerHook, ()
 
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor | None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
         """Note a call whose gradient is wanted."""
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:

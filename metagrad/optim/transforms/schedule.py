@@ -32,7 +32,7 @@ class Schedule(RuleNode):
     """The rule that :func:`schedule` makes."""
 
     rule: Rule
-    functions: tuple[tuple[str, Callable], ...]
+    functions: tuple[tuple[str, Callable[..., Any]], ...]
 
     nested = ("rule",)
 

@@ -69,7 +69,7 @@ class Bilinear(Kernel):
         cls.jvp = staticmethod(nestable(functools.partial(_bilinear_tangent, cls)))
 
     @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the operands."""
         *ctx.structure, first, second = inputs
         ctx.save_for_backward(first, second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -373,8 +373,12 @@ class SparseTensor(Conversions, Operators):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: dict | None = None
-    ):
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
         name = getattr(func, "__name__", str(func))
         raise TypeError(
             f"torch's {name} does not take a SparseTensor: it would have to be made dense, or its gradient cut. "

@@ -8,6 +8,8 @@ those are gathered for one kernel position at a time.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -128,7 +130,9 @@ def _adjoint(w: Tensor) -> Tensor:
     return w.mT.contiguous()
 
 
-def _each(rule: type[Function], size: int, in_dims: tuple, structure: tuple, *operands: Tensor) -> Tensor:
+def _each(
+    rule: type[Function], size: int, in_dims: tuple[Any, ...], structure: tuple[Any, ...], *operands: Tensor
+) -> Tensor:
     """Apply a rule to each member of a vmapped batch."""
     members = zip(
         *(

@@ -27,7 +27,7 @@ from metagrad.sparse.tables.row_sparse import (
     written_out,
 )
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 Handler = Callable[..., Any]
 
 

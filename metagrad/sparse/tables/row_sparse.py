@@ -176,12 +176,20 @@ class RowSparse(Rows):
         return f"RowSparse(rows={kept.rows}, shape={shape}{grad}, values=\n{kept.values})"
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         with _torch.without_torch_function_of_subclasses():
             return (FUNCTIONS.get(func) or func)(*args, **kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         handler = OPERATIONS.get(func.overloadpacket)
         if handler is None:
             raise unknown(f"{func.overloadpacket.__name__}(...)", "it is not known to keep to the rows")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,9 @@ class RowTable(Rows):
     __torch_function__ = _torch.disabled_torch_function  # type: ignore[reportAssignmentType]
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias):
             return _alias(args[0])
         if func.overloadpacket in (torch.ops.aten.is_same_size, torch.ops.aten._has_same_storage_numel):

@@ -45,13 +45,21 @@ class TableProxy(Tensor):
         return f"TableProxy({self._name!r}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in _LOOKUPS:
             return _LOOKUPS[func](*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name = next(leaf._name for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise ValueError(
             f"sparse=[{name!r}]: the model uses the table as a whole, by {func}, where only the rows that are "

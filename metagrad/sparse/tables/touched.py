@@ -128,7 +128,13 @@ class _Guard(TorchFunctionMode):
         self.copies: dict[int, Tensor] = {}
         self.generators: dict[int, torch.Generator] = {}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in tensors:
@@ -139,9 +145,10 @@ class _Guard(TorchFunctionMode):
                 self.copies[id(tensor)] = tensor.clone()
         if self.copies:
             args, kwargs = pytree.tree_map_only(Tensor, lambda t: self.copies.get(id(t), t), (args, kwargs))
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            kwargs = {**kwargs, "generator": self._copy_of(kwargs["generator"])}
-        return func(*args, **kwargs)
+        options = dict(kwargs or {})
+        if isinstance(options.get("generator"), torch.Generator):
+            options["generator"] = self._copy_of(options["generator"])
+        return func(*args, **options)
 
     def _copy_of(self, generator: torch.Generator) -> torch.Generator:
         if id(generator) not in self.generators:

@@ -35,7 +35,7 @@ class Found(NamedTuple):
     splits: Splits
 
 
-class ImageFolders(Dataset):
+class ImageFolders(Dataset[Any]):
     """Read images that are in folders, one for each class, in the layouts of few-shot data sets.
 
     | layout below the root | as |

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 Draw = Callable[[int, torch.Generator], Plan]
 
 
-class Items(Dataset):
+class Items(Dataset[Any]):
     """The inputs of a data set, each after a transform, which draws the same random numbers for the same seed.
 
     Args:
@@ -65,7 +65,7 @@ class Items(Dataset):
         )
 
 
-class Batches(Dataset):
+class Batches(Dataset[Any]):
     """Batches of tasks by their plans: a data set whose indices are plans."""
 
     def __init__(self, items: Items) -> None:
