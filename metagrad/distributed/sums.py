@@ -12,6 +12,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_ADVICE = "Give every process the same seed, or send it from one of them by torch.distributed.broadcast."
+
 
 def sums(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Add tensors of one dtype and device up over processes, in one all-reduce; without a graph."""
@@ -28,8 +30,10 @@ def union(numbers: Tensor, group: ProcessGroup) -> Tensor:
     return torch.cat(everyone).unique().to(numbers.device)
 
 
-def refuse_different(call: str, name: str, tensor: Tensor, group: ProcessGroup) -> None:
-    """Refuse a tensor that is not the same in all processes.
+def refuse_different(
+    call: str, name: str, tensor: Tensor, group: ProcessGroup, *, advice: str = _ADVICE
+) -> None:
+    """Refuse a tensor that is not the same in all processes, to rounding.
 
     Raises:
         ValueError: It is another one in some process.
@@ -38,11 +42,8 @@ def refuse_different(call: str, name: str, tensor: Tensor, group: ProcessGroup) 
     mark = (own * tensor.detach().reshape(-1).double()).sum()
     marks = [torch.empty_like(mark) for _ in range(group.size())]
     dist.all_gather(marks, mark, group=group)
-    if any(not torch.equal(mark, other) for other in marks):
-        raise ValueError(
-            f"{call}: {name} must be the same in all processes of the group. Give every process the same seed, or "
-            "send it from one of them by torch.distributed.broadcast."
-        )
+    if not torch.allclose(torch.stack(marks), marks[0], rtol=1e-6, atol=0.0):
+        raise ValueError(f"{call}: {name} must be the same in all processes of the group. {advice}")
 
 
 def everywhere(flag: bool, device: torch.device, group: ProcessGroup) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.distributed.sums import everywhere
+from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.probes import as_rows
@@ -67,8 +67,9 @@ NONFINITE = Option(
 
 GROUP = Option(
     None,
-    "Processes whose gradients are averaged before each step. Each of them computes a share of the matrices, and all "
-    "have the same parameters and state afterwards; what is not finite in one is so in all. None is this one alone.",
+    "Processes that have the same parameters, and gradients that :func:`~metagrad.distributed.average_gradients` has "
+    "averaged before each step; others are refused. Each computes a share of the matrices, and all have the same "
+    "parameters and state afterwards; what is not finite in one is so in all. None is this one alone.",
     "ProcessGroup | None",
 )
 
@@ -267,6 +268,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         work = [self._work(index) for index in range(len(self.param_groups))]
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
+        if self.group is not None:
+            self._refuse_different(work, self.group)
         changes = self._factorised(
             lambda: list(chain.from_iterable(self._changes(one) for one in work if one.params))
         )
@@ -292,6 +295,19 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Yield the inputs of a group's step, which must be finite: gradients, and curvature if there is one."""
         for key, g in work.grads.items():
             yield f"the gradient of {key!r}", g
+
+    def _refuse_different(self, work: Sequence[Work], group: ProcessGroup) -> None:
+        tensors = [tensor for one in work for tensor in (*one.params.values(), *one.grads.values())]
+        none = torch.zeros((), dtype=torch.float64, device=self._device())
+        norms = [none, *(torch.linalg.vector_norm(tensor).to(none) for tensor in tensors)]
+        refuse_different(
+            f"{type(self).__name__}.step",
+            "parameters and their gradients",
+            torch.stack(norms),
+            group,
+            advice="Begin with the same parameters, and call metagrad.distributed.average_gradients(model) before "
+            "each step.",
+        )
 
     def _seen_losses(self) -> Iterator[tuple[str, Tensor]]:
         if not hasattr(self, "found_inf"):  # a scaled loss may overflow where its gradient does not

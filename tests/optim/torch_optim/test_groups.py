@@ -76,6 +76,26 @@ def test_steps_of_uneven_shares_are_those_of_one_process(name, size):
         assert all(map(torch.equal, params, found[0][0]))
 
 
+@pytest.mark.parametrize("name", ["Shampoo", "KFAC"])
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+def test_processes_that_would_drift_apart_are_refused(name, what):
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+    models = [network() for _ in range(2)]
+    if what == "gradients":
+        models[1].load_state_dict(models[0].state_dict())
+
+    def process(group):
+        rank = group.rank()
+        opt = OPTIMIZERS[name](models[rank], group=group)
+        F.mse_loss(models[rank](x[rank:]), y[rank:]).backward()
+        if what == "parameters":
+            average_gradients(models[rank], group=group)
+        with pytest.raises(ValueError, match=f"{name}.step: parameters and their gradients must be the same"):
+            opt.step()
+
+    in_threads(2, process)
+
+
 @pytest.mark.parametrize(
     ("name", "module"),
     [("Shampoo", shampoo), ("KFAC", factors)],
