@@ -172,6 +172,14 @@ def test_a_sweeps_last_words_are_all_jobs_that_failed(tmp_path, monkeypatch, cap
 # Signals
 
 
+@pytest.fixture
+def nothing_ignored():
+    """Handle SIGINT even where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_is_raised_where_it_arrives():
     with signals_raised(), pytest.raises(Interrupted, match="Interrupted by SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
@@ -189,6 +197,7 @@ def test_a_deferred_signal_waits_and_a_second_one_does_not(capfd, monkeypatch):
     assert "SIGTERM: saving after this step; once more to stop at once." in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("nothing_ignored")
 def test_ctrl_c_twice_stops_at_once():
     with signals_raised(), signals_deferred():
         signal.raise_signal(signal.SIGINT)
@@ -203,14 +212,6 @@ def test_an_ignored_signal_stays_ignored():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-@pytest.fixture
-def nothing_ignored():
-    """Handle SIGINT even where the tests run in the background of a shell, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("nothing_ignored")
