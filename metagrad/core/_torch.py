@@ -8,6 +8,7 @@ and says which of these names an installed torch lacks.
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import sys
 from typing import Any
@@ -85,8 +86,23 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """A mode that sees every operation below autograd."""
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode whose frames are hidden from the compiler once it is there: torch loads it to hide them, in a second."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        shown = cls.__torch_dispatch__
+        super().__init_subclass__(**kwargs)
+        hidden = cls.__torch_dispatch__
+
+        @functools.wraps(shown)
+        def dispatch(*args: Any, **kwargs: Any) -> object:
+            return (hidden if "_dynamo" in vars(torch) else shown)(*args, **kwargs)
+
+        cls.__torch_dispatch__ = dispatch
+
+
 class EagerDispatchMode(TorchDispatchMode):
-    """A mode that compiled code is not run under: to hide its frames from the compiler would load the compiler."""
+    """A mode that compiled code is not run under: its frames need not be hidden, which takes time each time."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

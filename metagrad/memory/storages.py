@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from metagrad.core import _torch
-from metagrad.core._torch import FakeTensor, TorchDispatchMode, is_wrapper_subclass
+from metagrad.core._torch import DispatchMode, FakeTensor, is_wrapper_subclass
 from metagrad.core.tree import tensors_in
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Ledger:
             self.window_peak = total
 
 
-class StorageMode(TorchDispatchMode):
+class StorageMode(DispatchMode):
     """Show every operation's outputs to a ledger; a wrapper subclass runs first, so those inside it too."""
 
     supports_higher_order_operators = True

@@ -93,8 +93,8 @@ def eigenvalues(
         operator: A symmetric map of n-vectors.
         k: How many, from 1 to n.
         which: Which.
-        rtol: Stop when every residual is this times the operator's norm (the largest product with a unit vector
-            seen) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
+        rtol: Stop when every residual is this times the operator's norm (the largest product with a unit vector or
+            Ritz value seen) or less. Below about 10 times the dtype's ``eps`` it cannot be met.
         max_products: The most products to spend, those for the residuals included; 2000 or 20 n, whichever is less,
             but never less than a start takes, by default. What is reached then is returned, with
             ``converged=False``.

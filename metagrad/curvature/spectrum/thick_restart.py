@@ -33,7 +33,7 @@ class KrylovSpace(NamedTuple):
         locked: How many of them, the first, are Ritz vectors that the others are kept orthogonal to, and that are not
             changed any more: the wanted ones first, which have converged.
         coupled: How many of the last rows the operator couples the next vector with, itself among them.
-        scale: The largest norm of a product so far: a lower bound of the operator's norm.
+        scale: The largest norm of a product, or Ritz value, so far: a lower bound of the operator's norm.
         steps: Products since the last start from a random vector.
         matvecs: Products in all.
     """
@@ -53,7 +53,7 @@ class Subspace(NamedTuple):
 
     Attributes:
         vectors: Rows, about orthonormal, shape [k, n]; constants.
-        scale: The largest norm of a product with a unit vector: a lower bound of the operator's norm.
+        scale: A lower bound of the operator's norm, as in :class:`KrylovSpace`.
         matvecs: How many products were spent.
         settled: False where the budget ended the search.
     """
@@ -119,7 +119,9 @@ def thick_restart_lanczos(
         exhausted, full = space.matvecs >= max_products, space.size == max_basis
         if not exhausted and not full and (space.size < k or space.steps % every):
             continue
-        pairs, tolerance = ritz_pairs(space), rtol * space.scale
+        pairs = ritz_pairs(space)
+        space = space._replace(scale=max(space.scale, float(pairs.values.abs().max())))
+        tolerance = rtol * space.scale
         ranks = ranking(pairs.values, which, tolerance * (torch.arange(space.size) < min(space.locked, k)))
         wanted = ranks[:k]
         # Half: two converged copies that were locked apart may disturb each other by as much again.
