@@ -25,6 +25,7 @@ from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import is_constant
+from metagrad.sparse.tables.embedding import over
 
 T = TypeVar("T")
 
@@ -60,10 +61,7 @@ def _task_by_task(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Seque
     """Weight gradients to each element of which only one task contributes: the only task, or the task of the row."""
     if list(given) != [0]:
         return None
-    weights = given[0]
-    return [
-        gradient * weights.view(*weights.shape, *[1] * (gradient.ndim - weights.ndim)) for gradient in grads
-    ]
+    return [gradient * over(given[0], gradient) for gradient in grads]
 
 
 _MOST_STRUCTURES = 64

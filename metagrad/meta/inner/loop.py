@@ -32,10 +32,10 @@ from metagrad.meta.inner.shared import SharingCall, placed
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
-from metagrad.meta.objective.tasks import Tasks, num_tasks, with_task_axis
+from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
 from metagrad.optim.curvature import Curvature, needs_curvature
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
-from metagrad.sparse.tables.embedding import embedding
+from metagrad.sparse.tables.embedding import embedding, over
 
 
 class Adaptation(NamedTuple):
@@ -188,7 +188,7 @@ class InnerLoop:
         if self.compiled is not None:
             rule = self.compiled.rule(self.rule, first_param, lambda: start, self.steps)
         judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
-        proximal = None if self.proximal is None else Proximal(start, self.proximal)
+        proximal = self.proximal_to(start)
         args = _arguments(tasks, rule, judged, proximal, self.shared)
         loss, state = self._loss(tasks), (start, self.rule.init(start), used)
         first, reports = self.steps - self.num_differentiated, []
@@ -241,6 +241,10 @@ class InnerLoop:
             return self.steps
         return min(self.truncate, self.steps)
 
+    def proximal_to(self, start: Params) -> Proximal | None:
+        """Return the proximal term of tasks that start from these values."""
+        return None if self.proximal is None else Proximal(start, self.proximal)
+
     def resting(self, params: Params, used: Tensor, rows: Params) -> Params:
         """Return what table rows that a task does not look up become in its steps, with a gradient of zero.
 
@@ -260,8 +264,8 @@ class InnerLoop:
                 params, state = detached((params, state))
                 params = with_history_of(start, params)
             grads = zeros
-            if self.proximal is not None:
-                grads = _with_proximal(zeros, params, Proximal(start, self.proximal), self.order == 2)
+            if (proximal := self.proximal_to(start)) is not None:
+                grads = _with_proximal(zeros, params, proximal, self.order == 2)
             moved, state = self.rule.update(grads, state, params)
             active = {name: where_active(used > t, moved[name], params[name]) for name in rows}
             params = {**moved, **active}
@@ -457,7 +461,7 @@ def with_history_of(starts: Params, values: Params) -> Params:
 
 def task_norms(grads: Params, num_axes: int) -> Tensor:
     """Return the Euclidean norm over all parameters, for each task."""
-    return torch.stack([g.detach().flatten(num_axes).square().sum(-1) for g in grads.values()]).sum(0).sqrt()
+    return task_squares((g.detach() for g in grads.values()), num_axes).sqrt()
 
 
 def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
@@ -466,7 +470,7 @@ def where_active(active: Tensor, moved: Tree, stayed: Tree) -> Tree:
     def choose(new: object, old: object) -> object:
         if not isinstance(new, Tensor) or not isinstance(old, Tensor) or new.ndim < active.ndim:
             return new
-        return torch.where(active.view(*active.shape, *[1] * (new.ndim - active.ndim)), new, old)
+        return torch.where(over(active, new), new, old)
 
     return tree_map(choose, moved, stayed)
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from metagrad.hypergrad import Nystrom
@@ -15,7 +14,7 @@ from metagrad.hypergrad.attach import attach, check_inverse
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.objective.norms import OF_STEPS
 from metagrad.meta.objective.task_loss import Loss
-from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.objective.tasks import Tasks, task_squares
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.rules import Params, Rule
@@ -36,13 +35,7 @@ class Proximal(NamedTuple):
 
     def losses(self, params: Params, num_axes: int) -> Tensor:
         """Return its value; of parameters whose first axis counts tasks, for each."""
-        squares = [
-            (p - self.start[name]).flatten(num_axes).square().sum(-1)
-            if p.ndim > num_axes
-            else (p - self.start[name]).square()
-            for name, p in params.items()
-        ]
-        return self.weight / 2 * torch.stack(squares).sum(0)
+        return self.weight / 2 * task_squares((p - self.start[name] for name, p in params.items()), num_axes)
 
 
 def at_minimum(

@@ -32,8 +32,8 @@ class Reports(NamedTuple):
     predictions: Nested | None
 
 
-Take = Callable[[int, Reports, Params], Reports]
-"""The number of a step, its reports with their graph, and the parameters before it, to the reports to be kept."""
+Take = Callable[[int, Reports, Sequence[Tensor]], Reports]
+"""The number of a step, its reports with their graph, and the tensors it begins with, to the reports to be kept."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StepwiseLoop(InnerLoop):
             return super().evaluate(params, tasks, rule)
         # A transform needs the graphs; gradients of rows have a form of their own.
         if _torch.functorch_is_active() or tasks.rows:
-            return self.follow(params, tasks, lambda t, reports, entry: reports)
+            return self.follow(params, tasks, lambda t, reports, begin: reports)
         return _Sweep(self, params, tasks).attached()
 
     def follow(self, params: Params, tasks: Tasks, take: Take) -> Evaluation:
@@ -67,20 +67,22 @@ class StepwiseLoop(InnerLoop):
         state, step = (start, self.rule.init(start), used), self._step(self._loss(tasks), keep_graph=True)
         collected = []
         for t in range(self.steps):
-            entry = self._entry(params, tasks, state[0])
-            state, (support, query) = step((entry, *state[1:]), t, *args)
+            origin = self.start_of(params, tasks) if self.learns_start else tree_map(_detached, start)
+            entry = self._entry(origin, state[0])
+            state, (support, query) = step((entry, *state[1:]), t, *args, self.proximal_to(origin))
             query, predictions = self.judge(state[0], tasks) if t == self.steps - 1 else (query, None)
-            collected.append(take(t, Reports(support.reshape(-1), query.reshape(-1), predictions), entry))
+            reports = Reports(support.reshape(-1), query.reshape(-1), predictions)
+            collected.append(take(t, reports, [*origin.values(), *entry.values()]))
             state = tree_map(_detached, state)
         supports, queries, predictions = zip(*collected, strict=True)
         path = torch.stack(queries, 1)[:, :-1]
         return Evaluation(torch.stack(supports, 1), state[2].reshape(-1), queries[-1], predictions[-1], path)
 
-    def _entry(self, params: Params, tasks: Tasks, values: Params) -> Params:
+    def _entry(self, origin: Params, values: Params) -> Params:
         """Return the parameters before a step: constants, which may have the history of what tasks start from."""
         values = {name: value.detach() for name, value in values.items()}
         if self.learns_start:
-            return with_history_of(self.start_of(params, tasks), values)
+            return with_history_of(origin, values)
         return {name: value.requires_grad_() for name, value in values.items()}
 
 
@@ -105,6 +107,7 @@ class _Sweep:
         tensors = [
             *params.values(),
             *(tensor for _, tensor in hyperparameters_in(inner.rule)),
+            *([inner.proximal] if isinstance(inner.proximal, Tensor) else []),
             *(tensor for tensor in self.slots.tensors if id(tensor) not in replaced),
             *(leaf for leaf in tree_leaves(tasks) if isinstance(leaf, Tensor)),
         ]
@@ -129,10 +132,10 @@ class _Sweep:
 
         return structure.fill(attached(self, self.variables, outputs, kept=kept, pull=pull))  # type: ignore[arg-type]
 
-    def _add(self, t: int, reports: Reports, entry: Params) -> Reports:
+    def _add(self, t: int, reports: Reports, begin: Sequence[Tensor]) -> Reports:
         """Add the gradient of the query losses after a step, and free its graph."""
         if t == 0:
-            _refuse_unknown(reports.query, [*self.variables, *entry.values()])
+            _refuse_unknown(reports.query, [*self.variables, *begin])
         grads = torch.autograd.grad(reports.query.sum(), self.variables, allow_unused=True)
         self.totals = [
             b if a is None else a if b is None else a + b for a, b in zip(self.totals, grads, strict=True)
@@ -148,13 +151,14 @@ class _Sweep:
 
         own = {id(p) for p in self.params.values()}
         beside = {key: tensor for key, tensor in exchange.items() if key not in own}
-        inner = dataclasses.replace(self.inner, rule=with_hyperparameters(self.inner.rule, other))  # type: ignore[arg-type]
+        rule, proximal = with_hyperparameters(self.inner.rule, other), other(self.inner.proximal)  # type: ignore[arg-type]
+        inner = dataclasses.replace(self.inner, rule=rule, proximal=proximal)
         buffers = contextlib.nullcontext()
         if inner.objective.norms is None:  # which writes into none
             buffers = own_buffers([module for part in self.modules for module in part.modules()])
         with restored(*self.surroundings), self.slots.restored(beside), buffers:
             params, tasks = tree_map(other, (self.params, self.tasks))
-            return dissect(inner.follow(params, tasks, lambda t, reports, entry: reports))[0]
+            return dissect(inner.follow(params, tasks, lambda t, reports, begin: reports))[0]
 
 
 _QUERY_LOSSES = 2  # among the fields of an evaluation

@@ -17,6 +17,7 @@ from metagrad.meta.inner.loop import Evaluation, InnerLoop, task_norms
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature, needs_layers
 from metagrad.optim.rules import Params, Rule
+from metagrad.sparse.tables.embedding import over
 
 
 class Trajectory(NamedTuple):
@@ -195,7 +196,7 @@ class _Attached(torch.autograd.Function):
 
 def _weighted(weights: Tensor, value: Tensor) -> Tensor:
     """Multiply a value by a weight for each task."""
-    return weights.view(*weights.shape, *[1] * (value.ndim - weights.ndim)) * value
+    return over(weights, value) * value
 
 
 class _Constant(torch.autograd.Function):

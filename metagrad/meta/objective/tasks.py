@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -195,6 +195,11 @@ def _sizes(call: str, name: str, value: Nested) -> dict[str, tuple[int, ...]]:
 def num_tasks(value: Nested) -> int:
     """Return the length of the first axis."""
     return _first_tensor(value).shape[0]
+
+
+def task_squares(values: Iterable[Tensor], num_axes: int) -> Tensor:
+    """Return the sum of the squares of all elements, for each task where the first axis counts them."""
+    return torch.stack([v.unsqueeze(-1).flatten(num_axes).square().sum(-1) for v in values]).sum(0)
 
 
 def _first_tensor(value: Nested) -> Tensor:

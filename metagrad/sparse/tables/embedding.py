@@ -211,7 +211,7 @@ def reduce_bags(
 
 def over(mask: Tensor, values: Tensor) -> Tensor:
     """Give a tensor of the first dimensions trailing ones, to be broadcast over rows."""
-    return mask.view(*mask.shape, *[1] * (values.ndim - mask.ndim))
+    return mask.view((*mask.shape, *[1] * (values.ndim - mask.ndim)))
 
 
 def _bags(vectors: Tensor, offsets: Tensor | None) -> tuple[Tensor, int]:

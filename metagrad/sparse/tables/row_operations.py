@@ -216,9 +216,18 @@ def vector_norm(
     return torch.linalg.vector_norm(x.values, ord, dtype=dtype)
 
 
-def norm(x: RowSparse, p: Any = "fro", dim: Any = None, keepdim: bool = False, **how: Any) -> Tensor:
+def norm(
+    x: RowSparse,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Compute ``torch.norm``, of all elements."""
-    return vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, **how)
+    if out is not None:
+        raise unknown("norm(x, out=)", "it returns a new tensor")
+    return vector_norm(x, 2 if p in (None, "fro") else p, dim, keepdim, dtype=dtype)
 
 
 def extremum(function: Callable[[Tensor], Tensor]) -> Handler:

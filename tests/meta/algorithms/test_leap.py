@@ -84,6 +84,32 @@ def test_its_gradient_is_that_of_the_path_length(regression, power, lr, memory, 
     assert bool((out.support_losses.diff(dim=1) > 0).any()) == (lr > 1)
 
 
+class Scaled(nn.Module):
+    """A model with a parameter that has no axes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(2, 3), nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, x):
+        return self.scale * self.layer(x)
+
+
+@pytest.mark.parametrize("algorithm", [mg.Leap, mg.Reptile, mg.MAML])
+def test_a_number_adapts_as_a_vector_of_one_does(regression, algorithm):
+    results = []
+    for shape, task_chunk in (((1,), None), ((), None), ((), 1)):
+        model = Scaled()
+        model.scale = nn.Parameter(model.scale.detach().reshape(shape))
+        learner = algorithm(
+            model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=3, tolerance=0.5, task_chunk=task_chunk
+        )
+        results.append([g.flatten() for g in gradients(learner(regression).loss, learner)])
+    torch.testing.assert_close(results[1:], [results[0]] * 2, rtol=1e-12, atol=1e-14)
+
+
 def test_the_losses_are_those_of_maml(regression):
     learner = make(inner=rules.adam(lr=0.05), examples="support", tolerance=1.0, steps=6)
     maml = mg.MAML(learner.model, F.mse_loss, inner=learner.inner, steps=6, tolerance=1.0)

@@ -49,7 +49,7 @@ def adapted_names(learner, batch):
     return list(learner.adapt(batch.support).params)
 
 
-def textbook(learner, batch, *, order=2, lr=0.1, init="learned", momentum=0.0):
+def textbook(learner, batch, *, order=2, lr=0.1, init="learned", momentum=0.0, proximal=0.0):
     """Return the sum over steps of the query losses, where task parameters are constants, and the last losses."""
     names = adapted_names(learner, batch)
     params = dict(learner.model.named_parameters())
@@ -63,7 +63,13 @@ def textbook(learner, batch, *, order=2, lr=0.1, init="learned", momentum=0.0):
                 phi = {name: values[name].clone().requires_grad_() for name in names}
             loss = F.mse_loss(functional_call(learner.model, phi, (x,)), y)
             grads = torch.autograd.grad(loss, list(phi.values()), create_graph=order == 2)
-            velocity = {name: momentum * velocity[name] + g for name, g in zip(names, grads, strict=True)}
+            pulls = [
+                g + proximal * (values[name] - params[name].detach())
+                for name, g in zip(names, grads, strict=True)
+            ]
+            velocity = {
+                name: momentum * velocity[name] + pull for name, pull in zip(names, pulls, strict=True)
+            }
             moved = {name: phi[name] - lr * velocity[name] for name in names}
             last = F.mse_loss(functional_call(learner.model, moved, (query_x,)), query_y)
             total = total + last
@@ -118,6 +124,20 @@ def test_learned_rates_and_momentum_get_their_gradient(regression):
     of = list(learner.parameters())
     assert any(p is rates for p in of)
     assert_close(gradients(learner(regression).loss, of), gradients(loss, of))
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("init", ["learned", "fixed"])
+def test_a_proximal_term_that_is_learned_holds_the_steps_in_training_too(regression, init, task_chunk):
+    proximal = nn.Parameter(torch.tensor(3.0, dtype=torch.float64))
+    learner = learner_of(init=init, proximal=proximal, start={"leave.bias": "zeros"}, task_chunk=task_chunk)
+    nn.init.zeros_(learner.model.leave.bias)
+    loss, _ = textbook(learner, regression, init=init, proximal=proximal)
+    out = learner(regression)
+    assert_close(out.loss, loss)
+    of = [p for name, p in learner.named_parameters() if name != "model.leave.bias"]
+    assert any(p is proximal for p in of)
+    assert_close(gradients(out.loss, of), gradients(loss, of))
 
 
 def peak(learner, batch):

@@ -51,7 +51,7 @@ USES = {
     "sum": lambda g, d: g.sum() * g.mean(),
     "sum of rows": lambda g, d: g.sum(0) + g.mean(dim=0, keepdim=True),
     "sum in rows": lambda g, d: g.sum(-1, keepdim=True) * g,
-    "norm": lambda g, d: g.norm() * g.norm(3) + torch.linalg.vector_norm(g, 4),
+    "norm": lambda g, d: g.norm() * torch.norm(g, 3) + torch.linalg.vector_norm(g, 4),
     "extremes": lambda g, d: g.max() ** 2 + g.min() ** 3 + (g * 0 + d).max(),
     "select": lambda g, d: g.index_select(0, torch.tensor([3, 1, 3, 0])) ** 2,
     "lookup": lambda g, d: embedding(torch.tensor([[3, 1], [3, 0]]), g) ** 2,

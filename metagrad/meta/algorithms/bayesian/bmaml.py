@@ -19,7 +19,7 @@ from metagrad.meta.inner.trajectories import joined
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm
 from metagrad.meta.objective.task_loss import LossFn
-from metagrad.meta.objective.tasks import Tasks
+from metagrad.meta.objective.tasks import Tasks, task_squares
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule, chain
 
@@ -58,8 +58,7 @@ class ChaserLoop(ParticleLoop):
     def _distances(self, adapted: Params, leaders: Params) -> Tensor:
         """Return the sum of the squared distances of all particles, ``[tasks]``."""
         moves = (p - leaders[name] for name, p in adapted.items())
-        total = torch.stack([move.square().flatten(int(self.stacked)).sum(-1) for move in moves]).sum(0)
-        return total.reshape(-1)
+        return task_squares(moves, int(self.stacked)).reshape(-1)
 
 
 class BMAML(ParticleLearner):
