@@ -5,6 +5,9 @@ They are imported where they are used, so that ``import metagrad`` does not load
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import types
 import unittest.mock
 from collections.abc import Callable
@@ -30,6 +33,21 @@ def inductor_backend(
             return settings(module, examples)
 
     return compiled
+
+
+@functools.cache
+def probe_instructions() -> None:
+    """Let inductor find out in the background which instructions its C++ compiler can use, while a call is traced.
+
+    It compiles a program for each set of them, once for a cache, which takes seconds.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    def probe() -> None:
+        with contextlib.suppress(Exception):  # it is raised again where the answer is needed
+            pick_vec_isa()
+
+    threading.Thread(target=probe, name="metagrad: probe_instructions", daemon=True).start()
 
 
 def other_backend(*settings: Any) -> Any:

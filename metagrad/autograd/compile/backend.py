@@ -87,6 +87,7 @@ class Backend:
             for_cpu = {**_options_for_cpu(), **(options or {})}
             ours = {torch.ops.aten.max_pool2d_with_indices_backward.default: pooling_gradient}
             self.compile_for_cpu = inductor(mode, for_cpu, dynamic, ours)
+            _torch_compiler.probe_instructions()
         else:
             self.compile = _torch_compiler.other_backend(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile
