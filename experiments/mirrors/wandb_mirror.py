@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from experiments.metrics import read_rows
 from experiments.mirrors.mirror import Mirror, imported
 
 if TYPE_CHECKING:
@@ -15,16 +16,23 @@ if TYPE_CHECKING:
 
 
 class WandbMirror(Mirror):
-    """Send what a run records to a wandb run, with our own step counter on every horizontal axis."""
+    """Send what a run records to a wandb run, with our own step counter on every horizontal axis.
 
-    def __init__(self, wandb: Any, run: Any) -> None:
-        self._wandb, self._run = wandb, run
+    Args:
+        wandb: The module.
+        run: The wandb run.
+        until: The last step that the run has already: those behind a checkpoint are taken again and are the same.
+    """
+
+    def __init__(self, wandb: Any, run: Any, until: int) -> None:
+        self._wandb, self._run, self._until = wandb, run, until
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of one step."""
-        self._run.log({"step": step, **values})
+        if step > self._until:
+            self._run.log({"step": step, **values})
 
     def images(self, files: Sequence[Path]) -> None:
         """Log plots as images named `plots/NAME`."""
@@ -69,6 +77,7 @@ def opened(
         else f"{config.notes or ''} Continues at step {resumed_at}.".strip()
     )
     former = None if resumed_at is None else _run_in(folder)
+    rows = [] if former is None else read_rows(folder / "metrics.jsonl")
     try:
         run = wandb.init(
             id=former,
@@ -90,7 +99,7 @@ def opened(
         ) from error
     # Not `with run`: its exit prints a traceback of whatever ended the run.
     try:
-        yield WandbMirror(wandb, run)
+        yield WandbMirror(wandb, run, until=max((row["step"] for row in rows), default=-1))
     except BaseException:
         run.finish(exit_code=1)
         raise

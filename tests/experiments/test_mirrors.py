@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imsave
 
+from experiments.journal import Journal
 from experiments.mirrors import mirror as mirror_module
 from experiments.mirrors.mirror import Mirror
 from experiments.mirrors.opening import open_mirror
@@ -83,6 +84,20 @@ def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb,
         open_and_log(composed, tmp_path, resumed_at)
         settings = [called for name, called in wandb.calls if name == "init"][-1]
         assert (settings["id"], settings["resume"]) == expected
+
+
+def test_steps_behind_a_checkpoint_that_wandb_has_are_not_sent_again(composed, wandb, tmp_path):
+    folder = tmp_path / "day" / "time"
+    (folder / "wandb" / "offline-run-20260102_000000-first").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 16, "loss": 2.0}\n{"step": 24, "loss": 1.0}\n')
+    config = composed("logger=wandb").logger
+    with (
+        open_mirror(config, folder, {}, resumed_at=16) as mirror,
+        Journal(folder, mirror, until=16) as journal,
+    ):
+        for step in (24, 32):
+            journal.write(step, {"loss": 1.0}, {})
+    assert [called for name, called in wandb.calls if name == "log"] == [{"step": 32, "loss": 1.0}]
 
 
 def test_wandb_draws_curves_as_one_chart(composed, wandb, tmp_path):
