@@ -203,6 +203,9 @@ def test_what_is_not_plain_is_left_to_torch():
         ]
         with pytest.raises(RuntimeError, match="weight should contain 1 elements not 2"):
             F.batch_norm(x, mean, var, torch.ones(2, dtype=D, requires_grad=True))
+        for statistics in ((mean, None), (mean.clone().requires_grad_(), var)):
+            with pytest.raises((ValueError, RuntimeError), match="running_mean"):
+                F.batch_norm(x, *statistics, training=True)
         assert F.layer_norm(x[:0], (4,)).shape == (0, 1, 4, 4)
         with torch.autocast("cpu"):
             left.append(F.conv2d(x.float(), w.float()))

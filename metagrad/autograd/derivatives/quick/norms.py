@@ -285,8 +285,9 @@ def _normalized_batch(
     if not eps > 0 or not _fit(input, running_mean, running_var, weight, bias):
         return None
     if training:
-        if input.numel() <= input.shape[1]:
-            return None
+        running = [part for part in (running_mean, running_var) if part is not None]
+        if input.numel() <= input.shape[1] or len(running) == 1 or any(part.requires_grad for part in running):
+            return None  # of which torch errs
         kind = ByChannel(eps, (running_mean, running_var, momentum))
         return _Norm.apply(input, weight, bias, kind)  # type: ignore[reportReturnType]
     if running_mean is None or running_var is None:
