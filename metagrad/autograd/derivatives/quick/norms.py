@@ -286,7 +286,8 @@ def _normalized_batch(
         return None
     if training:
         running = [part for part in (running_mean, running_var) if part is not None]
-        if input.numel() <= input.shape[1] or len(running) == 1 or any(part.requires_grad for part in running):
+        is_single = input.numel() <= input.shape[1]
+        if is_single or len(running) == 1 or any(part.requires_grad for part in running):
             return None  # of which torch errs
         kind = ByChannel(eps, (running_mean, running_var, momentum))
         return _Norm.apply(input, weight, bias, kind)  # type: ignore[reportReturnType]
