@@ -167,8 +167,11 @@ adahessian = AdaHessianRule
 
 def spatially_averaged(diagonal: Tensor, batch_ndim: int = 0) -> Tensor:
     """Average over the positions of convolution kernels ``[out, in, *positions]``; other shapes pass."""
-    positions = tuple(range(batch_ndim + 2, diagonal.ndim))
-    return diagonal.mean(positions, keepdim=True).expand_as(diagonal) if positions else diagonal
+    average = diagonal
+    for position in range(batch_ndim + 2, diagonal.ndim):
+        # One by one: inductor (torch 2.13) fails on means of more than 8 numbers in what is then written in place.
+        average = average.mean(position, keepdim=True)
+    return average.expand_as(diagonal)
 
 
 def power(value: Tensor, exponent: float | Tensor) -> Tensor:

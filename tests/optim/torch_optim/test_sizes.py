@@ -74,6 +74,19 @@ def test_compiled_by_inductor_is_each_by_itself(case):
     assert_near(trained(case, compile=True), trained(case, foreach=False), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_square_kernels_are_compiled_by_inductor():
+    """It fails (torch 2.13) on a mean of more than 8 numbers in what is then written in place."""
+    one, other = (torch.ones(4, 2, 3, 3, requires_grad=True) for _ in range(2))
+    for w, compiled in ((one, True), (other, False)):
+        opt = AdaHessian([w], lr=0.1, compile=compiled)
+        for _ in range(2):
+            opt.zero_grad()
+            opt.backward((w.cumsum(0) ** 4).sum())
+            opt.step()
+    assert_near([one], [other], rtol=1e-5, atol=0)
+
+
 def stepped(opt, param, steps):
     for step in steps:
         param.grad = torch.linspace(-1, 1, param.numel(), dtype=param.dtype) + 0.1 * step
