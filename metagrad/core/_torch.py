@@ -69,6 +69,10 @@ without_torch_function = _C.DisableTorchFunction
 without_torch_function_of_subclasses = _C.DisableTorchFunctionSubclass
 """A context in which subclasses do not see them, and function modes do."""
 
+with_torch_function = _C._EnableTorchFunction
+has_torch_function_of_subclasses = _C._is_torch_function_enabled
+"""A context in which subclasses see the torch functions that are called, and whether they do."""
+
 function_modes = _overrides._get_current_function_mode_stack
 push_function_mode = _overrides._push_mode
 pop_function_mode = _overrides._pop_mode

@@ -274,17 +274,22 @@ def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
 
 
 class FunctionModes:
-    """The torch function modes that are active around a call, other than recordings and replays."""
+    """What sees the torch functions of a call: modes, but recordings and replays, and subclasses of tensors."""
 
     def __init__(self) -> None:
         self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
+        self.has_subclasses = _torch.has_torch_function_of_subclasses()
 
-    def restored(self) -> contextlib.AbstractContextManager[None]:
-        """Push those that are not active: a mode is off the stack while it handles ``torch.autograd.grad``."""
-        if not self.modes:
-            return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let those see them that do not: none does while it handles ``torch.autograd.grad`` itself."""
         active = set(map(id, _torch.function_modes()))
-        return _pushed([mode for mode in self.modes if id(mode) not in active])
+        is_hidden = self.has_subclasses and not _torch.has_torch_function_of_subclasses()
+        with (
+            _torch.with_torch_function() if is_hidden else contextlib.nullcontext(),
+            _pushed([mode for mode in self.modes if id(mode) not in active]),
+        ):
+            yield
 
 
 @contextlib.contextmanager

@@ -79,10 +79,11 @@ class Call:
         self.programs: Programs | None = None  # of calls with the same derivative
         self.watched: tuple[int, ...] = ()  # operands that are compared besides
         self._operands: Fingerprint | None = None
+        self.function_modes = FunctionModes()
         with unobserved():
             self.modules = ModuleState(modules)
             self.reads = Reads(RandomState())
-            self.flags, self.autocast, self.function_modes = Flags(), AutocastState(), FunctionModes()
+            self.flags, self.autocast = Flags(), AutocastState()
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the function again, on the recorded tensors or copies of them."""

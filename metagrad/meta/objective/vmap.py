@@ -438,7 +438,8 @@ def _embedding(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[
     first, second = call.argument(0, _NAMES[func][0]), call.argument(1, _NAMES[func][1])
     ids, table = (first, second) if func is F.embedding else (second, first)
     padding = call.argument(2, "padding_idx")
-    if padding is None or type(table) is not Tensor or (func is torch.embedding and padding < 0):
+    # A shared table is a parameter at first, and a tensor when a step is recomputed.
+    if padding is None or not _torch.is_batched(table) or (func is torch.embedding and padding < 0):
         return func(*args, **kwargs)
     unpadded = {key: value for key, value in kwargs.items() if key not in (*_NAMES[func], "padding_idx")}
     vectors = func(first, second, _NONE[func], *args[3:], **unpadded)

@@ -61,6 +61,37 @@ def test_a_gradient_of_the_gradient_is_that_of_whole_tables():
         torch.testing.assert_close(dense(results[0][name]), expected, rtol=1e-9, atol=1e-12)
 
 
+class Looked(nn.Module):
+    """A model that is no chain, so that a step looks its rows up again."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3, padding_idx=0), nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, ids):
+        return self.head(self.table(ids).mean(1).tanh())
+
+
+@pytest.mark.parametrize("memory", ["step", "sqrt"])
+@pytest.mark.parametrize("sparse", [[], ["table.weight"]])
+def test_shared_lookups_repeat_when_they_are_computed_again(sparse, memory):
+    """Under torch.autograd.grad, of rows too, and with a padding row: gradients, and those of gradients."""
+    torch.manual_seed(0)
+    batch = Batch(*(Examples(torch.randint(0, 5, (2, 3, 4)), torch.randn(2, 3, 2)) for _ in range(2))).to(
+        dtype=torch.float64
+    )
+    model = Looked()
+    results = []
+    for kept in ("full", memory):
+        options = {"steps": 2, "adapt": "head", "sparse": sparse, "memory": kept}
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), **options)
+        first = gradients(maml(batch).loss, maml, create_graph=True)
+        norm = sum((dense(g) ** 3).sum() for g in first.values())
+        results.append([dense(g) for g in (*first.values(), *gradients(norm, maml).values())])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", [mg.ANIL, mg.CAVIA])
 def test_nothing_is_as_large_as_the_table(learner):
