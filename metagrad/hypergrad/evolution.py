@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -229,15 +230,17 @@ def _signed(noises: list[list[Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
 
 
 def _noise(leaves: Sequence[Tensor], scale: float, generator: torch.Generator | None) -> list[Tensor]:
-    """Draw on the device of the generator, as probes are."""
-    device = None if generator is None else generator.device
-    return [
-        scale
-        * torch.randn(leaf.shape, dtype=leaf.dtype, device=device or leaf.device, generator=generator).to(
+    """Draw on the device of the generator, as probes are; of a complex number both parts, each with the scale."""
+
+    def drawn(leaf: Tensor) -> Tensor:
+        device = leaf.device if generator is None else generator.device
+        # torch's complex normal numbers have the variance 1 in all, a half in each part.
+        own = scale * math.sqrt(2) if leaf.is_complex() else scale
+        return own * torch.randn(leaf.shape, dtype=leaf.dtype, device=device, generator=generator).to(
             leaf.device
         )
-        for leaf in leaves
-    ]
+
+    return [drawn(leaf) for leaf in leaves]
 
 
 def _moved(leaves: Sequence[Tensor], noise: Sequence[Tensor], sign: int) -> list[Tensor]:

@@ -255,6 +255,22 @@ def test_persistent_es_has_no_bias_of_truncation():
     assert relative(run(method), expected) < 1
 
 
+def test_both_parts_of_a_complex_number_are_perturbed_by_the_scale():
+    """Of a linear function the mean over pairs is its derivative; a scale that is too small by root 2 halves it."""
+    slope = torch.tensor([2.0 + 1.0j, 3.0 - 4.0j], dtype=torch.complex128)
+    method = hypergrad.EvolutionStrategies(
+        RULE, steps=1, pairs=400, generator=torch.Generator().manual_seed(0)
+    )
+    found = mg.hypergradient(
+        lambda p, h: (h * slope.conj()).real.sum(),
+        lambda p, h: p["w"] ** 2,
+        {"w": torch.ones((), dtype=torch.float64)},
+        torch.zeros_like(slope),
+        method=method,
+    )
+    assert relative(found, slope) < 0.3
+
+
 def test_a_truncation_of_persistent_es_goes_on_from_the_one_before():
     problem = ridge(d=2)
     bilevel = Problem(problem.outer, problem.inner, problem.params, problem.hyper)

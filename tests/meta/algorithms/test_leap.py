@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -97,7 +98,9 @@ class Scaled(nn.Module):
         return self.scale * self.layer(x)
 
 
-@pytest.mark.parametrize("algorithm", [mg.Leap, mg.Reptile, mg.MAML])
+@pytest.mark.parametrize(
+    "algorithm", [mg.Leap, mg.Reptile, mg.MAML, functools.partial(mg.BMAML, particles=2)]
+)
 def test_a_number_adapts_as_a_vector_of_one_does(regression, algorithm):
     results = []
     for shape, task_chunk in (((1,), None), ((), None), ((), 1)):

@@ -224,7 +224,7 @@ def _exchanged(model: nn.Module, params: dict[str, nn.Parameter]) -> nn.Module:
 
 def _check_distinct(params: Params) -> None:
     """Refuse particles that are the same, and would stay so."""
-    flat = torch.cat([p.detach().flatten(1).double() for p in params.values()], 1)
+    flat = torch.cat([p.detach().unsqueeze(-1).flatten(1).double() for p in params.values()], 1)
     for number, place in enumerate(flat):
         same = (flat[:number] == place).all(1)
         if bool(same.any()):
