@@ -37,7 +37,8 @@ def choose_split(
             64, 16 and 20 % of them, in an order that depends on their number alone.
 
     Raises:
-        ValueError: A group or a split is not there, a group is twice in a list or in two splits.
+        ValueError: A group or a split is not there, a group is twice in a list or in two splits, or a split has two
+            names.
     """
     if isinstance(wanted, Mapping):
         return _from_mapping(call, argument, known, wanted, split)
@@ -66,6 +67,11 @@ def _from_mapping(
     call: str, argument: str, known: Sequence[T], wanted: Mapping[str, Sequence[T]], split: str | None
 ) -> list[T]:
     splits = {split_name(name): groups for name, groups in wanted.items()}
+    if len(splits) < len(wanted):
+        names = ", ".join(map(repr, wanted))
+        raise ValueError(
+            f"{call}: {argument} must have every split once, got {names}: two of these mean the same."
+        )
     if split is None or split_name(split) not in splits:
         names = ", ".join(map(repr, splits))
         raise ValueError(f"{call}: split must be one of {names}, as {argument} are by split, got {split!r}.")

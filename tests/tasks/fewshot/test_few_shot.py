@@ -283,6 +283,12 @@ class Unlabelled(Dataset):
         ),
         (
             None,
+            {"classes": {"val": [0], "validation": [1]}, "split": "val"},
+            ValueError,
+            "every split once, got 'val', 'validation': two of these mean the same",
+        ),
+        (
+            None,
             {"split": "base"},
             ValueError,
             "split must be one of 'train', 'validation', 'test', got 'base'",
