@@ -401,6 +401,11 @@ def test_a_loss_without_any_parameter_is_refused(regression):
     maml = mg.MAML(Detached(2, 3).double(), F.mse_loss, inner=sgd(lr=0.1), steps=1, task_chunk=1)
     with pytest.raises(ValueError, match="depends on none of the parameters"):
         maml(regression)
+    maml = mg.MAML(nn.Linear(2, 3).double(), lambda prediction, y: None, inner=sgd(lr=0.1), steps=1)
+    with pytest.raises(
+        TypeError, match=r"^MAML\(model, loss_fn\): loss_fn must return a tensor, got NoneType"
+    ):
+        maml(regression)
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])

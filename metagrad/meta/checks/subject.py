@@ -62,9 +62,11 @@ class Subject:
         self._check(loss)
         return loss, trace
 
-    def _check(self, loss: Tensor) -> None:
+    def _check(self, loss: object) -> None:
         """Refuse a loss that has no gradient."""
         call = "preflight(model, loss_fn, batch)"
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"{call}: loss_fn must return a tensor, got {type(loss).__name__}.")
         if loss.ndim:
             raise ValueError(
                 f"{call}: loss_fn must return a scalar, got shape {tuple(loss.shape)}. Reduce it, for instance by "

@@ -134,7 +134,11 @@ class TaskLoss:
                 f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
             )
 
-    def _check_loss(self, loss: Tensor, num_axes: int) -> None:
+    def _check_loss(self, loss: object, num_axes: int) -> None:
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{self.name}(model, loss_fn): loss_fn must return a tensor, got {type(loss).__name__}."
+            )
         if loss.ndim != num_axes:
             raise ValueError(
                 f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "

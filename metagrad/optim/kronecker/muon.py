@@ -125,8 +125,8 @@ class MuonRule(PerParameter):
         shape = tuple(param.shape[self.batch_ndim :])
         if len(shape) != 2:
             raise ValueError(
-                f"muon(...).init: {key!r} must be a matrix, got shape {shape}. Give other parameters a rule of their "
-                "own: mask(muon(...), ['*.weight'], other=adamw(...))."
+                f"muon(...).init: {key!r} must be a matrix, got shape {shape}. Give other parameters to another "
+                "optimizer, or a rule of their own: mask(muon(...), ['*.weight'], other=adamw(...))."
             )
 
     def slots(self, param: Tensor) -> tuple[Tensor]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.core.warn import warn
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
@@ -244,6 +245,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             if isinstance(loss, Tensor):
                 refuse_complex(f"{type(self).__name__}.step(closure)", loss)
             self._losses = [*self._losses, *_numbers(loss)]
+            parameters = (p for group in self.param_groups for p in group["params"])
+            if closure is not None and all(p.grad is None for p in parameters):
+                warn(
+                    f"{type(self).__name__}.step(closure): no parameter has a gradient after the closure, so none "
+                    "moves. Call loss.backward() in it."
+                )
             self._move()
         finally:
             self._losses = []

@@ -338,6 +338,7 @@ def test_it_looks_in_grad_mode(mode):
         (lambda: (chain().requires_grad_(False), F.mse_loss, plain()), {}, ValueError, "no parameter"),
         (lambda: (chain(), F.mse_loss, torch.ones(3)), {}, TypeError, r"must be a pair \(x, y\)"),
         (lambda: (chain(), torch.sub, plain()), {}, ValueError, r"must return a scalar, got shape \(4, 2\)"),
+        (lambda: (chain(), lambda *_: None, plain()), {}, TypeError, "must return a tensor, got NoneType"),
         (
             lambda: (chain(), lambda p, y: p.detach().mean(), plain()),
             {},

@@ -138,6 +138,13 @@ def test_forms_of_a_closure(case):
         assert_near(after(case, loop_by(form)), expected)
 
 
+def test_a_closure_without_a_backward_pass_is_warned_of():
+    model = torch.nn.Linear(2, 1)
+    opt = AdaHessian(model.parameters())
+    with pytest.warns(UserWarning, match=r"^AdaHessian\.step\(closure\): no parameter has a gradient"):
+        opt.step(lambda: model(torch.ones(1, 2)).sum())
+
+
 def loop_by(form):
     def loop(model, opt):
         def closure():
