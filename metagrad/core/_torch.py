@@ -1,5 +1,7 @@
 """The private names of torch that the library depends on, under names of their own, each with what it is for.
 
+And, at the end, what torch leaves without types, under the types that it has.
+
 No other module under ``metagrad/`` uses a private name of torch, but for the compiler's, which stand in
 ``_torch_compiler.py`` so that ``import metagrad`` does not load it. ``tests/test_torch_names.py`` holds them to that,
 and says which of these names an installed torch lacks.
@@ -11,7 +13,9 @@ import ctypes
 import functools
 import operator
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch._functorch.config
@@ -19,7 +23,7 @@ import torch._functorch.utils
 import torch._subclasses.fake_tensor
 import torch.utils._python_dispatch
 import torch.utils._pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 _C: Any = torch._C
@@ -210,6 +214,27 @@ flattened = _C._nn.flatten_dense_tensors
 mkldnn = _torch._mkldnn
 """A layout whose tensors have no storage that could be measured."""
 
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return where a module keeps its own parameters, to be replaced there."""
+    return module._parameters
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of a module, also those that occur twice."""
+    return module._modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Say whether a module has hooks of its own, so that it is not its forward alone."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
 BatchNorm = nn.modules.batchnorm._BatchNorm
 InstanceNorm = nn.modules.instancenorm._InstanceNorm
 Dropout = nn.modules.dropout._DropoutNd
@@ -252,3 +277,79 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
 }
 """The private attributes of torch's objects that are read, by what has them. What nodes save (``_saved_...``) is not
 among them: :mod:`metagrad.autograd.checks.lint_rules` has a test for each."""
+
+# Types
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    class Function(torch.autograd.Function):
+        """A Function whose rules take what each is written for."""
+
+        forward: ClassVar[Callable[..., Any]]
+        setup_context: ClassVar[Callable[..., Any]]
+        backward: ClassVar[Callable[..., Any]]
+        jvp: ClassVar[Callable[..., Any]]
+        vmap: ClassVar[Callable[..., Any]]
+        apply: ClassVar[Callable[..., Any]]
+else:
+    Function = torch.autograd.Function
+
+
+class LinearAlgebra(Protocol):
+    """The functions of ``torch.linalg`` that the library calls."""
+
+    cholesky: Callable[[Tensor], Tensor]
+    cholesky_ex: Callable[[Tensor], tuple[Tensor, Tensor]]
+    eigh: Callable[[Tensor], tuple[Tensor, Tensor]]
+    eigvalsh: Callable[[Tensor], Tensor]
+    matrix_norm: Callable[..., Tensor]
+    matrix_power: Callable[[Tensor, int], Tensor]
+    pinv: Callable[..., Tensor]
+    qr: Callable[[Tensor], tuple[Tensor, Tensor]]
+    solve: Callable[[Tensor, Tensor], Tensor]
+    solve_ex: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    solve_triangular: Callable[..., Tensor]
+    svd: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    vecdot: Callable[..., Tensor]
+    vector_norm: Callable[..., Tensor]
+
+
+linalg: LinearAlgebra = torch.linalg
+from_numpy: Callable[[np.ndarray[Any, Any]], Tensor] = _torch.from_numpy
+at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
+at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d
+broadcast_shapes: Callable[..., torch.Size] = _torch.broadcast_shapes
+distinct: Callable[[Tensor], Tensor] = _torch.unique
+sequential_forward: Callable[..., Any] = nn.Sequential.forward
+add_safe_globals: Callable[[list[Any]], None] = _torch.serialization.add_safe_globals
+fork_rng: Callable[..., AbstractContextManager[None]] = _torch.random.fork_rng
+manual_seed: Callable[[int], torch.Generator] = _torch.manual_seed
+gradients_or_none: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.grad
+"""``torch.autograd.grad`` with ``allow_unused=True``: None for what the outputs do not depend on."""
+
+
+def distinct_and_places(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct values, ascending, and where among them each is."""
+    return _torch.unique(values, return_inverse=True)
+
+
+def backward(
+    tensor: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+) -> None:
+    """Call ``tensor.backward``, which optimizers redirect."""
+    tensor.backward(gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def to_list(tensor: Tensor) -> list[Any]:
+    """Return a tensor of one dimension as a list of numbers, of more as nested lists."""
+    return tensor.tolist()
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model and their paths, itself first, under the empty one."""
+    return model.named_modules()

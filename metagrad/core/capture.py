@@ -11,7 +11,7 @@ import functools
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -151,7 +151,7 @@ class RandomState:
         return self._restored() if self.states else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restored(self) -> Generator[None]:
         now = [(generator, generator.get()) for generator, _ in self.states]
         self.restore()
         try:
@@ -226,7 +226,7 @@ class Flags:
         return contextlib.nullcontext() if now.__dict__ == self.__dict__ else self._restored(now)
 
     @contextlib.contextmanager
-    def _restored(self, present: Flags) -> Iterator[None]:
+    def _restored(self, present: Flags) -> Generator[None]:
         moved = [
             (flag, then, now)
             for flag, then, now in zip(_FLAGS, self.values, present.values, strict=True)
@@ -265,7 +265,7 @@ class AutocastState:
         return self._restored(casts) if casts else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _restored(self, casts: set[str]) -> Iterator[None]:
+    def _restored(self, casts: set[str]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
             for kind, (enabled, dtype) in self.kinds.items():
                 if kind in casts:
@@ -284,7 +284,7 @@ class Restorable(Protocol):
 
 
 @contextlib.contextmanager
-def restored(*states: Restorable) -> Iterator[None]:
+def restored(*states: Restorable) -> Generator[None]:
     """Set up several captured states, within a ``with`` block."""
     with contextlib.ExitStack() as stack:
         for state in states:
@@ -293,7 +293,7 @@ def restored(*states: Restorable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forward_mode() -> Iterator[None]:
+def forward_mode() -> Generator[None]:
     """Silence torch's own deprecation warning: forward mode builds decompositions with torch.jit on first use."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated", DeprecationWarning)

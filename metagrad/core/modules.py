@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from metagrad.core._torch import named_modules
 from metagrad.core.tree import plain_values
 
 _MOST = 1000  # objects to look at
@@ -114,7 +115,7 @@ class ModuleState:
                 module._buffers.update(buffers)
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> Generator[None]:
         """Set the modules back within a ``with`` block; afterwards they are again as they are now."""
         now = ModuleContents((module for module, *_ in self.states), kinds=(list,))
         try:
@@ -202,7 +203,7 @@ def _put_back(namespace: dict[str, Any], values: dict[str, Any]) -> None:
 def _names_of(roots: Iterable[object]) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for root in roots:
-        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+        for name, module in named_modules(root) if isinstance(root, nn.Module) else ():
             if not isinstance(module, torch.jit.ScriptModule):
                 found.setdefault(module, name)
     return found

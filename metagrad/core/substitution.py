@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+
+Namespace: TypeAlias = "dict[str, Any]"
+"""Where a module keeps its parameters, or its buffers."""
 
 
 def replaced(model: nn.Module, values: Mapping[int, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -28,7 +32,7 @@ class Slots:
     """The parameters and buffers of modules as they are now, to be substituted in later calls."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._slots: list[tuple[dict, str, Tensor]] = [
+        self._slots: list[tuple[Namespace, str, Tensor]] = [
             (kept, name, tensor)
             for root in modules
             for module in root.modules()
@@ -52,7 +56,7 @@ class Slots:
 
 
 @contextlib.contextmanager
-def put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
+def put(slots: Sequence[tuple[Namespace, str, Tensor]]) -> Generator[None]:
     """Set entries of dicts within a ``with`` block, and restore what was there."""
     before = [(kept, name, kept.get(name)) for kept, name, _ in slots]
     try:
@@ -65,7 +69,7 @@ def put(slots: Sequence[tuple[dict, str, Tensor]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+def own_buffers(modules: Iterable[nn.Module]) -> Generator[None]:
     """Let modules write to copies of their buffers."""
     before = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
     try:

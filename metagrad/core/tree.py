@@ -6,7 +6,7 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -23,15 +23,34 @@ ATOMS: frozenset[type] = frozenset(
 """The types of plain values, which compare by what they are."""
 
 TreeSpec = pytree.TreeSpec
+IsLeaf: TypeAlias = Callable[[Any], bool]
+
+
+class _TreeMap(Protocol):
+    """Map the leaves of one tree, or of several of one structure."""
+
+    @overload
+    def __call__(
+        self, func: Callable[[Any], object], tree: Tree, *, is_leaf: IsLeaf | None = None
+    ) -> Tree: ...
+    @overload
+    def __call__(
+        self, func: Callable[[Any, Any], object], tree: Tree, other: Tree, /, *, is_leaf: IsLeaf | None = None
+    ) -> Tree: ...
+    @overload
+    def __call__(
+        self, func: Callable[..., object], tree: Tree, *rests: Tree, is_leaf: IsLeaf | None = None
+    ) -> Tree: ...
+
 
 tree_flatten = pytree.tree_flatten
 tree_leaves = pytree.tree_leaves
-tree_map = pytree.tree_map
+tree_map: _TreeMap = pytree.tree_map
 tree_structure = pytree.tree_structure
 tree_unflatten = pytree.tree_unflatten
 
 
-def leaf_names(tree: Tree, root: str = "", is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+def leaf_names(tree: Tree, root: str = "", is_leaf: IsLeaf | None = None) -> list[str]:
     """Name every leaf by its path, as Python would write it: ``params['layer.weight']``."""
     return [root + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree, is_leaf)[0]]
 

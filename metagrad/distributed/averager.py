@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -65,10 +65,9 @@ class GradientAverager:
         bucket: Bytes = "25MiB",
         group: ProcessGroup | None = None,
     ) -> None:
-        is_live = isinstance(params, (nn.Module, Mapping, Tensor))
-        self._params: nn.Module | Mapping[str, Tensor] | Sequence[Tensor] = (
-            params if is_live else list(params)
-        )  # type: ignore[reportAttributeAccessIssue]
+        self._params = params
+        if not isinstance(params, (nn.Module, Mapping, Tensor)):
+            self._params = list(params)
         named_tensors(_CALL, self._params)
         self._limit, self._group = checked_bytes("GradientAverager(params)", "bucket", bucket), group
         self._plan = Plan()

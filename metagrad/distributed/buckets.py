@@ -75,5 +75,5 @@ def finish(bucket: Bucket, like: Sequence[Tensor], correction: float = 1.0) -> d
     bucket.work.wait()
     if correction != 1:
         bucket.flat.mul_(correction)
-    pieces = bucket.flat.split([like[n].numel() for n in bucket.numbers])
+    pieces = bucket.flat.split_with_sizes([like[n].numel() for n in bucket.numbers])
     return {n: piece.view(like[n].shape) for n, piece in zip(bucket.numbers, pieces, strict=True)}

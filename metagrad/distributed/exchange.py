@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class Exchange:
         self._arrived: dict[int, int] = {}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Generator[None]:
         """Start each bucket when the backward pass inside has accumulated all of its gradients."""
         handles = [
             param.register_post_accumulate_grad_hook(lambda _, number=number: self._arrive(number))

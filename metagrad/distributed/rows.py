@@ -112,6 +112,6 @@ def finish(gathering: Gathering) -> RowSparse:
     rows, places = torch.unique(torch.cat(kept).long(), return_inverse=True)
     first = gathering.values[0]
     total = widened(first.new_zeros(len(rows), *first.shape[1:]))
-    for place, values in zip(places.split(gathering.counts), gathering.values, strict=True):
+    for place, values in zip(places.split_with_sizes(gathering.counts), gathering.values, strict=True):
         total.index_add_(0, place, widened(values[: len(place)]))
     return RowSparse(rows, total.to(first.dtype), gathering.shape)

@@ -114,5 +114,5 @@ def _gathered(
 
 def _split(flat: Tensor, like: Mapping[int, Tensor]) -> dict[int, Tensor]:
     sizes = [matrix.numel() for matrix in like.values()]
-    pieces = flat[: sum(sizes)].split(sizes)
+    pieces = flat[: sum(sizes)].split_with_sizes(sizes)
     return {n: piece.view(matrix.shape) for (n, matrix), piece in zip(like.items(), pieces, strict=True)}

@@ -19,7 +19,7 @@ def sums(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Add tensors of one dtype and device up over processes, in one all-reduce; without a graph."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    pieces = flat.split([tensor.numel() for tensor in tensors])
+    pieces = flat.split_with_sizes([tensor.numel() for tensor in tensors])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+from metagrad.core.checks import is_a, is_integer
 from metagrad.curvature.solvers.solution import Result
 from metagrad.hypergrad.inverses import CG, Exact, Neumann
 from metagrad.hypergrad.problem import Estimate, Problem
@@ -54,7 +55,7 @@ class AdaptiveDamping:
     tries: int = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, (CG, Neumann, Exact)):
+        if not is_a(self.method, CG, Neumann, Exact):
             raise TypeError(
                 f"AdaptiveDamping(method): expected CG, Neumann or Exact, which have damping, got {self.method!r}."
             )
@@ -64,7 +65,7 @@ class AdaptiveDamping:
             )
         if not self.factor > 1:
             raise ValueError(f"AdaptiveDamping(..., factor): expected a number above 1, got {self.factor}.")
-        if not isinstance(self.tries, int) or self.tries < 1:
+        if not is_integer(self.tries) or self.tries < 1:
             raise ValueError(
                 f"AdaptiveDamping(..., tries): expected an int of 1 or more, got {self.tries!r}."
             )

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from metagrad.core._torch import Function
 from metagrad.curvature.operators.stacked import Hessians, stacked
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
@@ -79,7 +79,7 @@ def attach(
     hessians = stacked(call, inner_loss(leaves), leaves, allow_unused=True)
     minimum = _Minimum(call, method, hessians)
     rows = _Attached.apply(hessians.flatten(leaves).detach(), hessians.gradient_on_tape(), minimum)
-    return hessians.unflatten(rows)  # type: ignore[reportArgumentType]
+    return hessians.unflatten(rows)
 
 
 def check_inverse(call: str, method: object) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import backward
 from metagrad.core.tree import Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
 from metagrad.hypergrad.inverses import CG
@@ -18,6 +20,9 @@ from metagrad.optim.rule import Params, Rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 OptimizerLike: TypeAlias = "Rule | Callable[[list[Tensor]], torch.optim.Optimizer]"
 """A rule of :mod:`metagrad.optim.rules`, or a function from a list of tensors to a ``torch.optim`` optimizer."""
@@ -131,7 +136,10 @@ def bilevel(
     lower = _Level("inner", inner, first.variables())
     names = leaf_names(hyper, "hyper")
     upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
-    carry, outer_losses, inner_losses = None, [], []
+    begin_carry: Callable[[Problem], Any] | None = getattr(method, "begin", None)
+    carry: Any = None
+    outer_losses: list[Tensor] = []
+    inner_losses: list[Tensor] = []
     for step in range(steps):
         if step and not warm_start:
             first = dataclasses.replace(first, params=begin(step))
@@ -145,8 +153,8 @@ def bilevel(
             inner_losses.append(problem.inner(*values))
         if callback is not None:
             callback(step, problem.params, problem.hyper, float(outer_losses[-1]))
-        if carry is None and hasattr(method, "begin"):
-            carry = method.begin(problem)  # type: ignore[attr-defined]
+        if carry is None and begin_carry is not None:
+            carry = begin_carry(problem)
         estimate = method.estimate(problem, carry)
         carry = estimate.carry
         upper.follow(tree_leaves(completed(problem, estimate)))
@@ -158,14 +166,19 @@ def _beginning(
     params: Parameters | Callable[[int], Parameters], warm_start: bool
 ) -> Callable[[int], Parameters]:
     """Return parameters as a function of the outer step."""
-    if not callable(params) or hasattr(params, "items"):  # a ParameterDict has both
-        return lambda step: params  # type: ignore[return-value]
+    if _are_values(params):
+        fixed: Parameters = params
+        return lambda step: fixed
     if warm_start:
         raise ValueError(
             f"{CALL}: a function as params begins anew at each outer step, and a warm start goes on from the last "
             "one. Pass warm_start=False, or the parameters themselves."
         )
     return params
+
+
+def _are_values(params: Parameters | Callable[[int], Parameters]) -> TypeIs[Parameters]:
+    return not callable(params) or hasattr(params, "items")  # a ParameterDict has both
 
 
 class _Batched:
@@ -179,7 +192,14 @@ class _Batched:
         if self.batches is None:
             return self.loss
         batch = next(self.batches)
-        return lambda params, hyper: self.loss(params, hyper, batch)
+        return functools.partial(self._of_batch, batch)
+
+    def _of_batch(self, batch: Any, params: Any, hyper: Any) -> Tensor:
+        return self.loss(params, hyper, batch)
+
+
+def _is_rule(optimizer: OptimizerLike) -> TypeIs[Rule]:
+    return hasattr(optimizer, "update") and hasattr(optimizer, "init")
 
 
 class _Level:
@@ -192,11 +212,11 @@ class _Level:
         self.rule: Rule | None = None
         self.state: Any = None
         self.optimizer: torch.optim.Optimizer | None = None
-        if hasattr(optimizer, "update") and hasattr(optimizer, "init"):
-            self.rule = optimizer  # type: ignore[assignment]
-            self.state = optimizer.init(self.values)  # type: ignore[union-attr]
+        if _is_rule(optimizer):
+            self.rule = optimizer
+            self.state = optimizer.init(self.values)
         elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-            self.optimizer = optimizer(list(self.values.values()))  # type: ignore[assignment]
+            self.optimizer = optimizer(list(self.values.values()))
         if self.rule is None and not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"{CALL}: {which} must be a rule, such as mg.optim.rules.adam(lr=0.01), or a function of a list of "
@@ -222,13 +242,13 @@ class _Level:
         optimizer = self.optimizer
         assert optimizer is not None
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = problem.inner(self.values, hyper)
-            loss.backward()
+            backward(loss)
             return loss
 
-        optimizer.step(closure)  # type: ignore[reportArgumentType]
+        optimizer.step(closure)
 
     def follow(self, gradients: Sequence[Tensor]) -> None:
         """Take a step along a gradient."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
 from metagrad.hypergrad.unroll import refuse_sparse, refuse_tables, refuse_tape
 from metagrad.optim.curvature import needs_curvature
@@ -160,11 +161,11 @@ def mixed_difference(
     problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params, length: float
 ) -> list[Tensor | None]:
     r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in direction.values()]))
+    norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
     if not bool(norm > 0):
         return [None] * len(hyper)
     epsilon = length / norm
-    ends = []
+    ends: list[list[Tensor | None]] = []
     for sign in (1, -1):
         at = {name: v.detach() + sign * epsilon * direction[name] for name, v in values.items()}
         with torch.enable_grad():

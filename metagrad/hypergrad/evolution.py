@@ -182,11 +182,12 @@ class PersistentES:
             particles = self.begin(problem) if carry.step >= self.horizon else carry
             found, particles = self._truncation(problem, particles)
             return Estimate(list(found), carry=particles)
-        particles, total = self.begin(problem), None
+        particles = self.begin(problem)
+        total: list[Tensor] = []
         for _ in range(self.horizon // self.steps):
             found, particles = self._truncation(problem, particles)
-            total = found if total is None else [a + b for a, b in zip(total, found, strict=True)]
-        return Estimate(list(total or []))
+            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+        return Estimate(list(total))
 
     def _truncation(self, problem: Problem, particles: Particles) -> tuple[list[Tensor], Particles]:
         leaves = [leaf.detach() for leaf in problem.hyper_leaves()]

@@ -13,7 +13,7 @@ Methods differ in how they find u.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,9 @@ from metagrad.autograd.derivatives.variables import (
     grouped,
     inputs_of,
 )
+from metagrad.core._torch import linalg
+from metagrad.core.checks import warn
 from metagrad.core.tree import leaf_names
-from metagrad.core.warn import warn
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
@@ -114,7 +115,7 @@ class ImplicitMethod:
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
     """Return the largest residual among those of the rows, relative to their right-hand sides."""
-    size = torch.linalg.vector_norm(b.detach(), dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
+    size = linalg.vector_norm(b.detach(), dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 
 
@@ -138,7 +139,7 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
 
 
 @contextlib.contextmanager
-def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Iterator[HessianOperator]:
+def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Generator[HessianOperator]:
     """Open the Hessian of the inner loss; what is put on the tape keeps its graph."""
     H = hessian(
         problem.inner(values, hyper),

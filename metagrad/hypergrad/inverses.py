@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.solvers import cg, dense, neumann, nystrom
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver
@@ -316,7 +317,7 @@ def _solved(
 
 
 def _check_count(call: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{call}: expected an int of 1 or more, got {value!r}.")
 
 

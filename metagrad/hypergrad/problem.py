@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_a
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.solution import Solution
@@ -124,8 +125,8 @@ class Problem:
         self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]
     ) -> Tensor:
         loss = function(self.wrapped(values), self.hyper_of(hyper))
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            got = f"{tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        if not is_a(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            got = f"{tuple(loss.shape)} of {loss.dtype}" if is_a(loss, Tensor) else type(loss).__name__
             raise ValueError(f"{CALL}: {what}(params, hyper) must return one real number, got {got}.")
         return loss.reshape(())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,12 +12,16 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
+from metagrad.core.checks import is_integer
 from metagrad.core.tree import Tree
 from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradients
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params, Rule
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
 """A rule, or a function of ``hyper`` that returns one, so that learning rates can be learned."""
@@ -131,8 +135,17 @@ def descend(
         return moved_by(lambda v: loss(v, hyper), values, rule, of_rule, number, create_graph=on_tape), None
 
     start = (values, rule.init(values) if state is None else state)
-    options = {"memory": memory, "truncate": truncate, "create_graph": create_graph}
-    return unroll(step, start, list(hyper), rule, steps=steps, **options)[0]
+    result, _ = unroll(
+        step,
+        start,
+        list(hyper),
+        rule,
+        steps=steps,
+        memory=memory,
+        truncate=truncate,
+        create_graph=create_graph,
+    )
+    return result
 
 
 def moved_by(
@@ -153,7 +166,11 @@ def moved_by(
 
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
     """Return the rule, made of ``hyper`` if it is a function of that."""
-    return rule if hasattr(rule, "update") else rule(problem.hyper_of(hyper))  # type: ignore[operator, return-value]
+    return rule if _is_rule(rule) else rule(problem.hyper_of(hyper))
+
+
+def _is_rule(rule: RuleOf) -> TypeIs[Rule]:
+    return hasattr(rule, "update")
 
 
 def refuse_tables(problem: Problem, method: str) -> None:
@@ -183,5 +200,5 @@ def refuse_tape(problem: Problem, method: str, why: str) -> None:
 
 def check_steps(call: str, steps: object) -> None:
     """Refuse what is not a positive int."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_integer(steps) or steps < 1:
         raise ValueError(f"{call}: expected an int of 1 or more, got {steps!r}.")

@@ -12,7 +12,7 @@ from metagrad.core import _torch
 from metagrad.memory.storages import storages_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 
 class _Saved:
@@ -147,7 +147,7 @@ class SavedGraph:
                     self._total -= self._nbytes.pop(key)
 
     @contextlib.contextmanager
-    def _step_aside(self, error_message: str) -> Iterator[None]:
+    def _step_aside(self, error_message: str) -> Generator[None]:
         """Stand in for torch's `disable_saved_tensors_hooks`: take our hooks off first if they are on top."""
         top = _torch.innermost_saved_tensors_hooks(False)
         ours = top is not None and top[0] is self._hooks.pack_hook

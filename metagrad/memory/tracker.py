@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Literal
 
 import torch
 
+from metagrad.core.checks import is_a
 from metagrad.memory.graph import SavedGraph
 from metagrad.memory.phases import AllocatorMeter, Meter, Phase, PhaseStack, RssMeter, StorageMeter, label
 from metagrad.memory.report import Record, format_bytes, table, verdict
@@ -201,7 +202,7 @@ class MemoryTracker:
         return verdict(self._run.closed_phases(), self._peak_holder(self._run), self._run.peak)
 
     @contextlib.contextmanager
-    def _inside(self, step: tuple[str, int | None]) -> Iterator[None]:
+    def _inside(self, step: tuple[str, int | None]) -> Generator[None]:
         run = self._open_run(step)
         phase = run.push(step)
         try:
@@ -350,7 +351,7 @@ def _check_device(device: torch.device | str | None) -> torch.device:
     """Return the device to measure, with its index if it is a CUDA device."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    if not isinstance(device, (torch.device, str)):
+    if not is_a(device, torch.device, str):
         came = type(device).__name__
         raise TypeError(f"MemoryTracker(device=...): expected a torch.device, its name or None, got {came}.")
     try:
@@ -366,7 +367,7 @@ def _check_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"{call}: expected a CPU or CUDA device, got {found.type!r}.")
     if not torch.cuda.is_available():
         raise ValueError(f"{call}: expected CUDA to be available, but it is not; use device='cpu'.")
-    return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return found if is_a(found.index, int) else torch.device("cuda", torch.cuda.current_device())
 
 
 def _check_method(method: str, device: torch.device) -> str:
@@ -386,7 +387,7 @@ def _check_method(method: str, device: torch.device) -> str:
 
 def _check_step(name: str, index: int | None) -> tuple[str, int | None]:
     """Return the step of a path that `name` and `index` make."""
-    if not isinstance(name, str):
+    if not is_a(name, str):
         raise TypeError(f"MemoryTracker.phase(name): expected a string, got {type(name).__name__}.")
     if index is None:
         return name, None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core.budget import Memory, checked_memory
+from metagrad.core.checks import is_a, is_integer
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
@@ -240,8 +241,7 @@ class MAML(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute; a module that adapts is a part of the model already, and not registered again."""
-        is_adapted = name == "adapted" and isinstance(value, nn.Module)
-        super().__setattr__(name, (value,) if is_adapted else value)  # type: ignore[reportArgumentType]
+        super().__setattr__(name, _kept(name, value))
 
     def forward(
         self, batch: BatchLike | Sequence[Any] | Mapping[str, Any], *, steps: int | None = None
@@ -479,7 +479,7 @@ class _Cache:
         In a ``functional_call`` tensors are in their places that need not require grad: the parameters say.
         """
         current = dict(self.model.named_parameters())
-        if all(isinstance(p, nn.Parameter) for p in current.values()):
+        if all(is_a(p, nn.Parameter) for p in current.values()):
             self.parameters = current
         own = {name: self.parameters.get(name, p) for name, p in current.items()}
         return {name: p for name, p in current.items() if p.requires_grad or own[name].requires_grad}
@@ -517,15 +517,20 @@ class LearnedRule:
         return with_hyperparameters(self.template, current)
 
 
+def _kept(name: str, value: Any) -> Any:
+    return (value,) if name == "adapted" and isinstance(value, nn.Module) else value
+
+
 def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
     """Make the hyper-parameters of a rule that are :class:`torch.nn.Parameter` parameters of a module."""
     names: list[str | None] = []
     for path, tensor in hyperparameters_in(rule):
-        name = f"inner_{path.replace('.', '_')}" if isinstance(tensor, nn.Parameter) else None
-        while name in names and name is not None:
-            name += "_"
-        if name is not None:
-            module.register_parameter(name, tensor)  # type: ignore[arg-type]
+        name = None
+        if isinstance(tensor, nn.Parameter):
+            name = f"inner_{path.replace('.', '_')}"
+            while name in names:
+                name += "_"
+            module.register_parameter(name, tensor)
         names.append(name)
     kept = iter(names)
 
@@ -537,7 +542,7 @@ def register_learned(module: nn.Module, rule: Rule) -> LearnedRule:
 
 def check_steps(call: str, steps: object) -> None:
     """Refuse what is not an int of 0 or more."""
-    if not isinstance(steps, int) or isinstance(steps, bool):
+    if not is_integer(steps):
         raise TypeError(f"{call}: steps must be an int, got {type(steps).__name__}.")
     if steps < 0:
         raise ValueError(f"{call}: steps must be 0 or more, got {steps}.")
@@ -553,7 +558,7 @@ def check_arguments(
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
-    if task_chunk is not None and (not isinstance(task_chunk, int) or task_chunk < 1):
+    if task_chunk is not None and (not is_integer(task_chunk) or task_chunk < 1):
         raise ValueError(
             f"{name}(..., task_chunk): expected None (all tasks together) or an int of 1 or more, got {task_chunk!r}."
         )
@@ -569,7 +574,7 @@ def check_trained(params: Params) -> None:
 
 def check_ends(truncate: int | None, tolerance: float | None) -> None:
     """Refuse numbers of steps and norms that mean nothing."""
-    if truncate is not None and (not isinstance(truncate, int) or isinstance(truncate, bool) or truncate < 1):
+    if truncate is not None and (not is_integer(truncate) or truncate < 1):
         raise ValueError(
             f"MAML(..., truncate): expected None (all steps) or an int of 1 or more, got {truncate!r}. "
             "For none at all, pass order=1."

@@ -131,7 +131,7 @@ def _tokens(input_shape: tuple[int, ...], patch: int | None) -> tuple[int, int]:
 
 def _patches(x: Tensor, patch: int) -> Tensor:
     """Cut images ``[batch, channels, height, width]`` into ``[batch, patches, features]``."""
-    cut = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
+    cut = torch.unflatten(torch.unflatten(x, 3, (-1, patch)), 2, (-1, patch))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 

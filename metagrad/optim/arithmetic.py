@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from metagrad.core._torch import linalg
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -61,5 +62,5 @@ def root(value: Tensor) -> Tensor:
 def matrix_norm(matrix: Tensor) -> Tensor:
     """Compute the Frobenius norm of ``[..., m, n]``, as ``[..., 1, 1]``; all derivatives of that of 0 are 0."""
     zero = (matrix == 0).all(-1, keepdim=True).all(-2, keepdim=True)
-    norm = torch.linalg.vector_norm(torch.where(zero, 1, matrix), dim=(-2, -1), keepdim=True)
+    norm = linalg.vector_norm(torch.where(zero, 1, matrix), dim=(-2, -1), keepdim=True)
     return torch.where(zero, 0, norm)

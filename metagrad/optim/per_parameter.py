@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -12,6 +12,9 @@ from metagrad.core._torch import without_torch_function
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+Slot: TypeAlias = "Tensor | tuple[Slot, ...] | None"
+"""What a slot keeps of a parameter: tensors of its shape, or matrices of its axes."""
 
 Values: TypeAlias = Any
 """The hyper-parameters of one parameter at one step, by name, numbers or tensors; betas are ``beta1``, ``beta2``."""
@@ -41,7 +44,7 @@ class PerParameter(RuleNode):
         for name, value in self._hyperparameters():
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])
 
-    def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
+    def slots(self, param: Tensor) -> tuple[Slot, ...]:
         """Return the state of a parameter before the first step, a tensor for each slot."""
         raise NotImplementedError
 
@@ -69,8 +72,11 @@ class PerParameter(RuleNode):
             gradients = {key: -g for key, g in gradients.items()}
         return self.moved(state, params, gradients)
 
-    def moved(self, state: Any, params: Params, *inputs: Params) -> tuple[Params, Any]:
-        """Move every parameter; ``inputs``, the gradients and what else there is, come before the slots."""
+    def moved(
+        self, state: Any, params: Params, gradients: Params, *others: Mapping[str, Tensor | None]
+    ) -> tuple[Params, Any]:
+        """Move every parameter; the gradients, and what other inputs there are, come before the slots."""
+        inputs = (gradients, *others)
         at = self._at(state.step, params)
         slots = state[1:]
         rows = []

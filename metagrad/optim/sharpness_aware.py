@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import grad
+from metagrad.core._torch import linalg
+from metagrad.core.checks import is_a
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -61,16 +63,12 @@ def sharpness_aware(
     """
     if order not in (1, 2):
         raise ValueError(f"{_CALL}: order must be 1 or 2, got {order!r}.")
-    if (
-        not isinstance(rho, (int, float, Tensor))
-        or (isinstance(rho, Tensor) and rho.numel() != 1)
-        or not rho >= 0
-    ):
+    if not is_a(rho, int, float, Tensor) or (isinstance(rho, Tensor) and rho.numel() != 1) or not rho >= 0:
         raise ValueError(f"{_CALL}: rho must be one number, at least 0, got {rho!r}.")
     gradient, spec = tree_flatten(grad(loss_fn(params, *args), params, create_graph=order == 2))
     leaves = tree_flatten(params)[0]
     _refuse_sparse(params, gradient)
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part) for part in gradient]))
+    norm = linalg.vector_norm(torch.stack([linalg.vector_norm(part) for part in gradient]))
     length = rho / torch.where(norm == 0, 1, norm)
     uphill = [leaf + length * part for leaf, part in zip(leaves, gradient, strict=True)]
     return loss_fn(tree_unflatten(uphill, spec), *args)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core._torch import distinct_and_places
+from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_index, check_indices, check_shape
 from metagrad.sparse.statistics import count_merge, timed
 
@@ -120,6 +122,9 @@ class Product(NamedTuple):
     cell: Segments  # [pairs] an entry of the product
 
 
+Pair = TypeVar("Pair", Merge, Product)
+
+
 class Pattern:
     """The cells of a sparse matrix: immutable, row-major, without duplicates, compared by identity.
 
@@ -212,14 +217,14 @@ class Pattern:
     @classmethod
     def _coalesced(cls, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Pattern, Tensor]:
         """Do :meth:`coalesce` with arguments known to fit."""
-        keys, index = torch.unique(_keys(row, col, shape), return_inverse=True)
+        keys, index = distinct_and_places(_keys(row, col, shape))
         return cls._of_keys(keys, shape), index
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Pattern:
         """Make the pattern of the true cells of a boolean matrix."""
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
-            what = f"{mask.dtype}, {mask.ndim}-d" if isinstance(mask, Tensor) else type(mask).__name__
+        if not is_a(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
+            what = f"{mask.dtype}, {mask.ndim}-d" if is_a(mask, Tensor) else type(mask).__name__
             raise TypeError(
                 f"Pattern.from_mask(mask): mask must be a boolean tensor of two dimensions, got {what}."
             )
@@ -321,23 +326,23 @@ class Pattern:
 
         Cost: time and memory in the number of pairs, which is the number of multiplications of the product.
         """
-        return self._cached("product", other, _product)  # type: ignore[return-value]
+        return self._cached("product", other, _product)
 
     def _merged(self, kind: str, other: Pattern, compute: Callable[[Pattern, Pattern], Merge]) -> Merge:
         if other is self:
             count_merge("avoided")
             places = torch.arange(self.nnz, device=self.device)
             return Merge(self, places, places)
-        return self._cached(kind, other, compute)  # type: ignore[return-value]
+        return self._cached(kind, other, compute)
 
     @structural
-    def _cached(self, kind: str, other: Pattern, compute) -> Merge | Product:
+    def _cached(self, kind: str, other: Pattern, compute: Callable[[Pattern, Pattern], Pair]) -> Pair:
         _check_pair(kind, self, other)
         known = self._merges.setdefault(kind, weakref.WeakKeyDictionary())
         count_merge("avoided" if other in known else "done")
         if other not in known:
             known[other] = _without_owner(compute(self, other), self, other)
-        made = known[other]
+        made: Any = known[other]
         return made._replace(pattern=made.pattern()) if isinstance(made.pattern, weakref.ref) else made
 
     @structural
@@ -448,8 +453,8 @@ def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
 @timed("conversion")
 def _union(a: Pattern, b: Pattern) -> Merge:
     both = torch.cat([_keys(a.row, a.col, a.shape), _keys(b.row, b.col, b.shape)])
-    keys, place = torch.unique(both, return_inverse=True)
-    left, right = place.split([a.nnz, b.nnz])
+    keys, place = distinct_and_places(both)
+    left, right = place.split_with_sizes([a.nnz, b.nnz])
     if len(keys) == a.nnz:
         return Merge(a, left, right)
     if len(keys) == b.nnz:
@@ -477,7 +482,7 @@ def _product(a: Pattern, b: Pattern) -> Product:
     first = counts.cumsum(0) - counts
     right = torch.arange(len(left), device=a.device) - first[left] + b.crow[a.col[left]]
     shape = check_shape("Pattern.product(other)", (a.shape[0], b.shape[1]))
-    keys, cell = torch.unique(_keys(a.row[left], b.col[right], shape), return_inverse=True)
+    keys, cell = distinct_and_places(_keys(a.row[left], b.col[right], shape))
     pattern = Pattern._of_keys(keys, shape)
     return Product(
         pattern,

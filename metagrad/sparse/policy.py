@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, get_args
 
 import torch
 
 from metagrad.core import _torch
+from metagrad.core.checks import is_a
 
 T = TypeVar("T")
 Layout = Literal["auto", "csr", "gather"]
@@ -123,7 +124,7 @@ def current_policy() -> SparsePolicy:
 
 
 @contextlib.contextmanager
-def use_policy(policy: SparsePolicy) -> Iterator[SparsePolicy]:
+def use_policy(policy: SparsePolicy) -> Generator[SparsePolicy]:
     """Make the kernels ask a policy inside a ``with`` block, in this thread and the backward passes it runs.
 
     Args:
@@ -138,7 +139,7 @@ def use_policy(policy: SparsePolicy) -> Iterator[SparsePolicy]:
         ...     metagrad.sparse.current_policy() is never
         True
     """
-    if not isinstance(policy, SparsePolicy):
+    if not is_a(policy, SparsePolicy):
         raise TypeError(f"use_policy(policy): expected a SparsePolicy, got {type(policy).__name__}.")
     before = _SCOPE.get()
     _SCOPE.set(policy)

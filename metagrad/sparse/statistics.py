@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -67,7 +67,7 @@ class KernelStats:
             self._outer._absorb(self)
 
     @contextmanager
-    def timing(self, kind: Kind) -> Iterator[None]:
+    def timing(self, kind: Kind) -> Generator[None]:
         """Time a block, without the timings inside it."""
         outside, self._inside = self._inside, 0.0
         start = clock()
@@ -209,7 +209,7 @@ def clock() -> float:
 def seconds(run: Callable[[], object]) -> float:
     """Return the median seconds of some calls, after one that warms up."""
     run()
-    times = []
+    times: list[float] = []
     for _ in range(REPEATS):
         start = clock()
         run()
@@ -225,7 +225,7 @@ def dense_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _caller() -> str:
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     # A thread of torch's own has no other frames: it runs the backward pass of an accelerator.

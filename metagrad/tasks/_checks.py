@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from metagrad.core.checks import is_integer
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 def check_counts(call: str, counts: Mapping[str, int]) -> None:
     """Raise unless every count is an integer of at least one."""
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
+        if not is_integer(count):
             raise TypeError(f"{call}: {name} must be an int, got {count!r} ({type(count).__name__}).")
         if count < 1:
             raise ValueError(f"{call}: {name} must be at least 1, got {count}.")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from metagrad.core._torch import from_numpy
+from metagrad.core.checks import is_mapping
 from metagrad.core.tree import tree_map
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks._columns import Columns, column_of, read_columns
@@ -128,7 +130,7 @@ class Tabular:
         check_generator("Tabular.sample", generator, self.device)
         tasks = torch.randint(len(self.tasks), (num_tasks,), generator=generator, device=self.device)
         rows = self._groups.draw_members(tasks, self.shots + self.queries, generator)
-        return Batch(*(self._examples(part) for part in rows.split([self.shots, self.queries], 1)))
+        return Batch(*(self._examples(part) for part in rows.split_with_sizes([self.shots, self.queries], 1)))
 
     def _examples(self, rows: Tensor) -> Examples:
         return Examples(tree_map(lambda column: column[rows], self._x), self._y[rows])
@@ -148,12 +150,12 @@ class Tabular:
             )
         numbers = {name: number for number, name in enumerate(self.tasks)}
         of_names = np.array([numbers.get(name, -1) for name in names])
-        self._groups = Groups(torch.from_numpy(of_names[codes]), len(self.tasks), self.device)
+        self._groups = Groups(from_numpy(of_names[codes]), len(self.tasks), self.device)
 
     def _training_rows(self, names: list[Hashable], codes: np.ndarray, wanted: Any) -> np.ndarray:
         """Return which rows mean and variance are of: those of training tasks, as no others may be looked at."""
         has_training = self.split is not None and (
-            not isinstance(wanted, Mapping) or "train" in map(split_name, wanted)
+            not is_mapping(wanted) or "train" in map(split_name, wanted)
         )
         split = "train" if has_training else self.split
         training = set(choose_split("Tabular", "tasks", names, wanted, split))
@@ -182,10 +184,10 @@ class Tabular:
     def _numbered(self, name: str, column: np.ndarray) -> np.ndarray:
         values, codes = np.unique(column, return_inverse=True)
         self.categories[name] = values.tolist()
-        return codes.reshape(-1)
+        return np.ravel(codes)
 
     def _tensor(self, column: np.ndarray) -> Tensor:
-        values = torch.from_numpy(column)
+        values = from_numpy(column)
         return values.to(device=self.device, dtype=self.dtype if values.is_floating_point() else None)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.blocks.types import Block, Chain, LossFn, Params, call_with, slots_of
+from metagrad.core._torch import has_hooks, named_modules, own_children, sequential_forward
 from metagrad.core.capture import RandomState
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import Tree, dissect, is_differentiable
@@ -74,9 +75,7 @@ def _unknown(model: nn.Module, blocks: Sequence[Any] | None) -> str:
             "chain(model, loss_fn, blocks=...): pass an input as example= as well, on which the composition of the "
             "blocks is compared with the model."
         )
-    why = (
-        "has hooks" if _has_hooks(model) and isinstance(model, nn.Sequential) else "has a forward of its own"
-    )
+    why = "has hooks" if has_hooks(model) and isinstance(model, nn.Sequential) else "has a forward of its own"
     return (
         f"chain(model, loss_fn): {type(model).__name__} {why}, so its blocks are not known. Pass an input as "
         "example=, to compare its children, called in their order, with the model, and blocks=[...] if the order is "
@@ -86,18 +85,9 @@ def _unknown(model: nn.Module, blocks: Sequence[Any] | None) -> str:
 
 def _is_sequential(module: nn.Module) -> bool:
     return (
-        type(module).forward is nn.Sequential.forward
+        type(module).forward is sequential_forward
         and "forward" not in module.__dict__
-        and not _has_hooks(module)
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        and not has_hooks(module)
     )
 
 
@@ -120,7 +110,7 @@ def split(model: nn.Module) -> list[tuple[str, list[nn.Module]]]:
 
 def _walk(name: str, module: nn.Module, *, top: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Name the modules that are not taken apart, in the order of their parents; one may occur twice."""
-    children = [(key, child) for key, child in module._modules.items() if child is not None]
+    children = [(key, child) for key, child in own_children(module).items() if child is not None]
     composite = any(next(child.children(), None) is not None for _, child in children)
     if top or isinstance(module, nn.ModuleList) or (composite and _is_sequential(module)):
         for key, child in children:
@@ -145,7 +135,7 @@ def _in_turn(modules: list[nn.Module], x: Tree) -> Tree:
 
 def _of_callable(index: int, block: Callable[[Tree], Tree], model: nn.Module, names: dict[int, str]) -> Block:
     if isinstance(block, nn.Module):
-        found = next((name for name, module in model.named_modules() if module is block), None)
+        found = next((name for name, module in named_modules(model) if module is block), None)
         return _of_modules(found or f"blocks[{index}]", [block], names)
     call = functools.partial(call_with, block, slots_of(model, names))
     return Block(f"blocks[{index}]", tuple(names.values()), call)
@@ -181,7 +171,7 @@ def _conjecture(chain: Chain) -> str:
 def perturbed(params: Params, seed: int = 0) -> Params:
     """Move parameters a little at random, so that nothing is zero, or equal, by its initialisation."""
     generator = torch.Generator().manual_seed(seed)
-    values = {}
+    values: Params = {}
     for name, p in params.items():
         value = p.detach()
         if is_differentiable(value) and value.numel():

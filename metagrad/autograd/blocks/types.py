@@ -8,6 +8,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
+from metagrad.core._torch import own_parameters
 from metagrad.core.substitution import put
 from metagrad.core.tree import Tree
 
@@ -86,9 +87,9 @@ Slots: TypeAlias = list[tuple[dict[str, "nn.Parameter | None"], str, str]]
 def slots_of(module: nn.Module, names: dict[int, str]) -> Slots:
     """Find the parameters below a module whose ids have names; one that is tied has several places."""
     return [
-        (inner._parameters, key, names[id(p)])
+        (own_parameters(inner), key, names[id(p)])
         for inner in module.modules()
-        for key, p in inner._parameters.items()
+        for key, p in own_parameters(inner).items()
         if p is not None and id(p) in names
     ]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
+from metagrad.core._torch import linalg
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 Scalar = Callable[[Sequence[Tensor]], Tensor]
@@ -102,7 +105,7 @@ def gradcheck(
     return True
 
 
-def _check_arguments(leaves: list, names: list[str], checked: list[int], order: int) -> None:
+def _check_arguments(leaves: Sequence[Any], names: list[str], checked: list[int], order: int) -> None:
     if order < 1:
         raise ValueError(f"gradcheck(..., order): expected 1 or more, got {order}.")
     if not checked:
@@ -182,7 +185,8 @@ class _Comparison:
             for _ in range(self.directions):
                 direction = self._direction(points[index])
                 got = float((gradients[index].detach() * direction).sum())
-                size = float(gradients[index].detach().norm())
+                size = float(linalg.vector_norm(gradients[index].detach()))
+                expected = math.nan
                 for h in self.steps:
                     expected = self._difference(scalar, points, index, direction, h)
                     if abs(got - expected) <= self.atol + self.rtol * max(abs(expected), size):
@@ -192,7 +196,7 @@ class _Comparison:
 
     def _direction(self, point: Tensor) -> Tensor:
         direction = torch.randn(point.shape, generator=self.generator, dtype=torch.float64).to(point)
-        return direction / direction.norm().clamp_min(1e-300)
+        return direction / linalg.vector_norm(direction).clamp_min(1e-300)
 
     def _difference(
         self, scalar: Scalar, points: list[Tensor], index: int, direction: Tensor, h: float

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from metagrad.autograd.checks.lint_rules import RULES, Kind, LintRule
 from metagrad.core._torch import without_torch_function
+from metagrad.core.checks import is_a
 from metagrad.core.tape import graph_nodes
 
 HIGHEST_ORDER = 3
@@ -86,7 +87,7 @@ def lint(loss: Tensor, *, order: int = 2) -> tuple[Finding, ...]:
         >>> [(f.node, f.kind, f.order) for f in metagrad.autograd.lint(loss, order=3)]
         [('NativeLayerNormBackward0', 'wrong', 3)]
     """
-    if not isinstance(loss, Tensor):
+    if not is_a(loss, Tensor):
         raise TypeError(f"lint(loss): loss must be a tensor, got {type(loss).__name__}.")
     if not loss.requires_grad:
         raise ValueError(

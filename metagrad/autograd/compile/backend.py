@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ _noted = _Noted()
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[list[GraphCall]]:
+def noting() -> Generator[list[GraphCall]]:
     """Note the calls of graphs, for those who are noting them already as well."""
     before, calls = _noted.calls, []
     _noted.calls = calls

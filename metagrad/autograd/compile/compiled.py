@@ -13,7 +13,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -27,8 +27,8 @@ from metagrad.autograd.recompute.replay import record
 from metagrad.core import _torch, _torch_compiler
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
+from metagrad.core.checks import warn
 from metagrad.core.tree import is_differentiable
-from metagrad.core.warn import warn
 
 T = TypeVar("T")
 
@@ -237,7 +237,7 @@ def _what_graphs_keep() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def compiler_warnings_ignored() -> Iterator[None]:
+def compiler_warnings_ignored() -> Generator[None]:
     """Ignore what torch deprecates in itself, and what it asks of tensors while it traces: it is not the caller's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

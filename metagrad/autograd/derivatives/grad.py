@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.core._torch import gradients_or_none
+from metagrad.core.checks import is_a
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
 
@@ -54,7 +58,7 @@ def grad(
     if create_graph:
         refuse_defects("grad(loss, params, create_graph=True)", loss, leaves)
     create_graph = create_graph or is_differentiated()
-    grads = torch.autograd.grad(
+    grads = gradients_or_none(
         loss,
         leaves,
         grad_outputs=torch.ones_like(loss),
@@ -75,7 +79,7 @@ def grad(
 
 def check_loss(call: str, loss: Tensor) -> None:
     """Refuse what is not one number with a graph."""
-    if not isinstance(loss, Tensor):
+    if not is_a(loss, Tensor):
         raise TypeError(f"{call}: loss must be a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
         raise ValueError(
@@ -104,7 +108,7 @@ def refuse_complex(call: str, loss: Tensor) -> None:
         )
 
 
-def check_params(call: str, params: Tree, leaves: list[Tensor]) -> None:
+def check_params(call: str, params: Tree, leaves: Sequence[object]) -> None:
     """Refuse leaves that are not tensors that require grad, by name."""
     if all(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
         return

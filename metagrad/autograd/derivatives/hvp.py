@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core.capture import forward_mode
+from metagrad.core.checks import is_a, is_dict
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
@@ -176,9 +177,7 @@ def _forward(
 ) -> Products:
     with torch.set_grad_enabled(create_graph), forward_mode():
         try:
-            (gradient, loss), (product, _) = torch.func.jvp(  # type: ignore[reportAssignmentType]
-                torch.func.grad_and_value(fn), (leaves,), (weights,)
-            )
+            pairs: Any = torch.func.jvp(torch.func.grad_and_value(fn), (leaves,), (weights,))
         except RuntimeError as error:
             if not lacks_forward_derivative(error):
                 raise
@@ -187,6 +186,7 @@ def _forward(
                 f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse" or '
                 '"block", which need none; attention has one under sdpa_kernel(SDPBackend.MATH).'
             ) from error
+    (gradient, loss), (product, _) = pairs
     return loss, gradient, product
 
 
@@ -198,7 +198,7 @@ def _by_blocks(
     args: tuple[Tree, ...],
     create_graph: bool,
 ) -> Products:
-    if not isinstance(chain, Chain) or not isinstance(params, dict) or len(args) != 2:
+    if not isinstance(chain, Chain) or not is_dict(params) or len(args) != 2:
         raise TypeError(
             'hvp(..., mode="block"): expected hvp(chain, params, v, x, y), with a chain of chain(model, loss_fn) and '
             f"a dict of parameters, got {type(chain).__name__}, {type(params).__name__} and {len(args)} further "
@@ -256,7 +256,7 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _one_element(loss: Tensor) -> Tensor:
-    if not isinstance(loss, Tensor):
+    if not is_a(loss, Tensor):
         raise TypeError(f"hvp(loss_fn, ...): loss_fn must return a tensor, got {type(loss).__name__}.")
     if loss.numel() != 1:
         raise ValueError(

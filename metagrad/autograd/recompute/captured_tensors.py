@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -236,7 +236,7 @@ class Reads:
                     constant.tensor.copy_(copy)
 
     @contextlib.contextmanager
-    def substituted(self, name: str, handed: Sequence[Tensor], free: Sequence[Tensor]) -> Iterator[None]:
+    def substituted(self, name: str, handed: Sequence[Tensor], free: Sequence[Tensor]) -> Generator[None]:
         """Replace the free tensors by the given ones, in the order of ``differentiable``; others are arguments."""
         with unobserved():
             constants = self.constants_again(name)
@@ -262,7 +262,7 @@ def unobserved() -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def _pushed(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+def _pushed(modes: Sequence[TorchFunctionMode]) -> Generator[None]:
     """Push modes onto the stack, without entering their blocks."""
     for mode in modes:
         _torch.push_function_mode(mode)
@@ -293,7 +293,7 @@ class FunctionModes:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[list[Observer]]:
+def unrecorded() -> Generator[list[Observer]]:
     """Hide calls from enclosing recordings and replays, which count them, and from no other mode.
 
     Yields:

@@ -22,9 +22,10 @@ from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
+from metagrad.core._torch import Function
+from metagrad.core.checks import warn
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
-from metagrad.core.warn import warn
 
 T = TypeVar("T")
 
@@ -278,7 +279,7 @@ def _private(tensor: Tensor, create_graph: bool) -> Tensor:
     return fresh_leaf(tensor)
 
 
-class _Recomputed(torch.autograd.Function):
+class _Recomputed(Function):
     """A call whose derivatives are recomputed from its operands."""
 
     @staticmethod

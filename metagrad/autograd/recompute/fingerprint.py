@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import disabled_torch_dispatch, flattened, is_functorch_wrapped
+from metagrad.core._torch import disabled_torch_dispatch, flattened, from_numpy, is_functorch_wrapped
 
 _NUM_SAMPLES = 32
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
@@ -131,7 +131,7 @@ class _Group(NamedTuple):
             total = np.add.reduce(array, dtype=np.result_type(array, np.float64))
             return cls(shapes, sizes, array.take(places).tolist(), total, *errors)
         wide = torch.promote_types(kept, torch.float64)
-        numbers = entries[torch.from_numpy(places).to(entries.device)]
+        numbers = entries[from_numpy(places).to(entries.device)]
         return cls(shapes, sizes, numbers, entries.sum(dtype=wide), *errors)
 
     def difference(self, other: _Group, exact: bool) -> str | None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ from metagrad.core.tree import (
 )
 from metagrad.memory import allocator
 
-Around = Callable[[int], contextlib.AbstractContextManager]
+Around = Callable[[int], contextlib.AbstractContextManager[object]]
 """The context to enter around the step of a number."""
 
 _ONE_STEP, _SEVERAL_STEPS = range(1), range(5)
@@ -352,7 +352,7 @@ class _Loop:
         self.buffers = [Constant.of(buffer) for buffer in self.modules.buffers()]
 
     @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
+    def surroundings(self) -> Generator[None]:
         """Set up autocast, flags and modules as they were when the loop was made, for a recomputation."""
         changed = (
             [] if self.modules.is_as_now() else [self.modules]

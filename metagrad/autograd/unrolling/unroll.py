@@ -15,8 +15,8 @@ from metagrad.autograd.unrolling.compiled import CompiledStep, unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
+from metagrad.core.checks import is_integer, warn
 from metagrad.core.tree import Tree, detached, tree_map
-from metagrad.core.warn import warn
 
 
 def unroll(
@@ -173,7 +173,7 @@ def _compiled(
 def _check_truncate(truncate: int | None, steps: int) -> None:
     if truncate is None:
         return
-    if not isinstance(truncate, int) or isinstance(truncate, bool) or not 1 <= truncate <= max(steps, 1):
+    if not is_integer(truncate) or not 1 <= truncate <= max(steps, 1):
         raise ValueError(
             f"unroll(..., truncate): expected None or an int from 1 to steps={steps}, the number of last steps to "
             f"differentiate through, got {truncate!r}."
@@ -181,7 +181,7 @@ def _check_truncate(truncate: int | None, steps: int) -> None:
 
 
 def _check_steps(steps: int) -> None:
-    if not isinstance(steps, int) or isinstance(steps, bool):
+    if not is_integer(steps):
         raise TypeError(f"unroll(..., steps): expected an int, got {type(steps).__name__}.")
     if steps < 0:
         raise ValueError(f"unroll(..., steps): expected 0 or more, got {steps}.")

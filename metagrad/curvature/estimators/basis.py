@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probing import Estimator, Probing
 
 
@@ -30,7 +31,7 @@ class Basis:
             ValueError: The vectors are to be differentiated, and are dependent to half the digits.
         """
         k = self.rows.shape[0]
-        q, r = torch.linalg.qr(torch.cat([self.rows, vectors]).t())
+        q, r = linalg.qr(torch.cat([self.rows, vectors]).t())
         signs = torch.sign(r.diagonal()[:k].detach())
         coordinates = r[:, k:].t()
         coordinates = torch.cat([coordinates[:, :k] * signs, coordinates[:, k:]], 1)
@@ -62,7 +63,7 @@ def left_out(lower: Tensor) -> Tensor:
         Matrix Anal. Appl. 45(1), 2024, section 2.
     """
     inverse = inverse_rows(lower)
-    return inverse / torch.linalg.vector_norm(inverse, dim=1, keepdim=True)
+    return inverse / linalg.vector_norm(inverse, dim=1, keepdim=True)
 
 
 def inverse_rows(lower: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def inverse_rows(lower: Tensor) -> Tensor:
     largest = lower.detach().abs().amax()
     least = torch.finfo(lower.dtype).eps * torch.where(largest > 0, largest, torch.ones_like(largest))
     moved = torch.where(pivots.abs() < least, torch.copysign(least, pivots) - pivots, 0.0)
-    return torch.linalg.solve_triangular(lower + torch.diag(moved), eye, upper=False).t()
+    return linalg.solve_triangular(lower + torch.diag(moved), eye, upper=False).t()
 
 
 class ProbedBasis(Estimator):

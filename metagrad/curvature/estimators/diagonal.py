@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import ProbedBasis, inflation, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
@@ -39,7 +40,7 @@ class XDiag(ProbedBasis):
         samples = directions * (self.probes * alone - products)
         with torch.no_grad():
             covariance = self._covariance(lost, alone, directions, products)
-        norm = torch.linalg.matrix_norm(self.basis.lower) / len(lost) ** 0.5
+        norm = linalg.matrix_norm(self.basis.lower) / len(lost) ** 0.5
         floor = probing.rounding(norm) / probing.n
         return from_samples(
             samples,

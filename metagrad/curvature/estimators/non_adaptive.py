@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Estimator, Probing
@@ -54,8 +55,8 @@ class NonAdaptiveHutchPlusPlus(Estimator):
         grown = min(products // 4, probing.n - len(self.basis.rows))
         parts = [grown, 2 * grown, products - 3 * grown]
         vectors = probing.draw(products)
-        _, tests, probes = vectors.split(parts)
-        spanning, of_tests, of_probes = probing.products(vectors).split(parts)
+        _, tests, probes = vectors.split_with_sizes(parts)
+        spanning, of_tests, of_probes = probing.products(vectors).split_with_sizes(parts)
         if grown:
             self.basis.append(spanning, probing.call)
         self.tests = torch.cat([self.tests, tests])
@@ -65,7 +66,7 @@ class NonAdaptiveHutchPlusPlus(Estimator):
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
         probing, basis = self.probing, self.basis.rows
-        coordinates = torch.linalg.pinv(self.tests @ basis.t()) @ self.products_of_tests
+        coordinates = linalg.pinv(self.tests @ basis.t()) @ self.products_of_tests
         inside = ((self.probes @ basis.t()) * (self.probes @ coordinates.t())).sum(1)
         return from_samples(
             (self.probes * self.products).sum(1) - inside,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_a
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.hutchinson import Hutchinson
 from metagrad.curvature.estimators.probes import Distribution
@@ -151,7 +152,7 @@ def _checked_blocks(call: str, blocks: Mapping[str, slice], n: int) -> list[slic
     if not blocks:
         raise ValueError(f"{call}: expected at least one block, got none.")
     for name, block in blocks.items():
-        if not isinstance(block, slice):
+        if not is_a(block, slice):
             raise TypeError(f"{call}: blocks[{name!r}] must be a slice, got {type(block).__name__}.")
         start, stop = block.start or 0, n if block.stop is None else block.stop
         if block.step not in (None, 1) or not 0 <= start < stop <= n:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.core.budget import Bytes, checked_bytes
 
 Distribution = Literal["rademacher", "normal", "sphere"]
@@ -102,4 +103,4 @@ def _fill(row: Tensor, distribution: Distribution, generator: torch.Generator | 
         return
     row.normal_(generator=generator)
     if distribution == "sphere":
-        row.mul_(math.sqrt(row.numel()) / torch.linalg.vector_norm(row))
+        row.mul_(math.sqrt(row.numel()) / linalg.vector_norm(row))

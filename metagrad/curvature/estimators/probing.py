@@ -10,6 +10,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
+from metagrad.core.checks import is_integer
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
@@ -88,7 +90,7 @@ class Probing:
 
 def check_probes(call: str, probes: object, least: int = 1) -> int:
     """Check a number of probes."""
-    if isinstance(probes, bool) or not isinstance(probes, int):
+    if not is_integer(probes):
         raise TypeError(f"{call}: probes must be an integer, got {probes!r}.")
     if probes < least:
         raise ValueError(f"{call}: probes must be at least {least}, got {probes}.")
@@ -160,7 +162,7 @@ def is_tight(estimate: Estimate, rtol: float) -> bool:
     """Say whether the half-width at 95 % is within rtol times the value; by Euclidean norms, where it is a vector."""
     value = estimate.value.detach()
     half_width = estimate.interval(LEVEL)[1].detach() - value
-    return bool(torch.linalg.vector_norm(half_width) <= rtol * torch.linalg.vector_norm(value))
+    return bool(linalg.vector_norm(half_width) <= rtol * linalg.vector_norm(value))
 
 
 def _batches(budget: int, least: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import ProbedBasis, covariance_of, inflation, inverse_rows, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Estimator, Probing
@@ -55,7 +56,7 @@ class XTrace(ProbedBasis):
             inflated = inflation(samples, covariance_of(one.changes(scales)), self.most)
         return from_samples(
             samples,
-            probing.rounding(torch.linalg.matrix_norm(lower) / len(lower) ** 0.5),
+            probing.rounding(linalg.matrix_norm(lower) / len(lower) ** 0.5),
             matvecs=probing.matvecs,
             method=self.name,
             quantity="trace",
@@ -158,18 +159,18 @@ class XNysTrace(Estimator):
         probing, gram = self.probing, self.probes @ self.probes.t()
         form, shift = self._shifted(gram)
         products = self.products + shift * self.probes
-        rows = inverse_rows(torch.linalg.cholesky(form))
+        rows = inverse_rows(linalg.cholesky(form))
         factor = rows.t() @ products  # the approximation from all probes is factor^T factor
         removed = rows @ factor
         directions = None
         if probing.distribution == "sphere":
-            directions = inverse_rows(torch.linalg.cholesky(gram))
+            directions = inverse_rows(linalg.cholesky(gram))
             directions = directions @ directions.t()
         left = _NystromLeftOut(rows @ rows.t(), removed @ removed.t(), directions, probing.n)
         samples = left.one()
         with torch.no_grad():
             inflated = inflation(samples, covariance_of(left.two() - samples[:, None]), self.most)
-        norm = torch.linalg.matrix_norm(products) / len(gram) ** 0.5
+        norm = linalg.matrix_norm(products) / len(gram) ** 0.5
         return from_samples(
             samples,
             probing.rounding(norm),
@@ -184,10 +185,10 @@ class XNysTrace(Estimator):
         """Return the form Z A Z^T, [k, k], shifted so that rounding leaves it positive definite, and the shift."""
         form = self.probes @ self.products.t()
         k, eps = len(form), torch.finfo(form.dtype).eps
-        asymmetry = torch.linalg.matrix_norm((form - form.t()).detach())
+        asymmetry = linalg.matrix_norm((form - form.t()).detach())
         form = (form + form.t()) / 2
-        lowest, highest = torch.linalg.eigvalsh(form.detach())[[0, -1]]
-        noise = 10 * eps * self.probing.n**0.5 * torch.linalg.matrix_norm(self.products.detach())
+        lowest, highest = linalg.eigvalsh(form.detach())[[0, -1]]
+        noise = 10 * eps * self.probing.n**0.5 * linalg.matrix_norm(self.products.detach())
         if lowest < -(noise + asymmetry):
             raise ValueError(
                 f"{self.probing.call}: xnystrace needs a positive semi-definite operator, but its form on {k} probes "
@@ -199,7 +200,7 @@ class XNysTrace(Estimator):
                 'that their inverse has no usable derivative. Take method="hutchinson" or fewer probes.'
             )
         least = k**0.5 * eps * torch.where(highest > 0, highest, torch.ones_like(highest))
-        shift = (least - lowest.clamp_max(0)) / torch.linalg.eigvalsh(gram)[0]
+        shift = (least - lowest.clamp_max(0)) / linalg.eigvalsh(gram)[0]
         return form + shift * gram, shift
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
+from metagrad.core._torch import distinct, linalg, named_modules
 from metagrad.core.capture import AutocastState
+from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
@@ -40,20 +42,20 @@ Progress: TypeAlias = "Callable[[int, int | None], object] | Bar"
 """``progress(done, total)``: batches of this pass over the data, total None if it is not known; or a progress bar."""
 
 
-def is_one_batch(data: Iterable[Batch] | Batch) -> bool:
+def is_one_batch(data: object) -> bool:
     """Tell one batch from an iterable of batches.
 
     A tensor, a tuple (named or not) and a list of tensors are one batch; everything else that can be iterated over,
     such as a list of tuples or a ``DataLoader``, is batches.
     """
-    if isinstance(data, (Tensor, tuple, Mapping)) or not isinstance(data, Iterable):
-        return True
-    return isinstance(data, list) and bool(data) and isinstance(data[0], Tensor)
+    if is_list_or_tuple(data):
+        return isinstance(data, tuple) or (bool(data) and isinstance(data[0], Tensor))
+    return isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable)
 
 
 def batches_of(data: Iterable[Batch] | Batch) -> Iterable[Batch]:
     """Return batches, of which one batch alone is a list."""
-    return [data] if is_one_batch(data) else data  # type: ignore[reportReturnType]
+    return [data] if is_one_batch(data) else data
 
 
 def refuse_graph(call: str, group: ProcessGroup | None, *, has_data: bool, create_graph: bool) -> None:
@@ -203,7 +205,7 @@ class Accumulated(Operator):
         loss, gradient, product = self._sum(compute)
         return loss, gradient, product
 
-    def _operators(self) -> Iterator[tuple[Batch, LossOperator]]:
+    def _operators(self) -> Generator[tuple[Batch, LossOperator]]:
         num_batches = len(self.batches) if isinstance(self.batches, Sized) else None
         done = 0
         if self._begin_pass is not None:
@@ -255,10 +257,10 @@ class Accumulated(Operator):
         for _, operator in operators:
             of_batch = {entry.name: entry.rows for entry in operator.space.entries if entry.rows is not None}
             if not of_batch:
-                operators.close()  # type: ignore[attr-defined]
+                operators.close()
                 break
             for name, found in of_batch.items():
-                rows[name] = torch.cat([rows.get(name, found), found]).unique()
+                rows[name] = distinct(torch.cat([rows.get(name, found), found]))
         if self._group is not None:
             rows = {name: union(found, self._group) for name, found in rows.items()}
         return ParameterSpace(params, rows=rows)
@@ -287,7 +289,7 @@ def _places(outer: ParameterSpace, inner: ParameterSpace, call: str) -> Tensor |
     """Return where the coordinates of one batch are among those of all; None if they are the same."""
     if inner.is_same(outer):
         return None
-    places = []
+    places: list[Tensor] = []
     for whole, part in zip(outer.entries, inner.entries, strict=True):
         start, width = outer.slices[whole.name].start, math.prod(part.shape[1:])
         index = torch.arange(part.shape[0] if part.shape else 1, device=outer.device)
@@ -339,17 +341,18 @@ def refuse_moving(
 
 def _distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of a difference, relative to the vectors; nan where either has one."""
-    return float((a - b).norm() / torch.maximum(a.norm(), b.norm()).clamp(min=torch.finfo(a.dtype).tiny))
+    return float(
+        linalg.vector_norm(a - b)
+        / torch.maximum(linalg.vector_norm(a), linalg.vector_norm(b)).clamp(min=torch.finfo(a.dtype).tiny)
+    )
 
 
 def _reasons(model: nn.Module | None, batches: Iterable[Tree]) -> str:
     """Name what may have made two passes differ."""
-    training = [
-        (name or "the model", m) for name, m in (model.named_modules() if model else ()) if m.training
-    ]
+    training = [(name or "the model", m) for name, m in (named_modules(model) if model else ()) if m.training]
     dropout = [f"{name} ({type(m).__name__})" for name, m in training if _has_dropout(m)]
     norms = [f"{name} ({type(m).__name__})" for name, m in training if isinstance(m, _torch.BatchNorm)]
-    reasons = []
+    reasons: list[str] = []
     if dropout:
         reasons.append(f"In training mode {', '.join(dropout)} draws a mask each time: call .eval() on it.")
     if norms:

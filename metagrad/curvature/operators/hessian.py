@@ -17,6 +17,7 @@ from metagrad.autograd.derivatives.linearize import Linearization, linearized
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.variables import coordinates, differentiated, end_nodes, find_variables
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_map, tree_structure
 from metagrad.curvature.operators.batches import (
@@ -429,4 +430,4 @@ def _checked_compile(
 
 
 def _arguments(batch: Batch) -> tuple[Tree, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(batch) if is_list_or_tuple(batch) else (batch,)

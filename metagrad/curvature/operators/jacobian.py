@@ -14,7 +14,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, name
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
-from metagrad.core.warn import warn
+from metagrad.core.checks import warn
 from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]

@@ -6,18 +6,20 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core.checks import is_a, is_mapping
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.norms import frobenius_norm as estimate_frobenius_norm
 from metagrad.curvature.estimators.norms import layer_traces as estimate_layer_traces
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.operators.scipy import to_scipy
 from metagrad.curvature.operators.space import ParameterSpace, Vectors
 from metagrad.curvature.solvers.preconditioner import check_symmetric
 from metagrad.curvature.solvers.solution import Solution
@@ -27,13 +29,7 @@ from metagrad.curvature.spectrum.eigenvalues import eigenvalues as compute_eigen
 from metagrad.curvature.spectrum.log_determinant import log_determinant as estimate_log_determinant
 from metagrad.sparse.matrix.tensor import SparseTensor
 
-if TYPE_CHECKING:
-    import numpy as np
-    from scipy.sparse.linalg import LinearOperator
-
 O = TypeVar("O", bound="Operator")  # noqa: E741
-
-_NUMPY = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 
 Named: TypeAlias = "dict[str, Tensor | SparseTensor]"
 
@@ -181,7 +177,7 @@ class Operator:
             )
         if isinstance(vectors, SparseTensor):
             vectors = vectors.to_dense()  # as large as the result
-        if not isinstance(vectors, Tensor):
+        if not is_a(vectors, Tensor):
             raise TypeError(
                 "H @ v: v must be a dict of parameters, a vector [n] or a matrix [n, k], got "
                 f"{type(vectors).__name__}."
@@ -197,38 +193,9 @@ class Operator:
         """Return the matrix ``[n, n]``, from n products: for few parameters."""
         return self.products(torch.eye(self.space.size, dtype=self.dtype, device=self.device)).t()
 
-    def to_scipy(self) -> LinearOperator:
-        """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU; without graph.
-
-        The operator must stay open for as long as that is used.
-
-        Raises:
-            ValueError: NumPy does not have the dtype, as bfloat16.
-
-        Example:
-            >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
-            >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
-            array([3., 6.], dtype=float32)
-        """
-        from scipy.sparse.linalg import LinearOperator
-
-        if self.dtype not in _NUMPY:
-            raise ValueError(
-                f"H.to_scipy(): NumPy has no {self.dtype}. Convert the model and its data with .float() first."
-            )
-
-        def matmat(columns: np.ndarray) -> np.ndarray:
-            rows = torch.as_tensor(columns.T, dtype=self.dtype, device=self.device)
-            return self.products(rows).detach().cpu().numpy().T
-
-        def matvec(column: np.ndarray) -> np.ndarray:
-            return matmat(column.reshape(-1, 1))[:, 0]
-
-        dtype = _NUMPY[self.dtype]
-        return LinearOperator(self.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)  # type: ignore[reportCallIssue]
-
     # Estimates and solutions: functions of a linear map, applied to this one
 
+    to_scipy = to_scipy
     trace = estimate_trace
     frobenius_norm = estimate_frobenius_norm
     eigenvalues = compute_eigenvalues  # its vectors are rows; H.space.unflatten(vectors) names them
@@ -252,11 +219,11 @@ class Operator:
         ``b``, and with it ``x0`` and a diagonal ``preconditioner``, may be dicts of the parameters; the solution is
         then one, too.
         """
-        flat = {
-            key: self.space.flatten(value, call=f"H.solve({key})") if isinstance(value, Mapping) else value
+        flat: dict[str, Any] = {
+            key: self.space.flatten(value, call=f"H.solve({key})") if is_mapping(value) else value
             for key, value in {"b": b, **options}.items()
         }
-        solution = solve_flat(self, **flat)  # type: ignore[reportArgumentType]
+        solution = solve_flat(self, **flat)
         if not isinstance(b, Mapping):
             return solution
         return dataclasses.replace(solution, value=self.space.unflatten(solution.value))
@@ -264,7 +231,7 @@ class Operator:
     # Algebra
 
     def __add__(self, other: Operator) -> Operator:
-        if not isinstance(other, Operator):
+        if not is_a(other, Operator):
             return NotImplemented
         if not self.space.is_same(other.space):
             raise ValueError(
@@ -275,13 +242,13 @@ class Operator:
         )
 
     def __sub__(self, other: Operator) -> Operator:
-        return self + -1.0 * other if isinstance(other, Operator) else NotImplemented
+        return self + -1.0 * other if is_a(other, Operator) else NotImplemented
 
     def __neg__(self) -> Operator:
         return -1.0 * self
 
     def __mul__(self, factor: float | Tensor) -> Operator:
-        if not isinstance(factor, (int, float, Tensor)):
+        if not is_a(factor, int, float, Tensor):
             return NotImplemented
         if isinstance(factor, Tensor) and factor.numel() != 1:
             raise ValueError(f"c * H: c must be one number, got a tensor of shape {tuple(factor.shape)}.")
@@ -416,7 +383,7 @@ class Preconditioned(Operator):
             check_symmetric(call, "root", self, root, remedy=remedy)
             return root
         diagonal = self.space.flatten(root, call=call) if isinstance(root, Mapping) else root
-        if not isinstance(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
+        if not is_a(diagonal, Tensor) or diagonal.shape != (n,) or diagonal.dtype != self.dtype:
             got = _described(diagonal)
             raise ValueError(
                 f"{call}: expected a map of rows, or a diagonal [{n}] of {self.dtype}, got {got}."

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
 from metagrad.autograd.derivatives.variables import Variable
+from metagrad.core.checks import is_a, is_mapping
 from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.operations.entries import like
 from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -63,7 +65,7 @@ class Coordinates:
     def wrap(self, values: Tensor) -> Tensor | SparseTensor:
         """Give coordinates, or a stack of them, the form of the parameter."""
         if self.pattern is not None:
-            return SparseTensor._of(self.pattern, values)
+            return like(SparseTensor, self.pattern, values)
         return values if self.table is None else self.table.wrap(values)
 
     def fits(self, other: Coordinates) -> bool:
@@ -150,8 +152,8 @@ class ParameterSpace:
             ValueError: Names, shapes or dtypes are not those of the parameters.
             TypeError: An entry has another form than its parameter.
         """
-        if not isinstance(vectors, Mapping) or set(vectors) != set(self.names):
-            got = sorted(vectors) if isinstance(vectors, Mapping) else type(vectors).__name__
+        if not is_mapping(vectors) or set(vectors) != set(self.names):
+            got = sorted(vectors) if is_mapping(vectors) else type(vectors).__name__
             raise ValueError(f"{call}: expected a dict with the names {sorted(self.names)}, got {got}.")
         parts = [
             entry.read(vectors[entry.name], f"{call}: the entry of {entry.name!r}") for entry in self.entries
@@ -176,7 +178,7 @@ class ParameterSpace:
 
     def split(self, vectors: Tensor) -> list[Tensor]:
         """Cut ``[n]`` or ``[k, n]`` into views ``[*shape]`` or ``[k, *shape]``, the coordinates of each parameter."""
-        parts = vectors.split([entry.size for entry in self.entries], -1)
+        parts = vectors.split_with_sizes([entry.size for entry in self.entries], -1)
         return [
             part.reshape((*vectors.shape[:-1], *entry.shape))
             for part, entry in zip(parts, self.entries, strict=True)
@@ -270,7 +272,7 @@ def _coordinates(name: str, param: Tensor | SparseTensor, rows: Tensor | None) -
 
 def _check_params(params: Mapping[str, Tensor | SparseTensor]) -> None:
     call = "ParameterSpace(params)"
-    if not isinstance(params, Mapping):
+    if not is_mapping(params):
         raise TypeError(
             f"{call}: expected a dict of parameters by name, such as dict(model.named_parameters()), got "
             f"{type(params).__name__}."
@@ -291,7 +293,7 @@ def _check_params(params: Mapping[str, Tensor | SparseTensor]) -> None:
 
 def _values(params: Mapping[str, Tensor | SparseTensor]) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
-        if not isinstance(p, (Tensor, SparseTensor)):
+        if not is_a(p, Tensor, SparseTensor):
             raise TypeError(
                 f"ParameterSpace(params): {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}."
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.linearize import Linearization, linearized
 from metagrad.autograd.derivatives.variables import find_variables
+from metagrad.core.checks import is_a
 from metagrad.core.tree import tree_structure
 from metagrad.curvature.solvers.solve import solve as solve_rows
 
@@ -60,8 +61,8 @@ def hessians(
     References:
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994.
     """
-    if not isinstance(losses, Tensor) or losses.ndim != 1:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if not is_a(losses, Tensor) or losses.ndim != 1:
+        got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
         raise ValueError(
             f"{_CALL}: expected one loss for each row, [k], got {got}. Do not sum over the rows; for one loss, "
             "call hessian."
@@ -81,8 +82,8 @@ def stacked(
     allow_unused: bool = False,
 ) -> Hessians:
     """Make the operator of losses ``[k]``, or of one number, whose parameters are one row as they are."""
-    if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
-        got = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if not is_a(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
+        got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
         raise ValueError(
             f"{call}: the losses must be one number, or one for each task, with a graph, got {got}."
         )
@@ -173,7 +174,7 @@ class Hessians:
         return torch.cat([part.reshape(self.num_matrices, -1) for part in parts], 1)
 
     def _split(self, rows: Tensor) -> list[Tensor]:
-        pieces = zip(rows.split(self._sizes, 1), self._shapes.values(), strict=True)
+        pieces = zip(rows.split_with_sizes(self._sizes, 1), self._shapes.values(), strict=True)
         return [part.reshape(shape) for part, shape in pieces]
 
 

@@ -124,11 +124,15 @@ def _interval(system: LinearSystem) -> tuple[float, float]:
     operator = system.undamped
     n = operator.shape[0]
     size = n * (operator.num_matrices or 1)
+
+    def products(rows: Tensor) -> Tensor:
+        return system.constant_products(rows.reshape(-1, n)).view_as(rows)
+
     whole: Any = SimpleNamespace(
         shape=(size, size),
         dtype=operator.dtype,
         device=operator.device,
-        products=lambda rows: system.constant_products(rows.reshape(-1, n)).view_as(rows),
+        products=products,
     )
     start = draw(
         1, size, distribution="normal", dtype=whole.dtype, device=whole.device, generator=system.generator

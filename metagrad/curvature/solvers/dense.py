@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import OwnMatrices, Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
@@ -60,7 +61,7 @@ class Dense(Solver):
         status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
         identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
         symmetric = torch.where(are_sound[:, None, None], (matrices + matrices.mT) / 2, identity)
-        factors, info = torch.linalg.cholesky_ex(symmetric)
+        factors, info = linalg.cholesky_ex(symmetric)
         status = fill(status, info != 0, Result.NEGATIVE_CURVATURE)
         factors = torch.where((info == 0)[:, None, None], factors, identity)
         moves = status == RUNNING

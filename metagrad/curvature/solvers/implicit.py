@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from metagrad.core import _torch
+from metagrad.core._torch import Function
 from metagrad.curvature.linear_map import Rows
 
 _NOT_NESTED = (

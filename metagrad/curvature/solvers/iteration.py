@@ -7,12 +7,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import OwnMatrices, Rows
 from metagrad.curvature.methods import with_methods
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
 
-RESULTS = tuple(Result)
+RESULTS: tuple[Result, ...] = tuple(Result)
 RUNNING = -1
 
 
@@ -74,7 +75,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, [k, n] to [k]; a constant for the tape."""
-    return torch.linalg.vector_norm(rows.detach(), dim=-1)
+    return linalg.vector_norm(rows.detach(), dim=-1)
 
 
 def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size
 from metagrad.curvature.solvers.cg import CG
@@ -175,7 +176,7 @@ def _more(
     if omega is not None:
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             fresh = fresh - (fresh @ omega.t()) @ omega
-    fresh = torch.linalg.qr(fresh.t())[0].t().contiguous()
+    fresh = linalg.qr(fresh.t())[0].t().contiguous()
     products = checked_products("nystrom(operator)", operator, fresh).detach()
     if omega is None or y is None:
         return fresh, products
@@ -185,17 +186,17 @@ def _more(
 def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
     """Algorithm 2.1, in rows."""
     eps = torch.finfo(y.dtype).eps
-    size = torch.linalg.matrix_norm(y)
+    size = linalg.matrix_norm(y)
     shift = (eps * y.shape[1] ** 0.5 * size).clamp_min(torch.finfo(y.dtype).tiny)
     core = omega @ y.t() + shift * torch.eye(len(omega), dtype=y.dtype, device=y.device)
-    factor, info = torch.linalg.cholesky_ex((core + core.t()) / 2)
+    factor, info = linalg.cholesky_ex((core + core.t()) / 2)
     if int(info):
         raise ValueError(
             "nystrom(operator): the operator is not positive semi-definite: a random vector v has v^T A v < 0. "
             'Take the Gauss-Newton or Fisher operator, or method="minres".'
         )
-    rows = torch.linalg.solve_triangular(factor, y + shift * omega, upper=False)
-    _, singular, basis = torch.linalg.svd(rows, full_matrices=False)
+    rows = linalg.solve_triangular(factor, y + shift * omega, upper=False)
+    _, singular, basis = linalg.svd(rows, full_matrices=False)
     eigenvalues = singular.square() - shift
     return Nystrom(basis, torch.where(eigenvalues > 10 * shift, eigenvalues, 0.0), len(omega))
 

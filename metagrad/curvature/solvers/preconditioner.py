@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import LinearMap, Rows
 
@@ -84,9 +85,7 @@ def check_symmetric(
     if not bool(images.isfinite().all()):
         return  # the solve reports it, with the row and the step
     forth, back = float(pair[0] @ images[1]), float(pair[1] @ images[0])
-    scale = float(
-        (torch.linalg.vector_norm(pair, dim=1) * torch.linalg.vector_norm(images.flip(0), dim=1)).sum()
-    )
+    scale = float((linalg.vector_norm(pair, dim=1) * linalg.vector_norm(images.flip(0), dim=1)).sum())
     # Products x^T A y of independent x, y are of the size |x| |A y| / sqrt(n).
     tolerance = 10 * math.sqrt(torch.finfo(operator.dtype).eps) * scale / math.sqrt(operator.shape[0])
     if abs(forth - back) > tolerance:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import Tensor
+
+from metagrad.core._torch import at_least_1d
 
 
 class Result(Enum):
@@ -124,8 +125,8 @@ def raise_failure(call: str, stats: Stats) -> None:
     """Raise the first failure among the right-hand sides, if there is one."""
     for index, result in enumerate(stats.results):
         if not result.is_success:
-            steps = int(torch.atleast_1d(stats.steps)[index])
-            residual = float(torch.atleast_1d(stats.residual_norms)[index])
+            steps = int(at_least_1d(stats.steps)[index])
+            residual = float(at_least_1d(stats.residual_norms)[index])
             raise SolveError(
                 f"{call}: right-hand side {index} of {len(stats.results)}, after {steps} steps with a residual of "
                 f"norm {residual:.3g}: {result.value}"

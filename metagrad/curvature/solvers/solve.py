@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metagrad.core.warn import warn
+from metagrad.core._torch import to_list
+from metagrad.core.checks import warn
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
@@ -142,7 +143,7 @@ def solve(
         run = solver.run(system.rows, rows, start, precondition, limits)
     x, product = run.x, system.products(run.x.detach())
     status, residuals = _true_residuals(run.status, product, rows, limits)
-    results = tuple(RESULTS[index] for index in status.tolist())
+    results = tuple(RESULTS[int(index)] for index in to_list(status))
     if differentiate == "implicit" and torch.is_grad_enabled():
         x = work.attached(x, product, rows, limits, results, rtol, order)
     direction = run.direction if Result.NEGATIVE_CURVATURE in results else None
@@ -208,7 +209,7 @@ class _Work:
         scale = g.detach().abs().amax(-1, keepdim=True)
         rows = g.detach() / torch.where(scale > 0, scale, 1.0)
         run = self.off_the_tape(rows, None, Limits(rtol * norm(rows), max_steps))
-        results = {RESULTS[index] for index in run.status.tolist()}
+        results = {RESULTS[int(index)] for index in to_list(run.status)}
         for result in results:
             if result not in _APPROXIMATE:
                 raise SolveError(f"{CALL}: the solve of its derivative failed: {result.value}")

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
@@ -72,7 +73,7 @@ def check_numbers(rtol: float, atol: float, max_steps: int | None, order: int, d
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"solve(..., {name}): expected 0 or more, got {value}.")
     for name, count in (("max_steps", max_steps), ("order", order)):
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        if count is not None and (not is_integer(count) or count < 1):
             raise ValueError(f"solve(..., {name}): expected an integer of 1 or more, got {count!r}.")
     if differentiate not in get_args(Differentiate):
         raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import to_list
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.linear_map import LinearMap
@@ -86,7 +87,7 @@ class Density:
 
     def _of_probe(self, points: Tensor, k: int) -> Tensor:
         total = torch.zeros_like(points)
-        for node, weight in zip(self.nodes[k].tolist(), self.weights[k].tolist(), strict=True):
+        for node, weight in zip(to_list(self.nodes[k]), to_list(self.weights[k]), strict=True):
             total += weight * torch.exp(-0.5 * ((points - node) / self.sigma) ** 2)
         return total / (self.sigma * math.sqrt(2 * math.pi))
 
@@ -165,7 +166,9 @@ def density(
     check_quadrature(_CALL, probes, steps, distribution, generator)
     if sigma is not None and not sigma > 0:
         raise ValueError(f"{_CALL}: sigma must be positive, got {sigma}.")
-    nodes, weights, matvecs = [], [], 0
+    nodes: list[Tensor] = []
+    weights: list[Tensor] = []
+    matvecs = 0
     for _, state in krylov_spaces(
         operator, probes, steps=steps, distribution=distribution, generator=generator, chunk=chunk, call=_CALL
     ):  # fmt: skip

@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.curvature.estimators.probes import check_drawing
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
 from metagrad.curvature.spectrum.first_order import first_order
@@ -155,7 +156,7 @@ _CALL = "eigenvalues(operator, k)"
 def _checked_size(operator: LinearMap, k: int, which: str, rtol: float, generator: object) -> int:
     n = checked_size(_CALL, operator)
     check_drawing(_CALL, "normal", generator)
-    if not isinstance(k, int) or isinstance(k, bool):
+    if not is_integer(k):
         raise TypeError(f"{_CALL}: k must be an int, got {type(k).__name__}.")
     if not 1 <= k <= n:
         raise ValueError(f"{_CALL}: the operator is {n} x {n}, so k must be from 1 to {n}, got {k}.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from metagrad.core._torch import Function
 
 
 def first_order(value: Tensor, call: str) -> Tensor:
@@ -23,7 +24,7 @@ def first_order(value: Tensor, call: str) -> Tensor:
     return _FirstOrder.apply(value, call) if value.requires_grad else value
 
 
-class _FirstOrder(torch.autograd.Function):
+class _FirstOrder(Function):
     """The identity; what its backward returns cannot be differentiated."""
 
     generate_vmap_rule = True
@@ -46,7 +47,7 @@ class _FirstOrder(torch.autograd.Function):
         return tangent.clone()
 
 
-class _Refused(torch.autograd.Function):
+class _Refused(Function):
     """The identity on a gradient; it depends on ``value`` in the graph, and raises when it is differentiated."""
 
     generate_vmap_rule = True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from metagrad.core._torch import linalg, to_list
 from metagrad.curvature.linear_map import LinearMap, checked_products
 from metagrad.curvature.solvers.iteration import divide
 
@@ -123,7 +124,7 @@ def _step(
     check_symmetric(report[2], scales, operator.dtype, call)
     state.diagonal[:, j] = report[3]
     state.off_diagonal[:, j] = torch.where(report[1] > negligible(operator.dtype) * scales, report[1], 0.0)
-    ends = (state.off_diagonal[:, j] == 0).tolist()
+    ends = to_list(state.off_diagonal[:, j] == 0)
     if j + 1 < state.basis.shape[1]:
         vectors.append(rest, lengths[1], [not end for end in ends])
     sizes = [min(size, j + 1) if end else size for size, end in zip(state.sizes, ends, strict=True)]
@@ -191,7 +192,7 @@ def row_norms(rows: Tensor) -> Tensor:
         return rows.new_zeros(rows.shape[:-1])
     largest = rows.abs().amax(-1, keepdim=True)
     safe = torch.where(largest == 0, 1.0, largest)
-    return largest.squeeze(-1) * torch.linalg.vector_norm(rows / safe, dim=-1)
+    return largest.squeeze(-1) * linalg.vector_norm(rows / safe, dim=-1)
 
 
 def negligible(dtype: torch.dtype) -> float:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
+from metagrad.core.checks import is_a, is_integer
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
 from metagrad.curvature.estimators.probing import check_probes
@@ -74,7 +76,7 @@ def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> Gaus
     size = state.sizes[start] if size is None else min(size, state.sizes[start])
     matrix = torch.diag(state.diagonal[start, :size])
     beta = state.off_diagonal[start, : size - 1]
-    return GaussRule(*torch.linalg.eigh(matrix + torch.diag(beta, 1) + torch.diag(beta, -1)))
+    return GaussRule(*linalg.eigh(matrix + torch.diag(beta, 1) + torch.diag(beta, -1)))
 
 
 def krylov_spaces(
@@ -101,7 +103,7 @@ def check_quadrature(call: str, probes: int, steps: int, distribution: str, gene
     """Check the numbers that every quadrature takes."""
     check_probes(call, probes)
     check_drawing(call, distribution, generator)
-    if isinstance(steps, bool) or not isinstance(steps, int):
+    if not is_integer(steps):
         raise TypeError(f"{call}: steps must be an integer, got {steps!r}.")
     if steps < 1:
         raise ValueError(f"{call}: steps must be at least 1, got {steps}.")
@@ -235,7 +237,7 @@ def _with_slope(function: Callable[[Tensor], Tensor], nodes: Tensor, call: str) 
     with torch.enable_grad():
         nodes = nodes.clone().requires_grad_()
         values = function(nodes)
-    if not isinstance(values, Tensor) or values.shape != nodes.shape:
+    if not is_a(values, Tensor) or values.shape != nodes.shape:
         raise ValueError(
             f"{call}: function must return a tensor of the shape of its argument, {list(nodes.shape)}."
         )

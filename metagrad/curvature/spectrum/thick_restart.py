@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import LinearMap, checked_products
 from metagrad.curvature.spectrum.lanczos import (
     check_symmetric,
@@ -161,9 +162,7 @@ def ritz_pairs(space: KrylovSpace) -> RitzPairs:
     locked, size = space.locked, space.size
     values = space.projected.diagonal()[:size].clone()
     coordinates = torch.eye(size, dtype=torch.float64)
-    values[locked:], coordinates[locked:, locked:] = torch.linalg.eigh(
-        space.projected[locked:size, locked:size]
-    )
+    values[locked:], coordinates[locked:, locked:] = linalg.eigh(space.projected[locked:size, locked:size])
     # Only the newest row, which is never a locked one, is coupled with what lies outside.
     residuals = (space.projected[size, size - 1] * coordinates[-1]).abs()
     return RitzPairs(values, coordinates, residuals)

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from metagrad.core._torch import named_modules
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Rule
@@ -104,7 +105,7 @@ class BOIL(MAML):
 
 def _head_name(algorithm: str, model: nn.Module, head: str | nn.Module) -> str:
     """Return the name of the head; refuse what is no module of the model with parameters."""
-    named = {name: m for name, m in model.named_modules() if name and next(m.parameters(), None) is not None}
+    named = {name: m for name, m in named_modules(model) if name and next(m.parameters(), None) is not None}
     for name, module in named.items():
         if head is module or head == name:
             return name

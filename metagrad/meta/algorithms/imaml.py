@@ -64,5 +64,6 @@ class iMAML(MAML):  # noqa: N801 - the name of the paper
         **arguments: Any,
     ) -> None:
         method = CG(steps=5) if hypergradient is None else hypergradient
-        options = {"proximal": proximal, "hypergradient": method, **arguments}
-        super().__init__(model, loss_fn, inner=inner, steps=steps, **options)
+        super().__init__(
+            model, loss_fn, inner=inner, steps=steps, proximal=proximal, hypergradient=method, **arguments
+        )

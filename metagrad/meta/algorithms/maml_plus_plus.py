@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.checks import is_integer
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
 from metagrad.meta.objective.query_weights import QueryWeights
@@ -125,5 +126,5 @@ def _rates(params: Params, lr: float) -> dict[str, nn.Parameter]:
 
 
 def _check_updates(name: str, number: object) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+    if not is_integer(number) or number < 0:
         raise ValueError(f"MAMLPlusPlus(..., {name}): expected an int of 0 or more, got {number!r}.")

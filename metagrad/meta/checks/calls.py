@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from metagrad.core import _torch
+from metagrad.core._torch import named_modules
 from metagrad.core.capture import RandomState
 from metagrad.core.structured import structured
 from metagrad.core.tape import graph_nodes
@@ -31,7 +32,7 @@ def paths_of(model: nn.Module, loss_fn: Callable[..., Any]) -> dict[nn.Module, s
     """Name the modules of a model, and those of its loss."""
     found: dict[nn.Module, str] = {}
     for root, prefix in ((model, ""), (loss_fn, LOSS)):
-        for name, module in root.named_modules() if isinstance(root, nn.Module) else ():
+        for name, module in named_modules(root) if isinstance(root, nn.Module) else ():
             found.setdefault(module, ".".join(filter(None, (prefix, name))))
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -130,7 +130,7 @@ def measured(forward: Callable[[], Tensor], params: list[Any], device: torch.dev
 
 
 @contextlib.contextmanager
-def _noted(costs: Costs, what: str) -> Iterator[None]:
+def _noted(costs: Costs, what: str) -> Generator[None]:
     """Turn an error into a note."""
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import nn
@@ -100,13 +100,13 @@ def module_at(subject: Subject, path: str) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def _within(chosen: ForwardContext, modules: dict[str, nn.Module]) -> Iterator[None]:
+def _within(chosen: ForwardContext, modules: dict[str, nn.Module]) -> Generator[None]:
     with applied([ForwardWithin(path, module, chosen) for path, module in modules.items()]):
         yield
 
 
 @contextlib.contextmanager
-def applied(remedies: Sequence[Remedy]) -> Iterator[None]:
+def applied(remedies: Sequence[Remedy]) -> Generator[None]:
     """Apply remedies for a while."""
     mine = [remedy for remedy in remedies if not remedy.is_applied]
     try:

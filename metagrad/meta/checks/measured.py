@@ -8,7 +8,7 @@ A function with kinks agrees with differences over a step that is small enough; 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +133,7 @@ class _Float64:
         self.seed = seed
 
     @contextlib.contextmanager
-    def set_up(self) -> Iterator[_Float64]:
+    def set_up(self) -> Generator[_Float64]:
         """Put float64 tensors into the places of parameters and buffers."""
         floating = {id(t): t for t in self.slots.tensors if t.is_floating_point()}
         with self.slots.exchanged({key: _double(t) for key, t in floating.items()}):
@@ -217,7 +217,7 @@ class _Float64:
         scales = [(sum(sizes) / max(size * len(sizes), 1)) ** 0.5 for size in sizes]
 
         def of_vector(flat: Tensor) -> object:
-            moves = zip(points, flat.split(sizes), scales, strict=True)
+            moves = zip(points, flat.split_with_sizes(sizes), scales, strict=True)
             values = [point + scale * move.view(point.shape) for point, move, scale in moves]
             return self._again(function.call, values)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class Subject:
         return Subject(self.model, self.loss_fn, x[:MOST_EXAMPLES], y[:MOST_EXAMPLES])
 
     @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
+    def untouched(self) -> Generator[None]:
         """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
         with unrecorded(), torch.inference_mode(False), torch.enable_grad():
             state, generators = WatchedModules(self.modules), RandomState()

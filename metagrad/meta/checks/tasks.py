@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from metagrad.autograd.compile.compiled import FreeTensorError, UncompilableError, check_compilable, operand
+from metagrad.core._torch import named_modules
 from metagrad.core.tree import dissect
 from metagrad.meta.checks.calls import LOSS, CallStack
 from metagrad.meta.checks.fixes import BatchStatistics, Remedy
@@ -27,7 +28,7 @@ def stacking_defects(
     """Return why tasks run one by one, if they do and nobody asked for it."""
     if tasks.count == 1 or executor.stacking.task_chunk == 1 or executor.inner.chain is not None:
         return [], []
-    named = [(path, module) for path, module in subject.model.named_modules()]
+    named = [(path, module) for path, module in named_modules(subject.model)]
     has_norm_policy = executor.inner.objective.norms is not None
     reasons = {path: own_loop_reason(path, module, has_norm_policy) for path, module in named}
     remedies: list[Remedy] = [

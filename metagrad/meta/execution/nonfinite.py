@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.recompute.checkpoint import Look
 from metagrad.core import _torch
+from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
 from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -191,7 +192,7 @@ class Learned:
         self.are_others_learned = bool(learned & {id(tensor) for tensor in self.slots.tensors} - own)
 
     @contextlib.contextmanager
-    def exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Iterator[tuple[Params, Rule]]:
+    def exchanged(self, others: Sequence[Tensor], *, later: bool = False) -> Generator[tuple[Params, Rule]]:
         """Put other tensors into the places of the leaves; in modules, of those that are not adapted."""
         exchange = {id(leaf): other for leaf, other in zip(self.leaves, others, strict=True)}
         rule = self.rule
@@ -238,7 +239,7 @@ class GradientCheck:
         self.is_on = bool(learned.leaves) and torch.is_grad_enabled() and not _torch.functorch_is_active()
 
     @contextlib.contextmanager
-    def inputs(self) -> Iterator[tuple[Params, Rule]]:
+    def inputs(self) -> Generator[tuple[Params, Rule]]:
         """Put tensors into the places of those that gradients are taken of, and look at the gradients of these."""
         if not self.is_on:
             yield self.learned.params, self.learned.rule
@@ -380,7 +381,7 @@ class _WatchedRule:
                 param.register_hook(note)
 
 
-class _Entry(torch.autograd.Function):
+class _Entry(Function):
     """Pass tensors on, and look at their gradients."""
 
     @staticmethod

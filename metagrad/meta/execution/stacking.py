@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core import _torch
+from metagrad.core._torch import named_modules
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
+from metagrad.core.checks import warn
 from metagrad.core.modules import WatchedModules, buffer_versions
-from metagrad.core.warn import warn
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
@@ -192,7 +193,7 @@ def loop_reason(model: nn.Module, has_norm_policy: bool = False) -> str | None:
     """Say why torch.vmap cannot take a model, where that shows without trying."""
     if _EVERYWHERE._global_backward_hooks or _EVERYWHERE._global_backward_pre_hooks:
         return "torch.vmap passes the backward hooks of all modules by"
-    reasons = (own_loop_reason(name, module, has_norm_policy) for name, module in model.named_modules())
+    reasons = (own_loop_reason(name, module, has_norm_policy) for name, module in named_modules(model))
     return next(filter(None, reasons), None)
 
 

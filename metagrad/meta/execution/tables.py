@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, call_on
 from metagrad.core.tree import tree_map
 from metagrad.meta.inner.loop import InnerLoop
@@ -54,7 +55,7 @@ def check_tables(model: nn.Module, sparse: Sequence[str], rule: Rule, params: Pa
 def _check_embeddings(model: nn.Module, tables: Params) -> None:
     """Refuse embeddings whose adapted tables get gradients that no rule takes, or are written into."""
     named = {id(table) for table in tables.values()}
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not module.weight.requires_grad:
             continue
         kind = f"{type(module).__name__} ({name or 'the model itself'})"

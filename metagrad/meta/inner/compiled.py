@@ -19,6 +19,7 @@ from metagrad.autograd.compile.value_and_grad import ValueAndGrad
 from metagrad.autograd.recompute.checkpoint import Look
 from metagrad.autograd.unrolling.compiled import CompiledStep
 from metagrad.core import _torch
+from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, Structured
 from metagrad.core.tree import HOLE, Structure, dissect, tree_flatten, tree_leaves, tree_map
 from metagrad.meta.objective.tasks import Tasks
@@ -305,7 +306,7 @@ def refuse_model(model: nn.Module, tables: Sequence[str]) -> None:
     if tables:
         named = ", ".join(map(repr, dict.fromkeys(tables)))
         raise UncompilableError(f"only the rows of {named} are there, as sparse= says")
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if not is_plain(module):
             raise UncompilableError(
                 f"{type(module).__name__} ({name or 'the model itself'}) has hooks or a forward of its own"

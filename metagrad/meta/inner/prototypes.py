@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metagrad.core._torch import named_modules
+from metagrad.core.checks import is_a
 from metagrad.core.structured import call_on, structured
 from metagrad.optim.rules import Params
 
@@ -66,7 +68,7 @@ class Prototypes:
 
     def layer(self, model: nn.Module) -> nn.Linear:
         """Return the head of a model; refuse one that prototypes do not make."""
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linear = [name for name, module in named_modules(model) if isinstance(module, nn.Linear)]
         known = (
             f"The linear layers of the model are {', '.join(map(repr, linear))}."
             if linear
@@ -76,7 +78,7 @@ class Prototypes:
             layer = model.get_submodule(self.head)
         except AttributeError:
             raise ValueError(f"Prototypes(head): the model has no module {self.head!r}. {known}") from None
-        if not isinstance(layer, nn.Linear) or layer.bias is None:
+        if not isinstance(layer, nn.Linear) or not is_a(layer.bias, Tensor):
             kind = f"a {type(layer).__name__}{' without bias' if isinstance(layer, nn.Linear) else ''}"
             raise TypeError(
                 f"Prototypes(head): prototypes make a linear layer with bias, but {self.head!r} is {kind}. {known}"

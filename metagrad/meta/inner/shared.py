@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from metagrad.core._torch import named_modules
 from metagrad.core.substitution import put
 from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.optim.rules import Params
@@ -40,7 +41,7 @@ def placed(objective: TaskLoss, values: Params) -> contextlib.AbstractContextMan
         return contextlib.nullcontext()
     slots = []  # by a loop, since torch.compile cannot trace a comprehension that assigns
     for root, top in _roots(objective):
-        for path, module in top.named_modules():
+        for path, module in named_modules(top):
             for key in module._parameters:
                 name = f"{root}.{path}.{key}" if path else f"{root}.{key}"
                 if name in values:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core._torch import Function
 from metagrad.core.tree import tree_map
 from metagrad.meta.inner.loop import Evaluation, InnerLoop, task_norms
 from metagrad.meta.objective.tasks import Tasks
@@ -171,7 +172,7 @@ def _moves(adapted: Params, starts: Params, rows: Params) -> Params:
     return {name: _once(move, rows.get(name)) for name, move in moves.items()}
 
 
-class _Attached(torch.autograd.Function):
+class _Attached(Function):
     """Pass losses ``[tasks]`` on, whose gradients with respect to what tasks start from are given."""
 
     @staticmethod
@@ -199,7 +200,7 @@ def _weighted(weights: Tensor, value: Tensor) -> Tensor:
     return over(weights, value) * value
 
 
-class _Constant(torch.autograd.Function):
+class _Constant(Function):
     """Pass a gradient on that has none itself, and say so where it is differentiated."""
 
     @staticmethod

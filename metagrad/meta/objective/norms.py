@@ -9,7 +9,7 @@ update them again, and stacked tasks update them as a loop does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
+from metagrad.core._torch import at_least_2d, named_modules
 from metagrad.core.norms import bound_arguments
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
@@ -47,7 +48,7 @@ def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that can keep running statistics, by name."""
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if all(statistic in module._buffers for statistic in _STATISTICS)
     }
 
@@ -219,7 +220,7 @@ class Norms:
 
     def _move(self, key: _Key, found: Sequence[_Found]) -> None:
         layer = self.layers[key.layer]
-        mean, var = (torch.cat([torch.atleast_2d(f.moments[i]) for f in found]).mean(0) for i in (0, 1))
+        mean, var = (torch.cat([at_least_2d(f.moments[i]) for f in found]).mean(0) for i in (0, 1))
         running_mean, running_var, count = (
             self._buffer(key, kind) for kind in (*_STATISTICS, "num_batches_tracked")
         )
@@ -288,7 +289,7 @@ class NormPass:
 
 
 @contextlib.contextmanager
-def normalised(norms: NormPass | None) -> Iterator[None]:
+def normalised(norms: NormPass | None) -> Generator[None]:
     """Normalise as the policy says within a ``with`` block, and move no running statistics."""
     if norms is None:
         yield

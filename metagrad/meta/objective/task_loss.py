@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.core import _torch
+from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.objective.norms import NormPass
@@ -169,7 +170,7 @@ def ignored_label(loss_fn: LossFn) -> int | None:
 
 def _check_padding(name: str, model: nn.Module, norms: NormPass | None) -> None:
     """Refuse examples that the loss ignores, and that would count in the statistics of a batch all the same."""
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         of_batch = module.training or (norms is not None and norms.is_of_sets)
         if isinstance(module, _torch.BatchNorm) and (of_batch or module.running_mean is None):
             raise ValueError(

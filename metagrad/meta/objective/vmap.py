@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
+from metagrad.core._torch import has_hooks
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
@@ -300,10 +301,7 @@ def is_plain(module: nn.Module) -> bool:
     """Say whether calling the module is calling its ``forward``: it has no hooks."""
     everywhere = torch.nn.modules.module
     return not (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        has_hooks(module)
         or everywhere._global_forward_hooks
         or everywhere._global_forward_pre_hooks
         or everywhere._global_backward_hooks

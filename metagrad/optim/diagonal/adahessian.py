@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.optim.arithmetic import average, average_square, is_differentiated, minus_quotient
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.hyperparameters import is_used
@@ -137,7 +138,7 @@ class AdaHessianRule(PerParameter):
             )
         if self.maximize:
             gradients = {key: -g for key, g in gradients.items()}
-        return self.moved(state, params, gradients, diagonals)  # type: ignore[arg-type]
+        return self.moved(state, params, gradients, diagonals)
 
     def move(
         self,
@@ -185,7 +186,7 @@ def power(value: Tensor, exponent: float | Tensor) -> Tensor:
 
 def check_count(call: str, name: str, value: int) -> None:
     """Refuse what is not a whole number of 1 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value) or value < 1:
         raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")
 
 

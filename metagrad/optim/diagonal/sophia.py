@@ -132,7 +132,7 @@ class SophiaHRule(PerParameter):
         if self.maximize:
             gradients = {key: -g for key, g in gradients.items()}
             diagonals = {key: None if d is None else -d for key, d in diagonals.items()}
-        return self.moved(state, params, gradients, diagonals)  # type: ignore[arg-type]
+        return self.moved(state, params, gradients, diagonals)
 
     def move(
         self,
@@ -150,7 +150,7 @@ class SophiaHRule(PerParameter):
             hessian = average(hessian, h.beta2, diagonal)
         if is_used(h.weight_decay):
             w = w * (1 - h.lr * h.weight_decay)
-        direction = (mean / torch.clamp(h.gamma * hessian, min=h.eps)).clamp(-1, 1)  # type: ignore[arg-type]
+        direction = (mean / torch.clamp(h.gamma * hessian, min=h.eps)).clamp(-1, 1)
         return plus_scaled(w, h.lr, direction, sign=-1), mean, hessian
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.distributed.shares import of_matrices
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def inverse(matrix: Tensor) -> Tensor:
     Raises:
         torch.linalg.LinAlgError: It is not: the damping is zero, or below the rounding errors of the factor.
     """
-    return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    return torch.cholesky_inverse(linalg.cholesky(matrix))
 
 
 def inverses_of(factors: Factors, damping: float | Tensor) -> Factors:
@@ -305,7 +306,7 @@ class EigenBlock(NamedTuple):
     @staticmethod
     def decompose(matrix: Tensor) -> Tensor:
         """Return the eigenvectors of one of them."""
-        return torch.linalg.eigh(matrix)[1]
+        return linalg.eigh(matrix)[1]
 
     def decomposed(self, new: FactorEstimate, matrices: Factors) -> EigenBlock:
         """Return the block in a new basis."""

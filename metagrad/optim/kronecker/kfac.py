@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
@@ -319,7 +320,7 @@ class KFACRule(RuleNode):
             if isinstance(square, Tensor) and square.ndim:  # of each element
                 square, part = 1.0, square * part
             pair = (part, wide(grads[key]))
-            changes.append(square * torch.linalg.vecdot(*(each.reshape(shape) for each in pair)))
+            changes.append(square * linalg.vecdot(*(each.reshape(shape) for each in pair)))
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
 

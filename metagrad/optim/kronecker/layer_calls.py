@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from metagrad.core import _torch
+from metagrad.core._torch import Function
 from metagrad.optim.curvature import Kronecker
 from metagrad.optim.kronecker.factors import Factors, factors_of, sums_of
 from metagrad.optim.kronecker.layers import Layer, layer_rows, layers_among, without_base
@@ -141,7 +142,7 @@ class LayerCalls:
         return (torch.vmap(rows) if call.is_stacked else rows)(call.inputs, gradient)
 
 
-class _Unstacked(torch.autograd.Function):
+class _Unstacked(Function):
     """Note a call within a vmap over tasks, by the tensors that stack those of the tasks."""
 
     @staticmethod
@@ -170,7 +171,7 @@ def _tasks_first(tensor: Tensor, axis: int | None, num_tasks: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def observed(model: nn.Module, names: Sequence[str]) -> Iterator[LayerCalls]:
+def observed(model: nn.Module, names: Sequence[str]) -> Generator[LayerCalls]:
     """Note the calls of the layers of a model.
 
     Args:

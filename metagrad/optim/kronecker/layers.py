@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metagrad.core.warn import warn
+from metagrad.core._torch import named_modules
+from metagrad.core.checks import warn
 
 Layer: TypeAlias = "nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d"
 
@@ -34,7 +35,7 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     layers = layers_among(call, model, lambda param: param.requires_grad)
     others = [
         f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if name not in layers and any(p.requires_grad for p in module.parameters(recurse=False))
     ]
     if others:
@@ -50,7 +51,7 @@ def layers_among(call: str, model: nn.Module, is_trained: Callable[[nn.Parameter
     # A subclass may compute anything: only the layers themselves are known.
     layers: dict[str, Layer] = {
         name: module  # type: ignore[misc]
-        for name, module in model.named_modules()
+        for name, module in named_modules(model)
         if type(module) in _KNOWN and is_trained(module.weight)  # type: ignore[reportArgumentType]
     }
     for name, layer in layers.items():
@@ -69,7 +70,7 @@ def _check_groups(call: str, name: str, module: nn.Module) -> None:
 
 def _check_sharing(call: str, model: nn.Module, layers: Mapping[str, Layer]) -> None:
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         for p in module.parameters(recurse=False):
             owners[p].append(name)
     for name, layer in layers.items():

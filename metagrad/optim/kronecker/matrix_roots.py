@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import Function, linalg
+from metagrad.core.checks import is_integer
 from metagrad.sparse.kernels.tangents import nestable, primal
 
 
@@ -40,10 +42,10 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     References:
         Higham, "Functions of matrices", SIAM 2008, section 3.2 (Daleckii and Krein).
     """
-    if isinstance(p, bool) or not isinstance(p, int) or p < 1:
+    if not is_integer(p) or p < 1:
         raise ValueError(f"inverse_root(matrix, p): p must be a whole number of at least 1, got {p!r}.")
     _check_square("inverse_root(matrix, p)", matrix)
-    values, vectors = torch.linalg.eigh(matrix.detach())
+    values, vectors = linalg.eigh(matrix.detach())
     return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)
 
 
@@ -89,7 +91,7 @@ def eigenvectors(matrix: Tensor) -> Tensor:
                 [1., 0.]])
     """
     _check_square("eigenvectors(matrix)", matrix)
-    values, vectors = torch.linalg.eigh(matrix.detach())
+    values, vectors = linalg.eigh(matrix.detach())
     return _Eigenvectors.apply(matrix, vectors.flip(-1), values.flip(-1))[0]
 
 
@@ -97,7 +99,7 @@ def eigenvectors(matrix: Tensor) -> Tensor:
 # be detached by a torch function that recording a step for recomputation must not see.
 
 
-class _InverseRoot(torch.autograd.Function):
+class _InverseRoot(Function):
     """Gives the root, of which the eigenvectors and eigenvalues are known."""
 
     @staticmethod
@@ -129,12 +131,12 @@ def _derivative_of_root(saved: Iterable[Tensor], direction: Tensor, p: int) -> T
     """Apply the derivative, which is its own adjoint."""
     matrix, vectors, roots = saved
     root = _InverseRoot.apply(matrix, vectors, roots, p)
-    inverse = torch.linalg.matrix_power(root, p)
+    inverse = linalg.matrix_power(root, p)
     direction = inverse @ _symmetric(direction) @ inverse
     return -_Solution.apply(root, _symmetric(direction), vectors, roots, p)
 
 
-class _Solution(torch.autograd.Function):
+class _Solution(Function):
     r"""Solves :math:`\sum_k X^k D X^{p-1-k} = C` for D, given the eigenvectors and eigenvalues of X.
 
     The left side is the derivative of :math:`X^p` along D, so that dD solves the same equation for
@@ -191,7 +193,7 @@ def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tens
     return by_both
 
 
-class _Eigenvectors(torch.autograd.Function):
+class _Eigenvectors(Function):
     """Gives eigenvectors and eigenvalues that are known, with derivatives; those of the first contain both."""
 
     @staticmethod

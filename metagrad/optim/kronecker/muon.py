@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_sequence
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
@@ -180,7 +181,7 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[Coefficients], eps: 
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    x = x / matrix_norm(x).clamp(min=eps).to(x.dtype)  # type: ignore[arg-type]
+    x = x / matrix_norm(x).clamp(min=eps).to(x.dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = _plus_product(a, x, 1.0, _plus_product(b, gram, c, gram, gram), x)
@@ -202,17 +203,17 @@ def _each_iteration(
 ) -> tuple[Coefficients, ...]:
     if num_iterations < 0:
         raise ValueError(f"muon(...): ns_steps must be at least 0, got {num_iterations}.")
-    each = [coefficients] * num_iterations if _are_three(coefficients) else list(coefficients)
+    each: list[Any] = [coefficients] * num_iterations if _are_three(coefficients) else list(coefficients)
     if len(each) != num_iterations or not all(map(_are_three, each)):
         raise ValueError(
             "muon(...): ns_coefficients must be three numbers, or three for each of ns_steps="
             f"{num_iterations} iterations, got {coefficients!r}."
         )
-    return tuple(tuple(three) for three in each)  # type: ignore[arg-type]
+    return tuple(tuple(three) for three in each)
 
 
 def _are_three(value: object) -> bool:
-    return isinstance(value, Sequence) and len(value) == 3 and not any(isinstance(v, Sequence) for v in value)
+    return is_sequence(value) and len(value) == 3 and not any(isinstance(v, Sequence) for v in value)
 
 
 class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):

@@ -172,10 +172,12 @@ class ShampooRule(AxisMatrices):
             tuple(self.identities(param, sizes) for sizes in blocks),
         )
 
-    def moved(self, state: ShampooState, params: Params, *inputs: Params) -> tuple[Params, ShampooState]:
+    def moved(
+        self, state: ShampooState, params: Params, gradients: Params, *others: Mapping[str, Tensor | None]
+    ) -> tuple[Params, ShampooState]:
         """Move every parameter, by roots that are computed before: of several processes each computes a share."""
-        (gradients,) = inputs
-        statistics, damped = dict(state.statistics), {}
+        statistics = dict(state.statistics)
+        damped: dict[str, list[tuple[Tensor, int]]] = {}
         at = dict(zip(params, self._at(state.step, params), strict=True))
         for key, w in params.items():
             if not w.numel():
@@ -187,7 +189,7 @@ class ShampooRule(AxisMatrices):
             if self._is_due(step) is not False:
                 damped[key] = self._damped(h, step, statistics[key])
         roots = {**state.roots, **self._roots(state, damped)}
-        return super().moved(state._replace(statistics=statistics, roots=roots), params, *inputs)
+        return super().moved(state._replace(statistics=statistics, roots=roots), params, gradients, *others)
 
     def move(
         self,
@@ -245,7 +247,7 @@ class ShampooRule(AxisMatrices):
             news = iter(own)
             new = tuple(tuple(next(news).to(root.dtype) for root in block) for block in old)
             is_due = self._is_due(state.step)
-            every[key] = new if is_due is True else _where(is_due, new, old)
+            every[key] = _where(is_due, new, old) if isinstance(is_due, Tensor) else new
         return every
 
     def _shared(self, damped: dict[str, list[tuple[Tensor, int]]]) -> list[list[Tensor]]:
@@ -318,9 +320,9 @@ def _inverse_roots(pairs: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     return inverse_roots([matrix for matrix, _ in pairs], [p for _, p in pairs])
 
 
-def _where(condition: bool | Tensor, new: Matrices, old: Matrices) -> Matrices:
+def _where(condition: Tensor, new: Matrices, old: Matrices) -> Matrices:
     return tuple(
-        tuple(torch.where(condition, *pair) for pair in zip(*blocks, strict=True))  # type: ignore[reportCallIssue]
+        tuple(torch.where(condition, *pair) for pair in zip(*blocks, strict=True))
         for blocks in zip(new, old, strict=True)
     )
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used
@@ -186,7 +187,7 @@ class SOAPRule(AxisMatrices):
         self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
     ) -> tuple[Tensor, ...]:
         """Return the second moment in the order of the new bases, and these, by a step of the power iteration."""
-        new = []
+        new: list[Tensor] = []
         for axis, matrix, basis in zip(axes, statistics, bases, strict=True):
             order = by_curvature(matrix, basis)
             second = self._ordered(second, axis, order)
@@ -228,7 +229,7 @@ def iterated(matrix: Tensor, basis: Tensor, shift: float | Tensor) -> Tensor:
     """
     mean = _mean_eigenvalue(matrix)
     shifted = matrix @ basis + shift * mean * basis
-    return torch.linalg.qr(torch.where(mean == 0, basis, shifted))[0]
+    return linalg.qr(torch.where(mean == 0, basis, shifted))[0]
 
 
 def _mean_eigenvalue(matrix: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
+from metagrad.core.checks import is_integer
 from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.optim.newton.second_order import Report, SecondOrder, StepProblem, check_can_evaluate, no_report
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -307,7 +309,7 @@ class LBFGSRule(SecondOrder):
         super().__post_init__()
         for name in ("history_size", "max_eval"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value) or value < 1:
                 raise ValueError(f"{self.call}: {name} must be a whole number of at least 1, got {value!r}.")
         if not self.tolerance_change >= 0:
             raise ValueError(
@@ -439,9 +441,9 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
     scale = torch.where(known[:, -1:], scale, _first_scale(g))
     # The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of
     # R^T c = D a - Y H_0 q, with the diagonal D of R.
-    a = torch.linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
+    a = linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
     q = scale * (g - (a.mT @ Y).squeeze(1))
-    c = torch.linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
+    c = linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
     return -(q + (c.mT @ S).squeeze(1))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.curvature.likelihoods.output_losses import Gaussian
 from metagrad.curvature.solvers.solution import SolveError
 from metagrad.optim.newton.gauss_newton import GaussNewtonRule, gauss_newton
@@ -167,8 +168,8 @@ def _run(
     xtol: float,
     gtol: float,
 ) -> tuple[Params, LeastSquaresResult, LeastSquaresStats]:
-    state, products, before = rule.init(values), 0, None
-    for step in range(max_steps + 1):
+    state, products, before, step = rule.init(values), 0, None, 0
+    while True:
         objective, values = _objective(residuals, values)
         loss, gradient = float(objective.value), _largest(objective.grads)
         result = _ending(state.report, values, before, loss, gradient, ftol, xtol, gtol)
@@ -180,8 +181,9 @@ def _run(
         with torch.no_grad():
             values, state = rule.update(objective.grads, state, values, objective)
         products += int(state.report.products)
+        step += 1
     values = {key: value.detach() for key, value in values.items()}
-    return values, result, LeastSquaresStats(loss, gradient, step, products)  # type: ignore[reportPossiblyUnbound]
+    return values, result, LeastSquaresStats(loss, gradient, step, products)
 
 
 def _objective(residuals: Callable[[Params], Tensor], values: Params) -> tuple[TapeObjective, Params]:
@@ -249,7 +251,7 @@ def _checked(residuals: object) -> Tensor:
 
 
 def _check(max_steps: int, **tolerances: float) -> None:
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+    if not is_integer(max_steps) or max_steps < 1:
         raise ValueError(f"least_squares: max_steps must be a whole number of at least 1, got {max_steps!r}.")
     for name, tolerance in tolerances.items():
         if not tolerance >= 0:

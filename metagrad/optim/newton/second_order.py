@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import RESULTS, dot
 from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
@@ -58,7 +59,7 @@ class RowSpace:
 
     def tensors(self, rows: Tensor) -> Params:
         """Undo :meth:`rows`."""
-        parts = rows.split(self.sizes, 1)
+        parts = rows.split_with_sizes(self.sizes, 1)
         return {key: part.reshape(p.shape) for (key, p), part in zip(self.params.items(), parts, strict=True)}
 
     def each(self, value: float | Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def check_uniform(call: str, params: Params) -> None:
 def norm(rows: Tensor) -> Tensor:
     """Return the norm of each row, whose derivatives at zero are 0."""
     if not rows.requires_grad:
-        return torch.linalg.vector_norm(rows, dim=-1)
+        return linalg.vector_norm(rows, dim=-1)
     squares = dot(rows, rows)
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)

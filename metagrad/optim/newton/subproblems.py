@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import from_numpy, linalg
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import divide, dot
 from metagrad.curvature.spectrum.lanczos import LanczosVectors, divided, orthogonalise
@@ -123,12 +124,12 @@ def minimize_in_ball(products: Rows, g: Tensor, radius: Tensor, *, rtol: float, 
     b = -length.double()[:, None] * _unit(T)
     is_bounded = multiplier > 0
     for _ in range(_NEWTON_STEPS):
-        y = torch.linalg.solve(_plus(T, multiplier), b)
-        inner = dot(y, torch.linalg.solve(_plus(T, multiplier), y))
+        y = linalg.solve(_plus(T, multiplier), b)
+        inner = dot(y, linalg.solve(_plus(T, multiplier), y))
         reach = norm(y)
         step = divide((reach - size) * reach**2, size * inner, where=is_bounded & (inner > 0))
         multiplier = multiplier + step
-    y = torch.linalg.solve(_plus(T, multiplier), b)
+    y = linalg.solve(_plus(T, multiplier), b)
     model = -dot(b, y) + 0.5 * dot(y, (T @ y[:, :, None]).squeeze(-1))
     x = (y.to(g.dtype)[:, None] @ space.basis).squeeze(1)
     return KrylovStep(x, model.to(g.dtype), space.steps, space.products)
@@ -340,7 +341,7 @@ def least_multiplier(T: np.ndarray, length: np.ndarray, radius: np.ndarray) -> t
 
 def _eigh(T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Decompose with as many threads as torch uses; NumPy has a setting of its own."""
-    values, vectors = torch.linalg.eigh(torch.from_numpy(T))
+    values, vectors = linalg.eigh(from_numpy(T))
     return values.numpy(), vectors.numpy()
 
 
@@ -363,7 +364,7 @@ def _unit(T: Tensor) -> Tensor:
 
 
 def _at(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
-    return -torch.linalg.solve(_plus(T, 0.5 * cubic * r), length[:, None] * _unit(T))
+    return -linalg.solve(_plus(T, 0.5 * cubic * r), length[:, None] * _unit(T))
 
 
 def _newton_step(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
@@ -371,6 +372,6 @@ def _newton_step(T: Tensor, length: Tensor, cubic: Tensor, r: Tensor) -> Tensor:
     y = _at(T, length, cubic, r)
     size = norm(y)
     moves = size > 0
-    inner = dot(y, torch.linalg.solve(_plus(T, 0.5 * cubic * r), y))
+    inner = dot(y, linalg.solve(_plus(T, 0.5 * cubic * r), y))
     slope = -0.5 * cubic * divide(inner, size, where=moves) - 1
     return r - (size - r) / slope

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.curvature.solvers.iteration import dot
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.second_order import (
@@ -125,7 +126,7 @@ class TrustRegionNewtonRule(SecondOrder):
         if not 0 <= self.accept < _POOR:
             raise ValueError(f"{self.call}: accept must be from 0 to below 1/4, got {self.accept}.")
         check_solver(self.call, self.rtol, self.progress, self.max_steps)
-        if not isinstance(self.boundary_steps, int) or self.boundary_steps < 0:
+        if not is_integer(self.boundary_steps) or self.boundary_steps < 0:
             raise ValueError(f"{self.call}: boundary_steps must be at least 0, got {self.boundary_steps}.")
 
     def init(self, params: Params) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -209,7 +209,7 @@ class ClosureObjective(GraphCurvature):
         return working(value.detach().reshape(())), grads
 
     @contextlib.contextmanager
-    def _elsewhere(self, params: Params) -> Iterator[None]:
+    def _elsewhere(self, params: Params) -> Generator[None]:
         """Substitute other parameters for a call of the closure, and restore buffers, ``.grad`` and generators."""
         with (
             self._random.restored(),
@@ -261,7 +261,7 @@ class ModuleBuffers:
         self._tensors: dict[int, Tensor] = {}
 
     @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def noticed(self) -> Generator[None]:
         """Note the modules that are called meanwhile, with their parts."""
         _ignore_hooks_of_compiled_modules()
         handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
@@ -279,7 +279,7 @@ class ModuleBuffers:
             self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self) -> Generator[None]:
         """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
         modules = self._modules.values()
         bound = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
@@ -302,7 +302,7 @@ def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 @contextlib.contextmanager
-def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
+def _at(params: Params, values: Mapping[str, Tensor]) -> Generator[None]:
     """Give parameters other values, within a ``with`` block.
 
     Their storages are replaced, not written into: graphs of the loss hold the parameters, whose versions must not
@@ -319,7 +319,7 @@ def _at(params: Params, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_gradients(params: Sequence[Tensor]) -> Iterator[None]:
+def without_gradients(params: Sequence[Tensor]) -> Generator[None]:
     """Set ``.grad`` to None within a ``with`` block, and restore it afterwards."""
     kept = [p.grad for p in params]
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -194,7 +194,7 @@ class CurvatureOptimizer(RuleOptimizer):
             loss.backward(gradient, retain_graph, inputs=inputs)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> Generator[None]:
         """Redirect every ``Tensor.backward`` inside to the optimizer, as a closure does for its duration."""
         if not self._is_curvature_due():
             yield

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from metagrad.core.warn import warn
+from metagrad.core.checks import warn
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss

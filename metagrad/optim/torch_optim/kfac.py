@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import to_list
 from metagrad.distributed.sums import sums
 from metagrad.optim.kronecker.factors import (
     EigenBlock,
@@ -128,7 +129,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         (totals,) = sums([torch.tensor(counts, device=self._device())], group)
         # The loss of a process is the mean over its examples, and its gradients have that factor.
         power = rule.request.power
-        for key, (own_examples, _), (examples, rows) in zip(keys, counts, totals.tolist(), strict=True):
+        for key, (own_examples, _), (examples, rows) in zip(keys, counts, to_list(totals), strict=True):
             if examples:
                 self._shares[key] = (own_examples / examples) ** power
                 zeros = rule.zeros(key, params)

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import backward
+from metagrad.core.checks import is_integer
 from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
@@ -94,7 +96,7 @@ class LBFGS(
         name, group = type(self).__name__, self.param_groups[index]
         for option in ("max_iter", "max_eval"):
             value = group[option]
-            if (option, value) != ("max_eval", None) and (not isinstance(value, int) or value < 1):
+            if (option, value) != ("max_eval", None) and (not is_integer(value) or value < 1):
                 raise ValueError(
                     f"{name}(params): {option} must be a whole number of at least 1, got {value!r}."
                 )
@@ -134,7 +136,7 @@ class LBFGS(
     ) -> None:
         """Accumulate gradients as torch does: there is no curvature to be taken of the graph."""
         self._differentiated = [*self._differentiated, loss]
-        loss.backward(gradient, retain_graph, inputs=inputs)
+        backward(loss, gradient, retain_graph, inputs=inputs)
         self._losses = [*self._losses, loss.detach()]
         own = BackwardPass(scalar_of(loss, gradient).detach(), {}, ())
         self._passes = [*(self._passes or []), own]
@@ -222,7 +224,7 @@ class LBFGS(
         moved = descent.tensors(descent.at.w) if descent.report.length else {}
         return Change(params, moved, states, implied=self.implied)
 
-    def _described(self, descent: Descent, has_closure: bool) -> dict[str, float | int | str]:
+    def _described(self, descent: Descent, has_closure: bool, /) -> dict[str, float | int | str]:
         """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
         length, evaluations = descent.report
         found: dict[str, float | int | str] = {

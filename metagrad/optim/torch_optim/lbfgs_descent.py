@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.optim.newton.lbfgs import Point, search_row
 from metagrad.optim.rule import Params
 
@@ -106,10 +107,10 @@ class History:
         if not len(S):
             return g / -max(1.0, g.abs().sum().item())
         D, scale = R.diagonal(), self._scale
-        a = torch.linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
+        a = linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
         q = torch.addmv(g, Y.mT, a, beta=scale, alpha=-scale)
         rest = torch.addmv(D * a, Y, q, alpha=-1)
-        c = torch.linalg.solve_triangular(R.mT, rest[:, None], upper=False)[:, 0]
+        c = linalg.solve_triangular(R.mT, rest[:, None], upper=False)[:, 0]
         return torch.addmv(q, S.mT, c, beta=-1, alpha=-1)
 
 
@@ -176,7 +177,7 @@ class Descent:
 
     def tensors(self, w: Tensor) -> Params:
         """Return a vector as parameters."""
-        parts = zip(self._params.items(), w.split(self._sizes), strict=True)
+        parts = zip(self._params.items(), w.split_with_sizes(self._sizes), strict=True)
         return {key: part.view(p.shape) for (key, p), part in parts}
 
     def run(self, history: History, last: tuple[Tensor, Tensor] | None) -> None:

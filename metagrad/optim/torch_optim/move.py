@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
-from metagrad.core._torch import pytree
+from metagrad.core._torch import at_least_1d, pytree
 from metagrad.core.tree import tree_leaves
 from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
@@ -282,7 +282,7 @@ class CompiledStep:
 
 def _as_vectors(tensors: Params) -> Params:
     """View numbers as vectors: of those in float64, torch.compile (2.13) forgets what is written into them."""
-    return {key: torch.atleast_1d(tensor) for key, tensor in tensors.items()}
+    return {key: at_least_1d(tensor) for key, tensor in tensors.items()}
 
 
 def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals: Params | None) -> None:
@@ -312,7 +312,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _split(flat: Tensor, params: Params) -> Params:
-    parts = flat.split([p.numel() for p in params.values()])
+    parts = flat.split_with_sizes([p.numel() for p in params.values()])
     return {key: part.view(p.shape) for (key, p), part in zip(params.items(), parts, strict=True)}
 
 

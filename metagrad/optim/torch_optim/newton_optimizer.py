@@ -456,7 +456,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         # The number of the group's step has decided what the closure was called for.
         return state if group.get("curvature_every", 1) == 1 else state._replace(step=group["step"])
 
-    def _described(self, state: Any, whole: str) -> dict[str, float | int | str]:
+    def _described(self, state: Any, whole: Any, /) -> dict[str, float | int | str]:
         report, ending = state.report, endings(state.report)[0]
         named = {Result.NEGATIVE_CURVATURE.name: "negative_curvature", Result.BOUNDARY.name: "boundary"}
         length = float(report.length)
@@ -466,7 +466,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             "ending": ending,
             "ratio": float(report.ratio),
             "length": length,
-            "direction": "none" if length == 0 else named.get(ending, whole),
+            "direction": "none" if length == 0 else named.get(ending) or whole,
         }
         if self.adapted is not None:
             factor, added = float(getattr(state, "factor", 1.0)), float(getattr(state, "added", 0.0))

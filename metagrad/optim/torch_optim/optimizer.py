@@ -16,7 +16,8 @@ from torch import Tensor
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
-from metagrad.core.warn import warn
+from metagrad.core._torch import linalg
+from metagrad.core.checks import warn
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
@@ -306,7 +307,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _refuse_different(self, work: Sequence[Work], group: ProcessGroup) -> None:
         tensors = [tensor for one in work for tensor in (*one.params.values(), *one.grads.values())]
         none = torch.zeros((), dtype=torch.float64, device=self._device())
-        norms = [none, *(torch.linalg.vector_norm(tensor).to(none) for tensor in tensors)]
+        norms = [none, *(linalg.vector_norm(tensor).to(none) for tensor in tensors)]
         refuse_different(
             f"{type(self).__name__}.step",
             "parameters and their gradients",

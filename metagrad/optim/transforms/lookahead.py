@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.hyperparameters import check_hyperparameter, values_at
 from metagrad.optim.rule import Hyperparameter, Params, Rule, RuleNode
@@ -109,7 +110,7 @@ def lookahead(rule: Rule, *, k: int = 5, alpha: Hyperparameter = 0.5) -> Lookahe
         Zhang et al., "Lookahead optimizer: k steps forward, 1 step back", NeurIPS 2019, algorithm 1.
     """
     check_rule("lookahead(rule, ...)", rule)
-    if not isinstance(k, int) or isinstance(k, bool):
+    if not is_integer(k):
         raise TypeError(f"lookahead(rule, k): k must be an int, got {type(k).__name__}.")
     if k < 1:
         raise ValueError(f"lookahead(rule, k): k must be at least 1, got {k}.")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
 from metagrad.core import _torch
+from metagrad.core._torch import Function
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -14,6 +14,7 @@ from typing import IO
 import numpy as np
 import torch
 
+from metagrad.core._torch import from_numpy
 from metagrad.sparse.matrix.parameter import Parameter
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.operations.entries import as_sparse
@@ -119,12 +120,10 @@ def _as_arrays(a: SparseTensor) -> dict[str, np.ndarray]:
 
 def _as_matrix(arrays: dict[str, np.ndarray]) -> SparseTensor:
     dtype = DTYPES.get(str(arrays["dtype"]))
-    values = torch.from_numpy(arrays["values"])
+    values = from_numpy(arrays["values"])
     if values.dtype != (torch.int16 if dtype == torch.bfloat16 else dtype):
         raise ValueError(f"its values are {values.dtype} and are said to be {arrays['dtype']}.")
-    pattern = Pattern(
-        torch.from_numpy(arrays["row"]), torch.from_numpy(arrays["col"]), arrays["shape"].tolist()
-    )
+    pattern = Pattern(from_numpy(arrays["row"]), from_numpy(arrays["col"]), arrays["shape"].tolist())
     return SparseTensor(pattern, values.view(torch.bfloat16) if dtype == torch.bfloat16 else values)
 
 
@@ -196,7 +195,7 @@ def _word(array: np.ndarray) -> str:
 
 
 @contextmanager
-def _damage_of(path: Path) -> Iterator[None]:
+def _damage_of(path: Path) -> Generator[None]:
     """Name the file in whatever its reading or checking raises."""
     try:
         yield
@@ -205,7 +204,7 @@ def _damage_of(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def _replacing(path: Path) -> Generator[IO[bytes]]:
     """Write beside a file and put the result in its place, complete, or leave no trace."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import from_numpy
 from metagrad.sparse.checks import check_real
 from metagrad.sparse.matrix.assemble import from_compressed, from_entries
 from metagrad.sparse.pattern import Pattern
@@ -161,4 +162,4 @@ def _check_numbers(call: str, dtype: np.dtype) -> None:
 
 def _tensor(array: np.ndarray) -> Tensor:
     """Share an array with torch, which warns of read-only memory and knows no negative strides."""
-    return torch.from_numpy(np.require(array, requirements=("C", "W")))
+    return from_numpy(np.require(array, requirements=("C", "W")))

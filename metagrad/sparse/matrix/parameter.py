@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.checks import is_a
 from metagrad.sparse.matrix.tensor import Operators, SparseTensor
+from metagrad.sparse.operations.entries import like
 from metagrad.sparse.pattern import Pattern
 
 _PATTERN_KEY = "_extra_state"  # torch's name for what get_extra_state returns
@@ -49,7 +51,7 @@ class Parameter(Operators, nn.Module):
 
     def __init__(self, a: SparseTensor, requires_grad: bool = True) -> None:
         call = "Parameter(a)"
-        if not isinstance(a, SparseTensor):
+        if not is_a(a, SparseTensor):
             raise TypeError(
                 f"{call}: a must be a SparseTensor, got {type(a).__name__}. SparseTensor.from_dense(tensor) converts."
             )
@@ -65,7 +67,7 @@ class Parameter(Operators, nn.Module):
     @property
     def tensor(self) -> SparseTensor:
         """The matrix of the values that the module has now, on the tape."""
-        return SparseTensor._of(self.pattern, self.values)
+        return like(SparseTensor, self.pattern, self.values)
 
     @property
     def _matrix(self) -> SparseTensor:
@@ -118,5 +120,5 @@ class Parameter(Operators, nn.Module):
         return self
 
 
-def _same(loaded: Tensor, own: Tensor) -> bool:
+def _same(loaded: object, own: Tensor) -> bool:
     return isinstance(loaded, Tensor) and torch.equal(loaded.to(own.device), own)

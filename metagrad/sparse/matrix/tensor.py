@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import pytree
+from metagrad.core._torch import add_safe_globals, backward, pytree
+from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.matrix.conversions import Conversions
 from metagrad.sparse.operations import arithmetic, products, reduce
-from metagrad.sparse.operations.entries import Entries, as_sparse
+from metagrad.sparse.operations.entries import Entries, as_sparse, like
 from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.statistics import count_densified
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CALL = "SparseTensor(pattern, values)"
 
@@ -24,8 +28,8 @@ def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise],
     name = function.__name__
 
     def method(self: Elementwise) -> SparseTensor:
-        a = self._matrix
-        return a._of(a.pattern, function(a.values))
+        a: SparseTensor = as_sparse(f"{name}(a)", "a", self)
+        return like(a, a.pattern, function(a.values))
 
     method.__name__ = name
     method.__doc__ = f"Apply ``torch.{name}`` to every entry; cells that are not stored stay zero."
@@ -241,7 +245,7 @@ class SparseTensor(Conversions, Operators):
     __array_priority__ = 1000  # numpy leaves mixed arithmetic to us, which refuses it
 
     def __init__(self, pattern: Pattern, values: Tensor) -> None:
-        if not isinstance(pattern, Pattern):
+        if not is_a(pattern, Pattern):
             raise TypeError(f"{_CALL}: pattern must be a Pattern, got {type(pattern).__name__}.")
         check_floating(_CALL, "values", values)
         if values.ndim not in (1, 3) or values.shape[0] != pattern.nnz:
@@ -312,7 +316,7 @@ class SparseTensor(Conversions, Operators):
     @grad.setter
     def grad(self, gradient: SparseTensor | None) -> None:
         if gradient is not None and (
-            not isinstance(gradient, SparseTensor) or gradient.pattern is not self.pattern
+            not is_a(gradient, SparseTensor) or gradient.pattern is not self.pattern
         ):
             raise TypeError(
                 "SparseTensor.grad: a gradient must be a SparseTensor on the same Pattern, or None."
@@ -332,11 +336,11 @@ class SparseTensor(Conversions, Operators):
         self, gradient: SparseTensor, *, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
         """Run the backward pass from this matrix, given the gradient of a loss with respect to it."""
-        if not isinstance(gradient, SparseTensor) or gradient.pattern is not self.pattern:
+        if not is_a(gradient, SparseTensor) or gradient.pattern is not self.pattern:
             raise TypeError(
                 "SparseTensor.backward(gradient): gradient must be a SparseTensor on the same Pattern."
             )
-        self.values.backward(gradient.values, retain_graph=retain_graph, create_graph=create_graph)
+        backward(self.values, gradient.values, retain_graph=retain_graph, create_graph=create_graph)
 
     def detach(self) -> SparseTensor:
         """Return the same values outside the tape."""
@@ -348,7 +352,8 @@ class SparseTensor(Conversions, Operators):
 
     def to(self, *args: torch.device | torch.dtype | str | Tensor, **options: bool) -> SparseTensor:
         """Move to a device, convert to a floating dtype, or both, as ``Tensor.to`` does."""
-        values = self.values.to(*args, **options)  # type: ignore[reportCallIssue, reportArgumentType]
+        untyped: Any = self.values
+        values: Tensor = untyped.to(*args, **options)
         check_floating("SparseTensor.to(...)", "the result", values)
         return SparseTensor._of(self.pattern.to(values.device), values)
 
@@ -388,6 +393,10 @@ class SparseTensor(Conversions, Operators):
     def __reduce__(self) -> tuple[type[SparseTensor], tuple[Pattern, Tensor]]:
         return SparseTensor, (self.pattern, self.values)
 
+    @property
+    def _matrix(self) -> Self:
+        return self
+
     # Other forms
 
     T = property(Entries.t)
@@ -402,22 +411,23 @@ class SparseTensor(Conversions, Operators):
         return flat.index_add(0, place, scalar.values).reshape(rows, columns)
 
 
-def _unflatten(children: Sequence[Tensor], pattern: Pattern) -> SparseTensor:
-    return SparseTensor._of(pattern, children[0])  # type: ignore[arg-type]
+def _unflatten(children: Iterable[Tensor], pattern: Pattern) -> SparseTensor:
+    (values,) = children
+    return like(SparseTensor, pattern, values)
 
 
-def _flatten_with_keys(a: SparseTensor) -> tuple[list[tuple[pytree.GetAttrKey, Tensor]], Pattern]:
+def _flatten_with_keys(a: SparseTensor) -> tuple[list[tuple[Any, Any]], Pattern]:
     return [(pytree.GetAttrKey("values"), a.values)], a.pattern
 
 
 pytree.register_pytree_node(
     SparseTensor,
     lambda a: ([a.values], a.pattern),
-    _unflatten,  # type: ignore[arg-type]
+    _unflatten,
     serialized_type_name="metagrad.sparse.SparseTensor",
-    flatten_with_keys_fn=_flatten_with_keys,  # type: ignore[arg-type]
+    flatten_with_keys_fn=_flatten_with_keys,
 )
-torch.serialization.add_safe_globals([Pattern, SparseTensor])  # both are checked as they are made
+add_safe_globals([Pattern, SparseTensor])  # both are checked as they are made
 
 
 def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
@@ -444,7 +454,7 @@ def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
         SparseTensor(shape=(2, 2), nnz=2, values=tensor([11., 11.]))
     """
     call = "sddmm(a, b, pattern)"
-    if not isinstance(pattern, Pattern):
+    if not is_a(pattern, Pattern):
         raise TypeError(f"{call}: pattern must be a Pattern, got {type(pattern).__name__}.")
     check_floating(call, "a", a)
     check_floating(call, "b", b)
@@ -459,4 +469,4 @@ def sddmm(a: Tensor, b: Tensor, pattern: Pattern) -> SparseTensor:
         raise ValueError(
             f"{call}: a is on {a.device} and the pattern on {pattern.device}. Move one with .to(device)."
         )
-    return SparseTensor._of(pattern, rules.sample(pattern, a, b.mT))
+    return like(SparseTensor, pattern, rules.sample(pattern, a, b.mT))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from numbers import Real
 from typing import overload
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core._torch import at_least_2d
+from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.statistics import count_merge
 
@@ -82,7 +83,7 @@ def sub(a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
     if isinstance(b, (Tensor, Real)):
         return _add("sub(a, b)", a, -b)
     other = as_sparse("sub(a, b)", "b", b)
-    return _add("sub(a, b)", a, other._of(other.pattern, -other.values))
+    return _add("sub(a, b)", a, like(other, other.pattern, -other.values))
 
 
 def mul(a: Matrix, b: Matrix | Tensor | float) -> Matrix:
@@ -113,16 +114,18 @@ def mul(a: Matrix, b: Matrix | Tensor | float) -> Matrix:
     call = "mul(a, b)"
     a = as_sparse(call, "a", a)
     if isinstance(b, Real):
-        return a._of(a.pattern, a.values * float(b))
+        return like(a, a.pattern, a.values * float(b))
     if isinstance(b, Tensor):
         a, factor = _at_entries(call, a, b)
-        return a._of(a.pattern, a.values * factor)
+        return like(a, a.pattern, a.values * factor)
     a, other = _alike(call, a, as_sparse(call, "b", b))
     if a.pattern is other.pattern:
         count_merge("avoided")
-        return a._of(a.pattern, a.values * other.values)
+        return like(a, a.pattern, a.values * other.values)
     both = a.pattern.intersection(other.pattern)
-    return a._of(both.pattern, a.values.index_select(0, both.left) * other.values.index_select(0, both.right))
+    return like(
+        a, both.pattern, a.values.index_select(0, both.left) * other.values.index_select(0, both.right)
+    )
 
 
 def div(a: Matrix, b: Tensor | float) -> Matrix:
@@ -151,14 +154,14 @@ def div(a: Matrix, b: Tensor | float) -> Matrix:
     call = "div(a, b)"
     a = as_sparse(call, "a", a)
     if isinstance(b, Real):
-        return a._of(a.pattern, a.values / float(b))
+        return like(a, a.pattern, a.values / float(b))
     if not isinstance(b, Tensor):
         raise TypeError(
             f"{call}: b must be dense or a number, got {type(b).__name__}: zero would be divided by zero. On one "
             "pattern, a.with_values(a.values / b.values) divides the stored entries."
         )
     a, factor = _at_entries(call, a, b)
-    return a._of(a.pattern, a.values / factor)
+    return like(a, a.pattern, a.values / factor)
 
 
 def pow(a: Matrix, exponent: float) -> Matrix:
@@ -185,14 +188,14 @@ def pow(a: Matrix, exponent: float) -> Matrix:
         (tensor([4., 9.]), tensor([  8., -27.]))
     """
     a = as_sparse("pow(a, exponent)", "a", a)
-    if not isinstance(exponent, (int, float)):
+    if not is_a(exponent, int, float):
         raise TypeError(f"pow(a, exponent): exponent must be a number, got {type(exponent).__name__}.")
     if not exponent > 0:
         raise ValueError(
             f"pow(a, exponent): exponent must be positive, got {exponent}: cells that are not stored are zero and "
             f"would not stay so. Use a.with_values(a.values**{exponent}) for the stored entries alone."
         )
-    return a._of(a.pattern, a.values**exponent)
+    return like(a, a.pattern, a.values**exponent)
 
 
 def dropout(a: Matrix, p: float = 0.5, *, training: bool = True) -> Matrix:
@@ -223,7 +226,7 @@ def dropout(a: Matrix, p: float = 0.5, *, training: bool = True) -> Matrix:
     a = as_sparse("dropout(a, p)", "a", a)
     if not 0 <= p <= 1:
         raise ValueError(f"dropout(a, p): p must be from 0 to 1, got {p}.")
-    return a._of(a.pattern, F.dropout(a.values, p, training)) if training else a
+    return like(a, a.pattern, F.dropout(a.values, p, training)) if training else a
 
 
 def _add(call: str, a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
@@ -239,11 +242,11 @@ def _add(call: str, a: Matrix, b: Matrix | Tensor | float) -> Matrix | Tensor:
     a, other = _alike(call, a, as_sparse(call, "b", b))
     if a.pattern is other.pattern:
         count_merge("avoided")
-        return a._of(a.pattern, a.values + other.values)
+        return like(a, a.pattern, a.values + other.values)
     both = a.pattern.union(other.pattern)
     zeros = a.values.new_zeros(both.pattern.nnz, *a.values.shape[1:])
     values = zeros.index_add(0, both.left, a.values).index_add(0, both.right, other.values)
-    return a._of(both.pattern, values)
+    return like(a, both.pattern, values)
 
 
 def _onto_dense(call: str, a: Entries, b: Tensor) -> Tensor:
@@ -272,7 +275,7 @@ def _at_entries(call: str, a: Matrix, b: Tensor) -> tuple[Matrix, Tensor]:
     check_same(call, "a and b", a.values, b)
     if b.numel() == 1 and b.ndim <= 2:
         return a, b.reshape(())
-    grid, (n, m) = torch.atleast_2d(b), a.shape
+    grid, (n, m) = at_least_2d(b), a.shape
     if grid.ndim > 2 or grid.shape[0] not in (1, n) or grid.shape[1] not in (1, m):
         raise ValueError(
             f"{call}: a is ({n}, {m}), so b must be [{n}, {m}], [{n}, 1], [1, {m}], [{m}] or a scalar, "

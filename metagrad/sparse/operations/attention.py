@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from metagrad.core._torch import broadcast_shapes
+from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.pattern import Pattern
@@ -70,7 +72,7 @@ def attention(
         return v.new_zeros(*batch, pattern.shape[0], v.shape[-1])
     q, k, v = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (q, k, v))
     size = _group(num, pattern.nnz)
-    q, k, v = (x.unflatten(0, (-1, size)).flatten(1, 2) for x in (q, k, v))
+    q, k, v = (torch.unflatten(x, 0, (-1, size)).flatten(1, 2) for x in (q, k, v))
     cells = pattern if size == 1 else pattern.repeat(size)
     heads = [_attend(*head, cells, dropout_p) for head in zip(q, k, v, strict=True)]
     return torch.stack(heads).reshape(*batch, pattern.shape[0], v.shape[-1])
@@ -107,7 +109,7 @@ def _group(num: int, nnz: int) -> int:
 
 def _check_arguments(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> torch.Size:
     """Return the broadcast leading dimensions."""
-    if not isinstance(pattern, Pattern):
+    if not is_a(pattern, Pattern):
         raise TypeError(
             f"{_CALL}: pattern must be a Pattern, got {type(pattern).__name__}. Pattern.from_mask(mask) makes one."
         )
@@ -131,7 +133,7 @@ def _check_arguments(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> torch
             f"v [..., {m}, E], got {shapes}."
         )
     try:
-        return torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        return broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     except RuntimeError as error:
         raise ValueError(
             f"{_CALL}: the leading dimensions of q, k and v must broadcast, got {shapes}."

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from metagrad.core._torch import Function
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.kernels.derivatives import shown

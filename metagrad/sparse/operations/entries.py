@@ -66,6 +66,11 @@ class Entries:
 Matrix = TypeVar("Matrix", bound=Entries)
 
 
+def like(a: Matrix | type[Matrix], pattern: Pattern, values: Tensor) -> Matrix:
+    """Make a matrix of the type of another, or of a type, of parts that fit."""
+    return a._of(pattern, values)
+
+
 @overload
 def as_sparse(call: str, name: str, a: Matrix) -> Matrix: ...
 @overload

@@ -7,7 +7,7 @@ from torch import Tensor
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 
 _LINEAR = "linear(x, weight, bias)"
 
@@ -88,7 +88,7 @@ def spgemm(a: Matrix, b: Matrix) -> Matrix:
     a, b = a.scalar(), b.scalar()
     plan = a.pattern.product(b.pattern)
     products = rules.gather(widened(a.values), plan.left) * rules.gather(widened(b.values), plan.right)
-    return a._of(plan.pattern, rules.segment_sum(products, plan.cell).to(a.values.dtype))
+    return like(a, plan.pattern, rules.segment_sum(products, plan.cell).to(a.values.dtype))
 
 
 def linear(x: Tensor, weight: Entries, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import widened
-from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 from metagrad.sparse.operations.segments import exponentials, segment_max, segment_softmax, spread
 from metagrad.sparse.pattern import Pattern, Segments
 
@@ -172,7 +172,7 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
     """
     scalar = as_sparse("softmax(a, dim)", "a", a).scalar()
     index = _along("softmax(a, dim)", scalar.pattern, dim)
-    return scalar._of(scalar.pattern, segment_softmax(scalar.values, index))
+    return like(scalar, scalar.pattern, segment_softmax(scalar.values, index))
 
 
 def log_softmax(a: Matrix, dim: int = -1) -> Matrix:
@@ -202,7 +202,7 @@ def log_softmax(a: Matrix, dim: int = -1) -> Matrix:
     index = _along("log_softmax(a, dim)", scalar.pattern, dim)
     shifted, _, sums = exponentials(widened(scalar.values), index, index.num_segments)
     values = shifted - spread(sums.log(), index)
-    return scalar._of(scalar.pattern, values.to(scalar.values.dtype))
+    return like(scalar, scalar.pattern, values.to(scalar.values.dtype))
 
 
 def _along(call: str, pattern: Pattern, dim: int) -> Segments:

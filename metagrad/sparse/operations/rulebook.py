@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import distinct_and_places, to_list
+from metagrad.core.checks import is_a, is_integer
 from metagrad.sparse.checks import INDEX_DTYPES, MAX_CELLS
 
 _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
@@ -249,11 +251,11 @@ class StridedRulebook:
         every = torch.cat([outputs for outputs, _ in found])
         if not len(every):
             return every, tuple((sites, sites) for _, sites in found)
-        keys, place = torch.unique(_numbered(_STRIDED, every)[0], return_inverse=True)
+        keys, place = distinct_and_places(_numbered(_STRIDED, every)[0])
         coords = every.new_empty(len(keys), every.shape[1]).index_copy_(0, place, every)
         sizes = [len(sites) for _, sites in found]
         return coords, tuple(
-            (outputs, sites) for outputs, (_, sites) in zip(place.split(sizes), found, strict=True)
+            (outputs, sites) for outputs, (_, sites) in zip(place.split_with_sizes(sizes), found, strict=True)
         )
 
     def _reached(self, position: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -289,7 +291,7 @@ def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[T
     keys, strides = _numbered(_RULEBOOK, coords, reach)
     keys, order = torch.sort(keys)
     _check_distinct(_RULEBOOK, keys, order, coords)
-    found = []
+    found: list[tuple[Tensor, Tensor]] = []
     for offset in offsets:
         wanted = keys + sum(step * stride for step, stride in zip(offset, strides[1:], strict=True))
         place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
@@ -304,7 +306,7 @@ def _numbered(call: str, coords: Tensor, reach: Sequence[int] = ()) -> tuple[Ten
     more = [0, *(reach or [0] * (coords.shape[1] - 1))]
     spans = [
         int(high) - int(low) + 1 + extra
-        for low, high, extra in zip(lowest.tolist(), coords.amax(0).tolist(), more, strict=True)
+        for low, high, extra in zip(to_list(lowest), to_list(coords.amax(0)), more, strict=True)
     ]
     strides = _strides(call, spans)
     return ((coords - lowest) * coords.new_tensor(strides)).sum(1), strides
@@ -330,13 +332,13 @@ def _check_distinct(call: str, keys: Tensor, order: Tensor, coords: Tensor) -> N
         first, second = sorted((int(order[at]), int(order[at + 1])))
         raise ValueError(
             f"{call}: every site must be given once, but rows {first} and {second} are both "
-            f"{coords[first].tolist()}. coords.unique(dim=0, return_inverse=True) merges them; add their features "
+            f"{to_list(coords[first])}. coords.unique(dim=0, return_inverse=True) merges them; add their features "
             "by segment_sum."
         )
 
 
 def _check_coords(call: str, coords: Tensor) -> None:
-    if not isinstance(coords, Tensor):
+    if not is_a(coords, Tensor):
         raise TypeError(f"{call}: coords must be a tensor of integers, got {type(coords).__name__}.")
     if coords.dtype not in INDEX_DTYPES:
         raise TypeError(f"{call}: coords must be integers (int64), got {coords.dtype}.")
@@ -351,7 +353,7 @@ def _sizes(
     call: str, name: str, given: int | Sequence[int], num_dims: int, least: int = 1
 ) -> tuple[int, ...]:
     sizes = tuple(given) if isinstance(given, Sequence) else (given,) * num_dims
-    if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+    if not all(is_integer(size) for size in sizes):
         raise TypeError(f"{call}: {name} must be an int or a sequence of them, got {given!r}.")
     if len(sizes) != num_dims:
         raise ValueError(

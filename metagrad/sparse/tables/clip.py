@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -61,7 +62,7 @@ def clip_grad_norm_(
         values = [_values(p) for p in held]
         device = values[0].device
         norms = [_norm(v, norm_type).to(device) for v in values]
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total = linalg.vector_norm(torch.stack(norms), norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(
                 f"clip_grad_norm_(...): the norm of order {norm_type} of the gradients is {total.item()}. Look for "
@@ -93,4 +94,4 @@ def _values(parameter: Tensor) -> Tensor:
 
 def _norm(values: Tensor, order: float) -> Tensor:
     # The largest of no elements is undefined in torch; of no rows it is that of zeros.
-    return torch.linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())
+    return linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core import _torch
+from metagrad.core._torch import to_list
 from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.row_sparse import HOLE, gather_rows
 
@@ -106,7 +107,11 @@ def embedding_bag(
     """
     tensors = (ids, offsets, table, per_sample_weights)
     if has_torch_function(tensors):
-        how = {"mode": mode, "per_sample_weights": per_sample_weights, "padding_idx": padding_idx}
+        how: dict[str, Any] = {
+            "mode": mode,
+            "per_sample_weights": per_sample_weights,
+            "padding_idx": padding_idx,
+        }
         return handle_torch_function(embedding_bag, tensors, ids, offsets, table, **how)
     call = "embedding_bag(ids, offsets, table)"
     check_bags(call, ids, offsets, mode, per_sample_weights)
@@ -170,7 +175,7 @@ def _check_offsets(call: str, offsets: Tensor, size: int) -> None:
         wrong = bool(offsets[0] != 0) or bool(offsets[-1] > size) or bool((offsets.diff() < 0).any())
     if wrong:
         raise ValueError(
-            f"{call}: offsets must ascend from 0 to at most the number of ids, {size}, got {offsets.tolist()}."
+            f"{call}: offsets must ascend from 0 to at most the number of ids, {size}, got {to_list(offsets)}."
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import linalg
 from metagrad.sparse.kernels.accumulation import index_sum, widened
 from metagrad.sparse.tables.row_sparse import (
     FUNCTIONS,
@@ -213,7 +214,7 @@ def vector_norm(
         raise unknown(f"norm(x, {ord}, dim={dim})", "only the norm of all elements, of order 0 or more, is")
     if not x.values.numel():
         return x.values.sum(dtype=dtype)
-    return torch.linalg.vector_norm(x.values, ord, dtype=dtype)
+    return linalg.vector_norm(x.values, ord, dtype=dtype)
 
 
 def norm(
@@ -404,7 +405,7 @@ FUNCTIONS |= {
     **_named(total, "sum"),
     **_named(mean, "mean"),
     **_named(norm, "norm"),
-    torch.linalg.vector_norm: vector_norm,
+    linalg.vector_norm: vector_norm,
     **_named(extremum(torch.max), "max"),
     **_named(extremum(torch.min), "min"),
     **_named(index_select, "index_select"),

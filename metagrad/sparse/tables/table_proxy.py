@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from metagrad.core._torch import pytree
+from metagrad.core._torch import Function, pytree
 from metagrad.sparse.tables.embedding import check_bags, embedding, embedding_bag, reduce_bags
 
 Lookup = Callable[[Tensor], Tensor]
@@ -141,7 +141,7 @@ def positions(rows: Tensor, ids: Tensor, name: str) -> Tensor:
     return _Positions.apply(rows, ids.long(), name)
 
 
-class _Positions(torch.autograd.Function):
+class _Positions(Function):
     """A search that can look at its data under vmap."""
 
     @staticmethod

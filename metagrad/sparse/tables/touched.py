@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from metagrad.core._torch import pytree
+from metagrad.core._torch import fork_rng, pytree
 from metagrad.core.substitution import replaced
 from metagrad.core.tree import Tree
 from metagrad.core.writes import written_by
@@ -164,12 +164,12 @@ class _Guard(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
+def _left_alone(model: nn.Module) -> Generator[None]:
     """Leave the random generators and the buffers that a module holds as they were."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     held = [(module._buffers, dict(module._buffers)) for module in model.modules() if module._buffers]
     try:
-        with torch.random.fork_rng(devices=devices):
+        with fork_rng(devices=devices):
             yield
     finally:
         for buffers, before in held:

@@ -138,7 +138,7 @@ def draw_episodes(
     if composition.is_balanced:
         items = groups.draw_members(classes, composition.fewest_examples, generator)
         sizes = [composition.fewest_examples - composition.queries, composition.queries]
-        support, query = map(_labelled, items.split(sizes, -1))
+        support, query = map(_labelled, items.split_with_sizes(sizes, -1))
         return support, query
     shots, queries = (
         count.unsqueeze(-1) for count in _draw_counts(groups.sizes[classes], composition, generator)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import TensorDataset
 
+from metagrad.core._torch import to_list
+from metagrad.core.checks import is_list_or_tuple
 from metagrad.tasks._checks import check_counts, check_float_dtype, check_generator
 from metagrad.tasks._groups import Groups
 from metagrad.tasks._splits import choose_split
@@ -187,7 +189,7 @@ class FewShot:
         if wanted is None and self.split is not None:
             wanted = getattr(self.dataset, "splits", None) or None
         chosen = choose_split(call, "classes", known, wanted, self.split)
-        counts = dict(zip(known, torch.bincount(codes, minlength=len(known)).tolist(), strict=True))
+        counts = dict(zip(known, to_list(torch.bincount(codes, minlength=len(known))), strict=True))
         self.skipped = [name for name in chosen if counts[name] < fewest]
         if self.skipped and small == "raise":
             raise ValueError(_too_small(call, self.skipped, len(chosen), counts, self.composition))
@@ -210,7 +212,7 @@ class FewShot:
         self._ahead: Ahead | None = None
         x = self.dataset.tensors[0] if is_pair else None
         if in_memory and x is None:
-            drawn = (self._codes >= 0).nonzero().squeeze(1).tolist()
+            drawn = to_list((self._codes >= 0).nonzero().squeeze(1))
             x = load_all(Items(self.dataset, None), drawn, workers)
             self._codes = self._codes[drawn]
             self.dataset = TensorDataset(x, self._codes)
@@ -270,7 +272,7 @@ def _of_pair(call: str, pair: Sequence[Any]) -> tuple[TensorDataset, Any]:
 def _checked_count(call: str, name: str, count: Any) -> Any:
     if isinstance(count, Imbalanced) and name == "shots":
         return count
-    if not isinstance(count, (tuple, list)):
+    if not is_list_or_tuple(count):
         numbers: dict[str, Any] = {name: count}
         check_counts(call, numbers)
         return count

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset
 
+from metagrad.core._torch import from_numpy
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.checks import is_mapping
 from metagrad.tasks._data_root import find_path
 from metagrad.tasks._splits import SHARES, split_name
 from metagrad.tasks.fewshot.published import PUBLISHED
@@ -115,7 +116,7 @@ class ImageFolders(Dataset[Any]):
         image = self._image(range(len(self))[index])
         if self.transform is not None:
             return self.transform(image), self.targets[index]
-        levels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
+        levels = from_numpy(np.array(image)).view(image.height, image.width, -1)
         return levels.permute(2, 0, 1).contiguous(), self.targets[index]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,7 +155,9 @@ def _find(root: Path, splits: Any) -> Found:
     """Return the images of a folder, in the first layout that fits."""
     found = (_by_tables(root) or _by_split_folders(root)) if splits is None else None
     if found is None:
-        files = next((files for name in SUBFOLDERS if (files := _by_class(root / name))), [])
+        no_files: list[tuple[Path, str]] = []
+        everywhere = (_by_class(root / name) for name in SUBFOLDERS)
+        files = next((found for found in everywhere if found), no_files)
         found = Found(files, _beside(root) if splits is None else _given(splits))
     if not found.files:
         raise ValueError(
@@ -199,12 +202,12 @@ def _by_tables(root: Path) -> Found | None:
     rows = [row for table in tables.values() for row in table]
     folders = [root / name for name in SUBFOLDERS]
     file, label = rows[0]
-    places = [lambda folder, file, label: folder / file, lambda folder, file, label: folder / label / file]
-    fits = next(((f, p) for f in folders for p in places if p(f, file, label).is_file()), None)
+    places = [(folder, is_by_class) for folder in folders for is_by_class in (False, True)]
+    fits = next((place for place in places if _placed(*place, file, label).is_file()), None)
     if fits is None:
-        looked = ", ".join(str(p(f, file, label)) for f in folders for p in places)
+        looked = ", ".join(str(_placed(*place, file, label)) for place in places)
         raise ValueError(f"ImageFolders: {file} of {root}'s tables is not there; looked for {looked}.")
-    files = [(fits[1](fits[0], file, label), label) for file, label in rows]
+    files = [(_placed(*fits, file, label), label) for file, label in rows]
     missing = [path for path, _ in files if not path.is_file()]
     if missing:
         raise ValueError(
@@ -212,6 +215,10 @@ def _by_tables(root: Path) -> Found | None:
             f"the first is {missing[0]}."
         )
     return Found(files, {split: sorted({label for _, label in table}) for split, table in tables.items()})
+
+
+def _placed(folder: Path, is_by_class: bool, file: str, label: str) -> Path:
+    return folder / label / file if is_by_class else folder / file
 
 
 def _read_table(path: Path) -> list[tuple[str, str]]:
@@ -248,18 +255,22 @@ def _given(splits: Any) -> Splits:
     if isinstance(splits, str) and splits in PUBLISHED:
         return PUBLISHED[splits]
     if isinstance(splits, (str, os.PathLike)):
-        path = Path(splits)
+        path = Path(os.fspath(splits))
+        read: Any = None
         if path.is_dir():
-            splits = {split: file.read_text().split("\n") for split, file in _existing(path, ".txt").items()}
+            read = {split: file.read_text().split("\n") for split, file in _existing(path, ".txt").items()}
         elif path.is_file():
-            splits = json.loads(path.read_text())
-        if not isinstance(splits, Mapping) or not splits:
+            read = json.loads(path.read_text())
+        if not is_mapping(read) or not read:
             raise ValueError(
                 f"ImageFolders: splits must be one of {', '.join(map(repr, PUBLISHED))}, the path of a JSON file "
                 "with lists of classes by split, or of a folder with train.txt, val.txt and test.txt, got "
                 f"{str(path)!r}."
             )
-    named = {split_name(name): [c.strip() for c in classes if c.strip()] for name, classes in splits.items()}
+        splits = read
+    named: Splits = {
+        split_name(name): [c.strip() for c in classes if c.strip()] for name, classes in splits.items()
+    }
     if not named.keys() <= SHARES.keys():
         raise ValueError(
             f"ImageFolders: splits must be by {', '.join(map(repr, SHARES))}, got {list(splits)}."

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from metagrad.core._torch import from_numpy
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -50,7 +52,7 @@ def read_labels(call: str, dataset: Any, given: Any = None) -> Labels:
     if not len(labels):
         raise ValueError(f"{call}: the data set is empty.")
     values, codes = np.unique(labels, return_inverse=True)
-    return Labels(torch.from_numpy(codes.reshape(-1)), _named(dataset, values.tolist()))
+    return Labels(from_numpy(codes.reshape(-1)), _named(dataset, values.tolist()))
 
 
 def _found(call: str, dataset: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from metagrad.core._torch import from_numpy
 from metagrad.tasks._checks import check_counts, check_float_dtype
 from metagrad.tasks.fewshot import FewShot
 from metagrad.tasks.omniglot.drawings import read_drawings
@@ -154,11 +155,12 @@ def load_images(paths: Sequence[Path], characters: Sequence[Character], *, size:
     Raises:
         ValueError: When a character is in none of the files.
     """
-    wanted, images = set(characters), {}
+    wanted = set(characters)
+    images: dict[Character, Tensor] = {}
     found = chain.from_iterable(read_drawings(path, wanted) for path in paths)
     while block := list(islice(found, BLOCK)):
-        levels = torch.from_numpy(np.concatenate([drawings for _, drawings in block]) * MAX_LEVEL)
-        resized = RESIZERS[resize](levels, size).split(NUM_DRAWERS)
+        levels = from_numpy(np.concatenate([drawings for _, drawings in block]) * MAX_LEVEL)
+        resized = torch.split(RESIZERS[resize](levels, size), NUM_DRAWERS)
         images.update(zip((character for character, _ in block), resized, strict=True))
     missing = [f"{c.alphabet}/character{c.number:02d}" for c in characters if c not in images]
     if missing:

@@ -170,7 +170,8 @@ class Regression:
         y = functions.evaluate(x)
         if self.noise:
             y = y + self.noise * self.normal(y.shape, generator)
-        return Batch(*(Examples(*part) for part in zip(x.split(sizes, 1), y.split(sizes, 1), strict=True)))
+        parts = zip(x.split_with_sizes(sizes, 1), y.split_with_sizes(sizes, 1), strict=True)
+        return Batch(*(Examples(*part) for part in parts))
 
     def sample_inputs(self, num_tasks: int, generator: torch.Generator | None) -> Tensor:
         """Draw the inputs of support and query examples, [tasks, shots + queries, 1]."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from metagrad.core._torch import linalg
 from metagrad.tasks._checks import check_counts
 from metagrad.tasks.regression.family import Range, Regression, check_points, check_range
 
@@ -88,7 +89,7 @@ class GaussianProcessFunctions:
         self._points, self._noise = torch.cat([self._points, new], 1), torch.cat([self._noise, noise], 1)
         covariance = self.covariance(self._points)
         jitter = JITTER * covariance.diagonal(dim1=1, dim2=2)
-        factor = torch.linalg.cholesky(covariance + torch.diag_embed(jitter))
+        factor = linalg.cholesky(covariance + torch.diag_embed(jitter))
         return (factor @ self._noise)[:, -new.shape[1] :].to(x.dtype)
 
 

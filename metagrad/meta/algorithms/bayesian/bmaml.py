@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
+from metagrad.core._torch import fork_rng, manual_seed
+from metagrad.core.checks import is_a, is_integer
 from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop, check_count
 from metagrad.meta.algorithms.bayesian.stein import SVGD
 from metagrad.meta.inner.loop import Evaluation
@@ -139,7 +141,7 @@ class BMAML(ParticleLearner):
     ) -> None:
         check_arguments(model, steps, 2, None, "BMAML")
         models = _models(model, particles, generator)
-        if not isinstance(leader_steps, int) or leader_steps < 0:
+        if not is_integer(leader_steps) or leader_steps < 0:
             raise ValueError(f"BMAML(..., leader_steps): expected 0 or more, got {leader_steps!r}.")
         if bandwidth is not None and not 0 < bandwidth < math.inf:
             raise ValueError(f"BMAML(..., bandwidth): expected None or a positive number, got {bandwidth!r}.")
@@ -180,19 +182,22 @@ def _models(
     """Return a model for each particle."""
     if not isinstance(particles, int):
         models = list(particles)
-        if not models or not all(isinstance(one, nn.Module) for one in models):
+        if not models or not all(is_a(one, nn.Module) for one in models):
             raise TypeError(f"BMAML(..., particles): expected a number, or models, got {particles!r}.")
         _check_alike([model, *models])
         return models
     check_count("BMAML(..., particles)", particles)
     others = [copy.deepcopy(model) for _ in range(particles - 1)]
-    modules = [part for other in others for part in other.modules() if hasattr(part, "reset_parameters")]
-    with torch.random.fork_rng(enabled=generator is not None):
+    with fork_rng(enabled=generator is not None):
         if generator is not None:
-            torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
-        for part in modules:
-            part.reset_parameters()  # type: ignore[reportCallIssue]
+            manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        for part in (part for other in others for part in other.modules()):
+            getattr(part, "reset_parameters", _nothing)()
     return [model, *others]
+
+
+def _nothing() -> None:
+    """Reset a module that has no parameters of its own."""
 
 
 def _check_alike(models: Sequence[nn.Module]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metagrad.core.checks import is_integer
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.algorithm import Adapted, MetaOutput
@@ -173,7 +174,7 @@ class ParticleLoop(InnerLoop):
 
 def check_count(call: str, count: object) -> None:
     """Refuse a number of particles that is none."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_integer(count) or count < 1:
         raise ValueError(f"{call}: expected 1 or more, got {count!r}.")
 
 

@@ -34,7 +34,7 @@ class DiagonalGaussian(NamedTuple):
 
     def divergence(self, other: DiagonalGaussian, num_axes: int) -> Tensor:
         """Return the Kullback-Leibler divergence from another one; of tasks that are an axis, of each."""
-        total = []
+        total: list[Tensor] = []
         for name, mean in self.mean.items():
             own, others = self.log_variance[name], other.log_variance[name]
             each = (

@@ -226,9 +226,9 @@ class _HeadLoop(InnerLoop):
     classes: Classes = field(kw_only=True)
 
     def run(
-        self, params: Params, tasks: Tasks, rule: Rule | None = None
+        self, params: Params, tasks: Tasks, rule: Rule | None = None, start: Params | None = None
     ) -> tuple[Params, Tensor, Tensor, Tensor]:
-        """Fit the head; differentiable where grad mode is on."""
+        """Fit the head; differentiable where grad mode is on. What each task starts from has no part in a fit."""
         objective = self.objective
         y = tasks.support_y if self.stacked else with_task_axis(tasks.support_y)
         assert isinstance(objective, _HeadObjective)

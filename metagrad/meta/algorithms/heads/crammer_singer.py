@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import Function, from_numpy, linalg
+
 _ACCURACY = 1e-10  # of the solver, in its own measures
 _CORRECTIONS = 5  # of active bounds that the solver could not tell from others
 _TOLERANCE = 1e-8  # to which bounds and signs of multipliers must hold, relatively
@@ -80,7 +82,7 @@ def _without_nonfinite(problem: Dual) -> Dual:
     return problem._replace(gram=torch.where(finite[:, None, None], gram, eye))
 
 
-class _ActiveBounds(torch.autograd.Function):
+class _ActiveBounds(Function):
     """Find which bounds hold with equality, ``[tasks, n, ways]``, bool; a Function sees values in torch.func too."""
 
     @staticmethod
@@ -137,7 +139,7 @@ def _solve_one(clarabel: ModuleType, gram: Tensor, labels: Tensor, C: float) -> 
     multipliers, distances = np.array(solution.z[n:]), np.array(solution.s[n:])
     exists = examples.unsqueeze(1) & classes
     active = ~exists
-    active[exists] = torch.from_numpy(multipliers > distances).view(ways, n).t().flatten()
+    active[exists] = from_numpy(multipliers > distances).view(ways, n).t().flatten()
     return active
 
 
@@ -192,9 +194,9 @@ def _given_active(problem: Dual, active: Tensor) -> tuple[Tensor, Tensor]:
     fixed = (1 - free) * C * y
     system = free * shared * free.mT + torch.diag_embed((1 - free).squeeze(-1))
     right = torch.cat([free * (y - shared @ fixed), torch.diag_embed(free.squeeze(-1))], dim=-1)
-    particular, homogeneous = torch.linalg.solve_ex(system, right)[0].split([1, gram.shape[-1]], dim=-1)
+    particular, homogeneous = linalg.solve_ex(system, right)[0].split([1, gram.shape[-1]], dim=-1)
     padding = torch.diag_embed((~problem.exists.any(2)).to(gram.dtype))
-    nu = torch.linalg.solve_ex(homogeneous.sum(1) + padding, (particular + fixed).sum(1))[0].unsqueeze(1)
+    nu = linalg.solve_ex(homogeneous.sum(1) + padding, (particular + fixed).sum(1))[0].unsqueeze(1)
     alpha = particular - homogeneous @ nu + fixed
     with torch.no_grad():
         scores, distances = shared @ alpha, C * y - alpha

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from metagrad.core._torch import linalg
+from metagrad.core.checks import is_integer
 from metagrad.meta.algorithms.heads.base import HeadAlgorithm, checked_positive
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
@@ -36,7 +38,7 @@ def ridge(x: Tensor, y: Tensor, penalty: float | Tensor) -> Tensor:
 def solved(gram: Tensor, penalty: float | Tensor, b: Tensor) -> Tensor:
     r"""Return :math:`(G + \lambda I)^{-1} B`; NaN in one task is NaN there, for its loss to tell."""
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve_ex(gram + penalty * eye, b)[0]
+    return linalg.solve_ex(gram + penalty * eye, b)[0]
 
 
 def with_ones(features: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -154,7 +156,7 @@ class LRD2(R2D2):
         **arguments: Any,
     ) -> None:
         super().__init__(model, loss_fn, penalty=penalty, scale=scale, bias=bias, **arguments)
-        if not isinstance(newton_steps, int) or newton_steps < 1:
+        if not is_integer(newton_steps) or newton_steps < 1:
             raise ValueError(f"LRD2(..., newton_steps): expected an int of 1 or more, got {newton_steps!r}.")
         self.newton_steps = newton_steps
 

@@ -1,0 +1,59 @@
+"""What a user gives and is told: questions about values, whose types are promises until then, and warnings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+_INSIDE = (
+    str(Path(__file__).parents[1]) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    contextlib.__file__,
+)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Say whether a value is an integer, which True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_a(value: object, *kinds: type[T]) -> TypeGuard[T]:
+    """Say whether a value is of one of some types, also where its declared type says so."""
+    return isinstance(value, kinds)
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Say whether a value is a sequence, of whatever."""
+    return isinstance(value, Sequence)
+
+
+def is_list_or_tuple(value: object) -> TypeGuard[Sequence[Any]]:
+    """Say whether a value is a list or a tuple, of whatever."""
+    return isinstance(value, (list, tuple))
+
+
+def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Say whether a value is a mapping, of whatever."""
+    return isinstance(value, Mapping)
+
+
+def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
+    """Say whether a value is a dict, of whatever."""
+    return isinstance(value, dict)
+
+
+def warn(message: str) -> None:
+    """Warn, as a ``UserWarning``, of the innermost line that is neither the library's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

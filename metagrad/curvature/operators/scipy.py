@@ -1,0 +1,47 @@
+"""Operators as SciPy takes them, which has no types of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import numpy as np
+    from scipy.sparse.linalg import LinearOperator
+
+    from metagrad.curvature.linear_map import LinearMap
+
+_NUMPY = {torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+
+
+def to_scipy(operator: LinearMap) -> LinearOperator:
+    """Return a ``scipy.sparse.linalg.LinearOperator`` that multiplies NumPy arrays on the CPU; without graph.
+
+    The operator must stay open for as long as that is used.
+
+    Raises:
+        ValueError: NumPy does not have the dtype, as bfloat16.
+
+    Example:
+        >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
+        >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
+        array([3., 6.], dtype=float32)
+    """
+    from scipy.sparse.linalg import LinearOperator
+
+    if operator.dtype not in _NUMPY:
+        raise ValueError(
+            f"H.to_scipy(): NumPy has no {operator.dtype}. Convert the model and its data with .float() first."
+        )
+
+    def matmat(columns: np.ndarray) -> np.ndarray:
+        rows = torch.as_tensor(columns.T, dtype=operator.dtype, device=operator.device)
+        return operator.products(rows).detach().cpu().numpy().T
+
+    def matvec(column: np.ndarray) -> np.ndarray:
+        return matmat(column.reshape(-1, 1))[:, 0]
+
+    dtype = _NUMPY[operator.dtype]
+    untyped: Any = LinearOperator
+    return untyped(operator.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)
