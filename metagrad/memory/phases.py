@@ -152,8 +152,8 @@ class PhaseStack:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._meter.reset()
-        self.root = self._start(Phase())
-        self.open = [self.root]
+        self.root: Phase = self._start(Phase())
+        self.open: list[Phase] = [self.root]
 
     @property
     def top(self) -> Phase:

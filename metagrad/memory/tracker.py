@@ -94,7 +94,7 @@ class MemoryTracker:
 
     def __init__(self, device: torch.device | str | None = None, method: Method = "auto") -> None:
         self.device = _check_device(device)
-        self.method = _check_method(method, self.device)
+        self.method: str = _check_method(method, self.device)
         self._run: TrackedRun | None = None
 
     def __enter__(self) -> MemoryTracker:
@@ -255,7 +255,7 @@ class TrackedRun:
                 instruments.callback(self._ledger.close)
             self._stack = PhaseStack(self._meter())
             self._instruments = instruments.pop_all()
-        self.root = self._stack.root
+        self.root: Phase = self._stack.root
         self._point_ledger()
 
     @property

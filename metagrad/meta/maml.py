@@ -201,7 +201,7 @@ class MAML(nn.Module):
         self.nonfinite: Nonfinite = nonfinite
         self._compile = checked_compile("MAML(...)", compile)
         self._cache = _Cache(model, loss_fn, task_chunk, self._compile)
-        self.sparse = check_tables(model, sparse, inner, self._adapted_parameters())
+        self.sparse: tuple[str, ...] = check_tables(model, sparse, inner, self._adapted_parameters())
         self._check()
         own_start(start, model, self._adapted_parameters(), self.sparse)
         if memory == "block":

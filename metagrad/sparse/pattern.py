@@ -58,7 +58,7 @@ class Segments:
 
     def __init__(self, ids: Tensor, num_segments: int) -> None:
         check_index("Segments(ids, num_segments)", "ids", ids, num_segments)
-        self.ids = ids.detach().long()
+        self.ids: Tensor = ids.detach().long()
         self.num_segments = num_segments
 
     @classmethod

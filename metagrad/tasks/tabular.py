@@ -90,10 +90,13 @@ class Tabular:
         check_counts("Tabular", {"shots": shots, "queries": queries})
         if small not in ("raise", "skip"):
             raise ValueError(f"Tabular: small must be 'raise' or 'skip', got {small!r}.")
-        self.task, self.shots, self.queries = task, shots, queries
-        self.classify, self.split = classify, split
-        self.device = torch.get_default_device() if device is None else torch.device(device)
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.task = task
+        self.shots = shots
+        self.queries = queries
+        self.classify = classify
+        self.split = split
+        self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
+        self.dtype: torch.dtype = torch.get_default_dtype() if dtype is None else dtype
         check_float_dtype("Tabular", self.dtype)
         columns = read_columns("Tabular", table)
         self.categories: dict[str, list[Any]] = {}
@@ -139,8 +142,8 @@ class Tabular:
         needed = self.shots + self.queries
         chosen = choose_split("Tabular", "tasks", names, wanted, self.split)
         counts = dict(zip(names, np.bincount(codes).tolist(), strict=True))
-        self.skipped = [name for name in chosen if counts[name] < needed]
-        self.tasks = [name for name in chosen if counts[name] >= needed]
+        self.skipped: list[Hashable] = [name for name in chosen if counts[name] < needed]
+        self.tasks: list[Hashable] = [name for name in chosen if counts[name] >= needed]
         if (self.skipped and small == "raise") or not self.tasks:
             described = ", ".join(f"{name!r} has {counts[name]}" for name in self.skipped[:5])
             raise ValueError(

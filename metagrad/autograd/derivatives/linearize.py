@@ -110,10 +110,10 @@ class Linearization:
         *,
         create_graph: bool,
     ) -> None:
-        self.loss = loss if create_graph else loss.detach()
-        self.variables = variables
+        self.loss: Tensor = loss if create_graph else loss.detach()
+        self.variables: list[Variable] = variables
         self.create_graph = create_graph
-        self.is_closed = False
+        self.is_closed: bool = False
         self._spec = spec
         self._parts = parts
         self._source = loss

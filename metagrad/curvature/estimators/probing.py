@@ -48,13 +48,14 @@ class Probing:
         check_drawing(call, distribution, generator)
         self.call = call
         self.operator = operator
-        self.n = checked_size(call, operator)
+        self.n: int = checked_size(call, operator)
         self.distribution: Distribution = distribution
         self.generator = generator
         # A probe, its product, what is made of both, and memory to join them.
-        self.rows = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
-        self.budget, self.rtol = budget, rtol
-        self.matvecs = 0
+        self.rows: int = rows_in_chunk(call, chunk, 4 * self.n, operator.dtype)
+        self.budget = budget
+        self.rtol = rtol
+        self.matvecs: int = 0
 
     def draw(self, count: int) -> Tensor:
         """Draw the next probes, [count, n]."""

@@ -167,7 +167,7 @@ class Accumulated(Operator):
         self._group = group
         # Products may be computed under another autocast state than the one that the model is meant to run in.
         self._autocast = AutocastState()
-        self.space = self._joint_space(params)
+        self.space: ParameterSpace = self._joint_space(params)
 
     def _products(self, vectors: Tensor) -> Tensor:
         if self._group is not None:

@@ -40,9 +40,9 @@ class BatchLoss:
 
     def __init__(self, loss_fn: LossFn, params: Parameters, args: Sequence[Tree]) -> None:
         self.loss_fn = loss_fn
-        self.args = tuple(args)
-        self.params = {name: _variable(param) for name, param in params.items()}
-        self.is_closure = takes_nothing(loss_fn)
+        self.args: tuple[Tree, ...] = tuple(args)
+        self.params: Parameters = {name: _variable(param) for name, param in params.items()}
+        self.is_closure: bool = takes_nothing(loss_fn)
         self.padding: dict[str, Tensor] = {}
         self._random = RandomState()
         self._autocast = AutocastState()

@@ -113,7 +113,7 @@ class Operator:
 
     def __init__(self, space: ParameterSpace) -> None:
         self.space = space
-        self.is_closed = False
+        self.is_closed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -340,7 +340,7 @@ class Sum(Operator):
 
     def __init__(self, terms: Sequence[Operator]) -> None:
         super().__init__(terms[0].space)
-        self.terms = tuple(terms)
+        self.terms: tuple[Operator, ...] = tuple(terms)
 
     def _products(self, vectors: Tensor) -> Tensor:
         total = self.terms[0].products(vectors)
@@ -374,7 +374,7 @@ class Preconditioned(Operator):
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
         super().__init__(operator.space)
         self.operator = operator
-        self.root = self._checked(root)
+        self.root: Rows = self._checked(root)
 
     def _checked(self, root: Rows | Tensor | Vectors) -> Rows:
         call, n = "H.preconditioned(root)", self.space.size

@@ -119,8 +119,10 @@ class ParameterSpace:
         first = next(iter(params.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
-        self.entries = [_coordinates(name, p, (rows or {}).get(name)) for name, p in params.items()]
-        self.slices = _slices(self.entries)
+        self.entries: list[Coordinates] = [
+            _coordinates(name, p, (rows or {}).get(name)) for name, p in params.items()
+        ]
+        self.slices: dict[str, slice] = _slices(self.entries)
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor | SparseTensor], variables: Sequence[Variable]) -> ParameterSpace:

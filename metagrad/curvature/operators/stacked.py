@@ -112,12 +112,14 @@ class Hessians:
 
     def __init__(self, losses: Tensor, params: dict[str, Tensor], lin: Linearization) -> None:
         first = next(iter(params.values()))
-        self.losses, self.num_matrices = losses, len(losses) if losses.ndim else 1
-        self.dtype, self.device = first.dtype, first.device
+        self.losses: Tensor = losses
+        self.num_matrices: int = len(losses) if losses.ndim else 1
+        self.dtype: torch.dtype = first.dtype
+        self.device: torch.device = first.device
         self._shapes = {name: p.shape for name, p in params.items()}
         self._sizes = [p.numel() // self.num_matrices for p in params.values()]
         self._lin = lin
-        self.shape = (sum(self._sizes), sum(self._sizes))
+        self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
 
     @property
     def gradient(self) -> Tensor:

@@ -93,10 +93,10 @@ class Preflight:
         self.title = title
         self.order = order
         self.findings = tuple(sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict)))
-        self.memory = dict(memory)
-        self.notes = tuple(notes)
-        self.remedies = tuple(remedies)
-        self.fixed = tuple(fixed)
+        self.memory: dict[str, MemoryCost] = dict(memory)
+        self.notes: tuple[str, ...] = tuple(notes)
+        self.remedies: tuple[Remedy, ...] = tuple(remedies)
+        self.fixed: tuple[ModuleFinding, ...] = tuple(fixed)
 
     @property
     def ok(self) -> bool:

@@ -129,6 +129,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         "Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.",
     )
     """The first argument, and its documentation."""
+    __signature__: ClassVar[inspect.Signature]
     elementwise: ClassVar[bool] = True
     """Whether the rule treats elements one by one (of a convolution kernel, its positions together), and leaves those
     alone whose gradient has always been zero."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 _CALL = "SparseTensor(pattern, values)"
 
 
-def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise], SparseTensor]:
+KeepsZero: TypeAlias = "Callable[[Elementwise], SparseTensor]"
+MovesZero: TypeAlias = "Callable[[Elementwise], NoReturn]"
+
+
+def _keeps_zero(function: Callable[[Tensor], Tensor]) -> KeepsZero:
     name = function.__name__
 
     def method(self: Elementwise) -> SparseTensor:
@@ -36,7 +40,7 @@ def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise],
     return method
 
 
-def _moves_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Elementwise], NoReturn]:
+def _moves_zero(function: Callable[[Tensor], Tensor]) -> MovesZero:
     name = function.__name__
 
     def method(self: Elementwise) -> NoReturn:
@@ -72,49 +76,49 @@ class Elementwise:
         """The matrix that the methods work on."""
         raise NotImplementedError
 
-    abs = _keeps_zero(torch.abs)
-    asin = _keeps_zero(torch.asin)
-    asinh = _keeps_zero(torch.asinh)
-    atan = _keeps_zero(torch.atan)
-    atanh = _keeps_zero(torch.atanh)
-    ceil = _keeps_zero(torch.ceil)
-    deg2rad = _keeps_zero(torch.deg2rad)
-    erf = _keeps_zero(torch.erf)
-    erfinv = _keeps_zero(torch.erfinv)
-    expm1 = _keeps_zero(torch.expm1)
-    floor = _keeps_zero(torch.floor)
-    frac = _keeps_zero(torch.frac)
-    log1p = _keeps_zero(torch.log1p)
-    neg = _keeps_zero(torch.neg)
-    rad2deg = _keeps_zero(torch.rad2deg)
-    relu = _keeps_zero(torch.relu)
-    round = _keeps_zero(torch.round)
-    sgn = _keeps_zero(torch.sgn)
-    sign = _keeps_zero(torch.sign)
-    sin = _keeps_zero(torch.sin)
-    sinh = _keeps_zero(torch.sinh)
-    sqrt = _keeps_zero(torch.sqrt)
-    square = _keeps_zero(torch.square)
-    tan = _keeps_zero(torch.tan)
-    tanh = _keeps_zero(torch.tanh)
-    trunc = _keeps_zero(torch.trunc)
+    abs: ClassVar[KeepsZero] = _keeps_zero(torch.abs)
+    asin: ClassVar[KeepsZero] = _keeps_zero(torch.asin)
+    asinh: ClassVar[KeepsZero] = _keeps_zero(torch.asinh)
+    atan: ClassVar[KeepsZero] = _keeps_zero(torch.atan)
+    atanh: ClassVar[KeepsZero] = _keeps_zero(torch.atanh)
+    ceil: ClassVar[KeepsZero] = _keeps_zero(torch.ceil)
+    deg2rad: ClassVar[KeepsZero] = _keeps_zero(torch.deg2rad)
+    erf: ClassVar[KeepsZero] = _keeps_zero(torch.erf)
+    erfinv: ClassVar[KeepsZero] = _keeps_zero(torch.erfinv)
+    expm1: ClassVar[KeepsZero] = _keeps_zero(torch.expm1)
+    floor: ClassVar[KeepsZero] = _keeps_zero(torch.floor)
+    frac: ClassVar[KeepsZero] = _keeps_zero(torch.frac)
+    log1p: ClassVar[KeepsZero] = _keeps_zero(torch.log1p)
+    neg: ClassVar[KeepsZero] = _keeps_zero(torch.neg)
+    rad2deg: ClassVar[KeepsZero] = _keeps_zero(torch.rad2deg)
+    relu: ClassVar[KeepsZero] = _keeps_zero(torch.relu)
+    round: ClassVar[KeepsZero] = _keeps_zero(torch.round)
+    sgn: ClassVar[KeepsZero] = _keeps_zero(torch.sgn)
+    sign: ClassVar[KeepsZero] = _keeps_zero(torch.sign)
+    sin: ClassVar[KeepsZero] = _keeps_zero(torch.sin)
+    sinh: ClassVar[KeepsZero] = _keeps_zero(torch.sinh)
+    sqrt: ClassVar[KeepsZero] = _keeps_zero(torch.sqrt)
+    square: ClassVar[KeepsZero] = _keeps_zero(torch.square)
+    tan: ClassVar[KeepsZero] = _keeps_zero(torch.tan)
+    tanh: ClassVar[KeepsZero] = _keeps_zero(torch.tanh)
+    trunc: ClassVar[KeepsZero] = _keeps_zero(torch.trunc)
 
-    acos = _moves_zero(torch.acos)
-    acosh = _moves_zero(torch.acosh)
-    cos = _moves_zero(torch.cos)
-    cosh = _moves_zero(torch.cosh)
-    digamma = _moves_zero(torch.digamma)
-    erfc = _moves_zero(torch.erfc)
-    exp = _moves_zero(torch.exp)
-    exp2 = _moves_zero(torch.exp2)
-    lgamma = _moves_zero(torch.lgamma)
-    log = _moves_zero(torch.log)
-    log10 = _moves_zero(torch.log10)
-    log2 = _moves_zero(torch.log2)
-    logit = _moves_zero(torch.logit)
-    reciprocal = _moves_zero(torch.reciprocal)
-    rsqrt = _moves_zero(torch.rsqrt)
-    sigmoid = _moves_zero(torch.sigmoid)
+    acos: ClassVar[MovesZero] = _moves_zero(torch.acos)
+    acosh: ClassVar[MovesZero] = _moves_zero(torch.acosh)
+    cos: ClassVar[MovesZero] = _moves_zero(torch.cos)
+    cosh: ClassVar[MovesZero] = _moves_zero(torch.cosh)
+    digamma: ClassVar[MovesZero] = _moves_zero(torch.digamma)
+    erfc: ClassVar[MovesZero] = _moves_zero(torch.erfc)
+    exp: ClassVar[MovesZero] = _moves_zero(torch.exp)
+    exp2: ClassVar[MovesZero] = _moves_zero(torch.exp2)
+    lgamma: ClassVar[MovesZero] = _moves_zero(torch.lgamma)
+    log: ClassVar[MovesZero] = _moves_zero(torch.log)
+    log10: ClassVar[MovesZero] = _moves_zero(torch.log10)
+    log2: ClassVar[MovesZero] = _moves_zero(torch.log2)
+    logit: ClassVar[MovesZero] = _moves_zero(torch.logit)
+    reciprocal: ClassVar[MovesZero] = _moves_zero(torch.reciprocal)
+    rsqrt: ClassVar[MovesZero] = _moves_zero(torch.rsqrt)
+    sigmoid: ClassVar[MovesZero] = _moves_zero(torch.sigmoid)
 
     __abs__ = abs
     __neg__ = neg
@@ -258,7 +262,8 @@ class SparseTensor(Conversions, Operators):
                 f"{_CALL}: the pattern is on {pattern.device} and the values are on {values.device}. "
                 "Move one with .to(device)."
             )
-        self.pattern, self.values = pattern, values
+        self.pattern: Pattern = pattern
+        self.values: Tensor = values
 
     def with_values(self, values: Tensor) -> SparseTensor:
         """Return a matrix on the same pattern with other values."""

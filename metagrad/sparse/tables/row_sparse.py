@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {}
 """What torch calls below its tape, in `row_operations`; what is not in it raises."""
 
 
-def _operator(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+Operation: TypeAlias = Callable[..., Tensor]
+
+
+def _operator(function: Operation) -> Operation:
     return lambda self, other: function(self, other)
 
 
@@ -60,24 +63,24 @@ class Rows(Tensor):
 
     # torch answers a TypeError inside an operator with NotImplemented, and Python then with a message of its own,
     # or, for ==, with False. Called as functions they raise what they have to say.
-    __add__ = _operator(torch.add)
-    __radd__ = _operator(torch.add)
-    __sub__ = _operator(torch.sub)
-    __rsub__ = _operator(torch.rsub)
-    __mul__ = _operator(torch.mul)
-    __rmul__ = _operator(torch.mul)
-    __truediv__ = _operator(torch.div)
-    __rtruediv__ = _operator(lambda self, other: torch.reciprocal(self) * other)
-    __pow__ = _operator(torch.pow)
-    __rpow__ = _operator(lambda self, other: torch.pow(other, self))
-    __matmul__ = _operator(torch.matmul)
-    __rmatmul__ = _operator(lambda self, other: torch.matmul(other, self))
-    __eq__ = _operator(torch.eq)  # type: ignore[reportAssignmentType]
-    __ne__ = _operator(torch.ne)  # type: ignore[reportAssignmentType]
-    __lt__ = _operator(torch.lt)
-    __le__ = _operator(torch.le)
-    __gt__ = _operator(torch.gt)
-    __ge__ = _operator(torch.ge)
+    __add__: ClassVar[Operation] = _operator(torch.add)
+    __radd__: ClassVar[Operation] = _operator(torch.add)
+    __sub__: ClassVar[Operation] = _operator(torch.sub)
+    __rsub__: ClassVar[Operation] = _operator(torch.rsub)
+    __mul__: ClassVar[Operation] = _operator(torch.mul)
+    __rmul__: ClassVar[Operation] = _operator(torch.mul)
+    __truediv__: ClassVar[Operation] = _operator(torch.div)
+    __rtruediv__: ClassVar[Operation] = _operator(lambda self, other: torch.reciprocal(self) * other)
+    __pow__: ClassVar[Operation] = _operator(torch.pow)
+    __rpow__: ClassVar[Operation] = _operator(lambda self, other: torch.pow(other, self))
+    __matmul__: ClassVar[Operation] = _operator(torch.matmul)
+    __rmatmul__: ClassVar[Operation] = _operator(lambda self, other: torch.matmul(other, self))
+    __eq__: ClassVar[Operation] = _operator(torch.eq)  # type: ignore[reportAssignmentType]
+    __ne__: ClassVar[Operation] = _operator(torch.ne)  # type: ignore[reportAssignmentType]
+    __lt__: ClassVar[Operation] = _operator(torch.lt)
+    __le__: ClassVar[Operation] = _operator(torch.le)
+    __gt__: ClassVar[Operation] = _operator(torch.gt)
+    __ge__: ClassVar[Operation] = _operator(torch.ge)
     __hash__ = Tensor.__hash__
 
     def _elsewhere(self, ids: Tensor) -> Tensor:

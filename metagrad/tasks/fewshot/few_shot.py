@@ -127,8 +127,9 @@ class FewShot:
             raise ValueError(f"{call}: small must be 'raise' or 'skip', got {small!r}.")
         if dtype is not None:
             check_float_dtype(call, dtype)
-        self.split, self.dtype = split, dtype
-        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.split = split
+        self.dtype = dtype
+        self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         is_pair = isinstance(dataset, tuple)
         if is_pair and labels is not None:
             raise ValueError(
@@ -190,7 +191,7 @@ class FewShot:
             wanted = getattr(self.dataset, "splits", None) or None
         chosen = choose_split(call, "classes", known, wanted, self.split)
         counts = dict(zip(known, to_list(torch.bincount(codes, minlength=len(known))), strict=True))
-        self.skipped = [name for name in chosen if counts[name] < fewest]
+        self.skipped: list[Hashable] = [name for name in chosen if counts[name] < fewest]
         if self.skipped and small == "raise":
             raise ValueError(_too_small(call, self.skipped, len(chosen), counts, self.composition))
         self.classes: list[Hashable] = [name for name in chosen if counts[name] >= fewest]

@@ -96,16 +96,16 @@ class ImageFolders(Dataset[Any]):
             raise ValueError(f"ImageFolders: size must be at least 1, got {size}.")
         if mode not in ("RGB", "L"):
             raise ValueError(f"ImageFolders: mode must be 'RGB' or 'L', got {mode!r}.")
-        self.root = find_path("ImageFolders", root)
+        self.root: Path = find_path("ImageFolders", root)
         self.size, self.transform, self.mode = size, transform, mode
-        self.cache = 0 if cache is None else checked_bytes("ImageFolders", "cache", cache)
+        self.cache: int = 0 if cache is None else checked_bytes("ImageFolders", "cache", cache)
         self._kept, self._room = dict[int, np.ndarray](), self.cache
         found = _find(self.root, splits)
-        self.splits = found.splits
-        self.classes = sorted({name for _, name in found.files})
+        self.splits: Splits = found.splits
+        self.classes: list[str] = sorted({name for _, name in found.files})
         numbers = {name: number for number, name in enumerate(self.classes)}
-        self.files = [file for file, _ in found.files]
-        self.targets = [numbers[name] for _, name in found.files]
+        self.files: list[Path] = [file for file, _ in found.files]
+        self.targets: list[int] = [numbers[name] for _, name in found.files]
 
     def __len__(self) -> int:
         """Return the number of images."""

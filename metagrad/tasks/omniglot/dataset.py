@@ -109,8 +109,9 @@ class Omniglot(FewShot):
         characters = SPLITS[split].characters
         _check_ways(ways, len(characters) * (4 if rotations else 1), split)
 
-        self.rotations, self.resize = rotations, resize
-        self.files = find_files(root, SPLITS[split], download=download)
+        self.rotations = rotations
+        self.resize = resize
+        self.files: list[Path] = find_files(root, SPLITS[split], download=download)
         images = load_images(self.files, characters, size=size, resize=resize)
         images = add_rotations(images) if rotations else images
         labels = torch.arange(len(images), device="cpu").repeat_interleave(NUM_DRAWERS)

@@ -51,7 +51,7 @@ class Sinusoid(Regression):
         **arguments: Any,
     ) -> None:
         super().__init__(shots, queries, **arguments)
-        self.ranges = _checked("Sinusoid", {"amplitude": amplitude, "phase": phase})
+        self.ranges: dict[str, Range] = _checked("Sinusoid", {"amplitude": amplitude, "phase": phase})
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
         """Draw the true curves alone; see `Regression.sample_functions`."""
@@ -91,7 +91,7 @@ class Linear(Regression):
         **arguments: Any,
     ) -> None:
         super().__init__(shots, queries, **arguments)
-        self.ranges = _checked("Linear", {"slope": slope, "intercept": intercept})
+        self.ranges: dict[str, Range] = _checked("Linear", {"slope": slope, "intercept": intercept})
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
         """Draw the true lines alone; see `Regression.sample_functions`."""
@@ -133,7 +133,7 @@ class Step(Regression):
         **arguments: Any,
     ) -> None:
         super().__init__(shots, queries, **arguments)
-        self.ranges = _checked("Step", {"left": left, "right": right, "position": position})
+        self.ranges: dict[str, Range] = _checked("Step", {"left": left, "right": right, "position": position})
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Curves:
         """Draw the true steps alone; see `Regression.sample_functions`."""
@@ -187,7 +187,7 @@ class SinusoidOrLine(Regression):
         **arguments: Any,
     ) -> None:
         super().__init__(shots, queries, noise=noise, **arguments)
-        self.ranges = _checked(
+        self.ranges: dict[str, Range] = _checked(
             "SinusoidOrLine",
             {"amplitude": amplitude, "phase": phase, "slope": slope, "intercept": intercept},
         )

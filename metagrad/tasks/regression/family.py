@@ -113,10 +113,12 @@ class Regression:
         check_counts(call, {"shots": shots, "queries": queries})
         check_range(call, "x", x)
         check_not_negative(call, "noise", noise)
-        self.shots, self.queries, self.noise = shots, queries, noise
+        self.shots = shots
+        self.queries = queries
+        self.noise = noise
         self.x: Range = (x[0], x[1])
-        self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.dtype: torch.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.device: torch.device = torch.get_default_device() if device is None else torch.device(device)
         check_float_dtype(call, self.dtype)
 
     def sample_functions(self, num_tasks: int, *, generator: torch.Generator | None = None) -> Functions:

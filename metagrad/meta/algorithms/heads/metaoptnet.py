@@ -79,7 +79,7 @@ class MetaOptNet(HeadAlgorithm):
             raise ValueError(f'MetaOptNet(..., head): expected "svm" or "ridge", got {head!r}.')
         self.head: Head = head
         self.C = checked_positive("MetaOptNet", "C", C)
-        self.penalty = checked_positive("MetaOptNet", "penalty", penalty)
+        self.penalty: float = checked_positive("MetaOptNet", "penalty", penalty)
         if not 0 <= damping < math.inf:
             raise ValueError(f"MetaOptNet(..., damping): expected a number of at least 0, got {damping!r}.")
         self.damping = damping
