@@ -27,7 +27,7 @@ from metagrad.autograd.derivatives.variables import (
     grouped,
     inputs_of,
 )
-from metagrad.core._torch import linalg
+from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
 from metagrad.core.tree import leaf_names
 from metagrad.curvature.linear_map import LinearMap
@@ -164,7 +164,7 @@ def _outer_gradients(
         raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
     variables = find_variables(CALL, loss, problem.wrapped(values), problem.sparse)
     inputs = inputs_of(variables)
-    found = torch.autograd.grad(loss, [*inputs, *hyper], create_graph=problem.create_graph, allow_unused=True)  # type: ignore[reportArgumentType, reportCallIssue]
+    found = gradients_or_none(loss, [*inputs, *hyper], create_graph=problem.create_graph, allow_unused=True)
     slopes = coordinates(variables, grouped(variables, found[: len(inputs)]))
     return variables, slopes, list(found[len(inputs) :])
 

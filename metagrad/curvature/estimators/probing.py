@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import is_a, is_integer
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
@@ -130,7 +130,7 @@ class Estimator(Protocol):
 def checked_budget(call: str, probes: int | None, rtol: float | None, least: int = 1) -> int:
     """Return how many products may be spent."""
     if rtol is not None:
-        if isinstance(rtol, bool) or not isinstance(rtol, (int, float)):
+        if isinstance(rtol, bool) or not is_a(rtol, int, float):
             raise TypeError(f"{call}: rtol must be a number or None, got {rtol!r}.")
         if not (math.isfinite(rtol) and rtol > 0):
             raise ValueError(f"{call}: rtol must be positive and finite, such as 0.02, got {rtol}.")

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import is_a, is_integer
 from metagrad.curvature.linear_map import LinearMap, OwnMatrices, Rows, shaped_products
 from metagrad.curvature.solvers.implicit import is_batched
 
@@ -96,7 +96,7 @@ def checked_damping(damping: float | Tensor) -> float:
 def check_vector(name: str, vector: Tensor, operator: LinearMap, like: Tensor | None = None) -> None:
     """Check a right-hand side, or a start, which is like it."""
     n = operator.shape[0]
-    if not isinstance(vector, Tensor):
+    if not is_a(vector, Tensor):
         raise TypeError(f"{CALL}: {name} must be a tensor, got {type(vector).__name__}.")
     if vector.ndim not in (1, 2) or vector.shape[-1] != n:
         raise ValueError(
