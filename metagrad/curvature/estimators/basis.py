@@ -7,6 +7,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.rows import orthonormal
 
 
 class Basis:
@@ -31,12 +32,12 @@ class Basis:
             ValueError: The vectors are to be differentiated, and are dependent to half the digits.
         """
         k = self.rows.shape[0]
-        q, r = linalg.qr(torch.cat([self.rows, vectors]).t())
-        signs = torch.sign(r.diagonal()[:k].detach())
-        coordinates = r[:, k:].t()
+        rows, lower = orthonormal(torch.cat([self.rows, vectors]))
+        signs = torch.sign(lower.diagonal()[:k].detach())
+        coordinates = lower[k:]
         coordinates = torch.cat([coordinates[:, :k] * signs, coordinates[:, k:]], 1)
         self.lower = torch.cat([torch.nn.functional.pad(self.lower, (0, vectors.shape[0])), coordinates])
-        new = q[:, k:].t()
+        new = rows[k:]
         self.rows = torch.cat([self.rows, new])
         if self.lower.requires_grad:
             self._check_independence(call)
@@ -44,7 +45,7 @@ class Basis:
 
     def _check_independence(self, call: str) -> None:
         pivots = self.lower.detach().diagonal().abs()
-        if pivots.min() < torch.finfo(pivots.dtype).eps ** 0.5 * pivots.max():
+        if not pivots.min() >= torch.finfo(pivots.dtype).eps ** 0.5 * pivots.max():
             raise ValueError(
                 f"{call}: the products require grad, and {len(pivots)} of them are numerically dependent, so their "
                 'orthonormal basis has no usable derivative. Take method="hutchinson" or fewer probes.'

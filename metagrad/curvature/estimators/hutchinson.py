@@ -8,6 +8,7 @@ from torch import Tensor
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.rows import inner
 
 
 class Hutchinson(Estimator):
@@ -117,12 +118,12 @@ class HutchPlusPlus(Estimator):
             new = basis.append(probing.products(probing.draw(grown)), probing.call)
             products_of_new = probing.products(new)
             self.products_of_basis = torch.cat([self.products_of_basis, products_of_new])
-            inside = self.probes @ new.t()
+            inside = inner(self.probes, new)
             self.probes = self.probes - inside @ new
             self.products = self.products - inside @ products_of_new
         probes = probing.draw(products - 2 * grown)
         for _ in range(2):  # once leaves rounding errors of the size of the probe, not of its rest
-            probes = probes - (probes @ basis.rows.t()) @ basis.rows
+            probes = probes - inner(probes, basis.rows) @ basis.rows
         self.probes = torch.cat([self.probes, probes])
         self.products = torch.cat([self.products, probing.products(probes)])
 

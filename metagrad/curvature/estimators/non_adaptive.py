@@ -8,6 +8,7 @@ from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.rows import inner
 
 
 class NonAdaptiveHutchPlusPlus(Estimator):
@@ -66,8 +67,8 @@ class NonAdaptiveHutchPlusPlus(Estimator):
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
         probing, basis = self.probing, self.basis.rows
-        coordinates = linalg.pinv(self.tests @ basis.t()) @ self.products_of_tests
-        inside = ((self.probes @ basis.t()) * (self.probes @ coordinates.t())).sum(1)
+        coordinates = linalg.pinv(inner(self.tests, basis)) @ self.products_of_tests
+        inside = (inner(self.probes, basis) * inner(self.probes, coordinates)).sum(1)
         return from_samples(
             (self.probes * self.products).sum(1) - inside,
             probing.rounding(self.products.square().sum(1).mean().sqrt()),

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import linalg
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.curvature.rows import norm
 
 Distribution = Literal["rademacher", "normal", "sphere"]
 
@@ -103,4 +103,4 @@ def _fill(row: Tensor, distribution: Distribution, generator: torch.Generator | 
         return
     row.normal_(generator=generator)
     if distribution == "sphere":
-        row.mul_(math.sqrt(row.numel()) / linalg.vector_norm(row))
+        row.mul_(math.sqrt(row.numel()) / norm(row))

@@ -26,6 +26,7 @@ from metagrad.curvature.estimators.student import student_t
 from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.methods import with_methods
+from metagrad.curvature.rows import inner
 
 
 class Auto(Estimator):
@@ -96,7 +97,7 @@ def effective_rank(products: Tensor) -> float:
         >>> effective_rank(torch.tensor([[3.0, 3.0], [3.0, -3.0], [-3.0, 3.0]]))  # of 3 I and signs
         3.0
     """
-    gram = products @ products.t()
+    gram = inner(products, products)
     k = len(gram)
     second = float(gram.diagonal().mean())
     fourth = float(gram.square().fill_diagonal_(0).sum()) / max(1, k * (k - 1))

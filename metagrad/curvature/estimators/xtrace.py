@@ -11,6 +11,7 @@ from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import ProbedBasis, covariance_of, inflation, inverse_rows, left_out
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
 from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.rows import inner
 
 
 class XTrace(ProbedBasis):
@@ -37,12 +38,12 @@ class XTrace(ProbedBasis):
     def estimate(self) -> Estimate:
         """Estimate from all the products so far."""
         probing, basis, lower = self.probing, self.basis.rows, self.basis.lower
-        on_basis = basis @ self.products_of_basis.t()
-        inside = self.probes @ basis.t()
+        on_basis = inner(basis, self.products_of_basis)
+        inside = inner(self.probes, basis)
         lost = left_out(lower)
         one = _LeftOut(
             on_basis,
-            outer=self.probes @ self.products_of_basis.t() + lower,
+            outer=inner(self.probes, self.products_of_basis) + lower,
             lost=lost,
             inside=inside - lost * (lost * inside).sum(1, keepdim=True),
             whole=(inside * lower).sum(1),
@@ -156,7 +157,7 @@ class XNysTrace(Estimator):
             ValueError: The probes meet a negative eigenvalue, or the products are to be differentiated and are
                 numerically dependent.
         """
-        probing, gram = self.probing, self.probes @ self.probes.t()
+        probing, gram = self.probing, inner(self.probes, self.probes)
         form, shift = self._shifted(gram)
         products = self.products + shift * self.probes
         rows = inverse_rows(linalg.cholesky(form))
@@ -183,7 +184,7 @@ class XNysTrace(Estimator):
 
     def _shifted(self, gram: Tensor) -> tuple[Tensor, Tensor]:
         """Return the form Z A Z^T, [k, k], shifted so that rounding leaves it positive definite, and the shift."""
-        form = self.probes @ self.products.t()
+        form = inner(self.probes, self.products)
         k, eps = len(form), torch.finfo(form.dtype).eps
         asymmetry = linalg.matrix_norm((form - form.t()).detach())
         form = (form + form.t()) / 2

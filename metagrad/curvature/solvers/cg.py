@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
     Solver,
     divide,
-    dot,
     ended,
     fill,
     initial,
     is_finite,
+    length,
     multiply,
-    norm,
     running,
 )
 from metagrad.curvature.solvers.solution import Result
@@ -84,7 +84,7 @@ class ConjugateGradients:
 
     def _initial_state(self, b: Tensor, x: Tensor, r: Tensor, is_sound: Tensor) -> CGState:
         status = fill(running(b), ~is_sound, Result.NON_FINITE)
-        status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
+        status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
         z, rz, status = self._preconditioned(r, status)
         return CGState(
             x,
@@ -120,7 +120,7 @@ class ConjugateGradients:
             status = fill(status, leaves, Result.BOUNDARY)
         x, r = state.x + alpha[:, None] * state.p, state.r - alpha[:, None] * q
         del q  # off the tape, its memory is that of the next direction
-        status = fill(status, norm(r) <= self.tolerance, Result.CONVERGED)
+        status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
         models = self._models(state.models, x, b, r)
         if self.progress is not None:
             status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
@@ -188,7 +188,7 @@ def _step_to_boundary(state: CGState, radius: Tensor) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    return rows.detach() / norm(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
+    return rows.detach() / length(rows).clamp_min(torch.finfo(rows.dtype).tiny)[:, None]
 
 
 @dataclass(frozen=True)

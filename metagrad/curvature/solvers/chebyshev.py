@@ -20,8 +20,8 @@ from metagrad.curvature.solvers.iteration import (
     fill,
     initial,
     is_finite,
+    length,
     multiply,
-    norm,
     running,
 )
 from metagrad.curvature.solvers.solution import Result
@@ -95,8 +95,8 @@ class Chebyshev(Solver):
         center, square = sum(self.interval) / 2, ((self.interval[1] - self.interval[0]) / 2) ** 2
         x, r = initial(products, b, x0)
         status = fill(running(b), ~is_finite(r), Result.NON_FINITE)
-        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
-        steps, bound, slack = torch.zeros_like(status), norm(r), 1 + 100 * torch.finfo(b.dtype).eps
+        status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
+        steps, bound, slack = torch.zeros_like(status), length(r), 1 + 100 * torch.finfo(b.dtype).eps
         ratio, d = 1 / center, r / center
         for _ in range(limits.max_steps):
             active = status == RUNNING
@@ -105,14 +105,14 @@ class Chebyshev(Solver):
             following = r - multiply(products, d, active)
             status = fill(status, ~is_finite(following), Result.NON_FINITE)
             # No step is to a larger residual than the first; of a point, none is to a larger one than the last.
-            status = fill(status, norm(following) > bound * slack, Result.DIVERGED)
+            status = fill(status, length(following) > bound * slack, Result.DIVERGED)
             moves = (status == RUNNING)[:, None]
             x = x + torch.where(moves, d, 0.0)
             r = torch.where(moves, following, r)
             steps = steps + moves[:, 0]
-            status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+            status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
             if square == 0:
-                bound, d = norm(r), r / center
+                bound, d = length(r), r / center
                 continue
             before, ratio = ratio, 1 / (2 * center - square * ratio)
             d = square * ratio * before * d + 2 * ratio * r

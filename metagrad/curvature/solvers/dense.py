@@ -17,7 +17,7 @@ from metagrad.curvature.solvers.iteration import (
     fill,
     initial,
     is_finite,
-    norm,
+    length,
     running,
 )
 from metagrad.curvature.solvers.solution import Result
@@ -58,7 +58,7 @@ class Dense(Solver):
         matrices = matrices_of(products, b)
         are_sound = is_finite(matrices.flatten(1))
         status = fill(running(b), ~(is_finite(r) & are_sound), Result.NON_FINITE)
-        status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+        status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
         identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
         symmetric = torch.where(are_sound[:, None, None], (matrices + matrices.mT) / 2, identity)
         factors, info = linalg.cholesky_ex(symmetric)

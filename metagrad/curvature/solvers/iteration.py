@@ -7,9 +7,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import OwnMatrices, Rows
 from metagrad.curvature.methods import with_methods
+from metagrad.curvature.rows import norm
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
 
@@ -68,14 +68,9 @@ class Solver:
         raise NotImplementedError
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply row with row, [k, n] and [k, n] to [k]."""
-    return (a * b).sum(-1)
-
-
-def norm(rows: Tensor) -> Tensor:
+def length(rows: Tensor) -> Tensor:
     """Return the norm of each row, [k, n] to [k]; a constant for the tape."""
-    return linalg.vector_norm(rows.detach(), dim=-1)
+    return norm(rows.detach())
 
 
 def divide(numerator: Tensor, denominator: Tensor, where: Tensor) -> Tensor:

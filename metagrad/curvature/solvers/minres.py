@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
     Solver,
     divide,
-    dot,
     ended,
     fill,
     initial,
     is_finite,
+    length,
     multiply,
-    norm,
     running,
 )
 from metagrad.curvature.solvers.solution import Result
@@ -124,7 +124,7 @@ class MINRES(Solver):
 
 def _initial_state(x: Tensor, r: Tensor, precondition: Rows | None, limits: Limits) -> MinresState:
     status = fill(running(r), ~is_finite(r), Result.NON_FINITE)
-    status = fill(status, norm(r) <= limits.tolerance, Result.CONVERGED)
+    status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
     image = r if precondition is None else precondition(r)
     status, beta = _length(status, r, image)
     zero, zeros = torch.zeros_like(beta), torch.zeros_like(r)
@@ -169,7 +169,7 @@ def _step(
     )
     r = rotation.sn.square()[:, None] * state.r - (phi_bar * rotation.cs)[:, None] * following
     r = torch.where(regular[:, None], r, state.r)
-    status = fill(status, active & (norm(r) <= limits.tolerance), Result.CONVERGED)
+    status = fill(status, active & (length(r) <= limits.tolerance), Result.CONVERGED)
     is_exhausted = lanczos.beta.detach() <= torch.finfo(r.dtype).eps * size
     status = fill(status, active & is_exhausted, Result.STAGNATED)
     return MinresState(

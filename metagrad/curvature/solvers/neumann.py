@@ -10,7 +10,7 @@ from torch import Tensor
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.chebyshev import Chebyshev
-from metagrad.curvature.solvers.iteration import Limits, Run, Solver, norm
+from metagrad.curvature.solvers.iteration import Limits, Run, Solver, length
 from metagrad.curvature.solvers.system import LinearSystem
 
 POWER_STEPS = 10
@@ -90,6 +90,6 @@ def _largest_eigenvalue(system: LinearSystem) -> float:
     )
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):
-        v = system.constant_products(v / norm(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
-        size = norm(v).max()
+        v = system.constant_products(v / length(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])
+        size = length(v).max()
     return float(size) if bool(size.isfinite()) else 0.0

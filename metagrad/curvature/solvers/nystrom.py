@@ -10,6 +10,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size
+from metagrad.curvature.rows import inner, orthonormal
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.iteration import Limits, Run, Solver
 from metagrad.curvature.solvers.system import LinearSystem
@@ -88,7 +89,7 @@ class Nystrom:
         return lambda rows: rows + self._scaled(rows, gain)
 
     def _scaled(self, rows: Tensor, factors: Tensor) -> Tensor:
-        return (rows @ self.basis.t() * factors) @ self.basis
+        return (inner(rows, self.basis) * factors) @ self.basis
 
 
 def nystrom(
@@ -175,8 +176,8 @@ def _more(
     )
     if omega is not None:
         for _ in range(2):  # twice is enough (Kahan, Parlett)
-            fresh = fresh - (fresh @ omega.t()) @ omega
-    fresh = linalg.qr(fresh.t())[0].t().contiguous()
+            fresh = fresh - inner(fresh, omega) @ omega
+    fresh = orthonormal(fresh)[0].contiguous()
     products = checked_products("nystrom(operator)", operator, fresh).detach()
     if omega is None or y is None:
         return fresh, products
@@ -188,7 +189,7 @@ def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
     eps = torch.finfo(y.dtype).eps
     size = linalg.matrix_norm(y)
     shift = (eps * y.shape[1] ** 0.5 * size).clamp_min(torch.finfo(y.dtype).tiny)
-    core = omega @ y.t() + shift * torch.eye(len(omega), dtype=y.dtype, device=y.device)
+    core = inner(omega, y) + shift * torch.eye(len(omega), dtype=y.dtype, device=y.device)
     factor, info = linalg.cholesky_ex((core + core.t()) / 2)
     if int(info):
         raise ValueError(
@@ -196,9 +197,10 @@ def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
             'Take the Gauss-Newton or Fisher operator, or method="minres".'
         )
     rows = linalg.solve_triangular(factor, y + shift * omega, upper=False)
-    _, singular, basis = linalg.svd(rows, full_matrices=False)
+    orthogonal, lower = orthonormal(rows)
+    singular, turn = linalg.svd(lower)[1:]
     eigenvalues = singular.square() - shift
-    return Nystrom(basis, torch.where(eigenvalues > 10 * shift, eigenvalues, 0.0), len(omega))
+    return Nystrom(turn @ orthogonal, torch.where(eigenvalues > 10 * shift, eigenvalues, 0.0), len(omega))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import linalg
+from metagrad.core._torch import to_list
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.linear_map import LinearMap, Rows
+from metagrad.curvature.rows import dot, norm
 
 Preconditioner: TypeAlias = Callable[[Tensor], Tensor] | Tensor
 """A symmetric positive definite map of rows [k, n] that is close to the inverse, or the operator's diagonal [n]."""
@@ -84,8 +85,8 @@ def check_symmetric(
         )
     if not bool(images.isfinite().all()):
         return  # the solve reports it, with the row and the step
-    forth, back = float(pair[0] @ images[1]), float(pair[1] @ images[0])
-    scale = float((linalg.vector_norm(pair, dim=1) * linalg.vector_norm(images.flip(0), dim=1)).sum())
+    forth, back = to_list(dot(pair, images.flip(0)))
+    scale = float((norm(pair) * norm(images.flip(0))).sum())
     # Products x^T A y of independent x, y are of the size |x| |A y| / sqrt(n).
     tolerance = 10 * math.sqrt(torch.finfo(operator.dtype).eps) * scale / math.sqrt(operator.shape[0])
     if abs(forth - back) > tolerance:

@@ -13,7 +13,7 @@ from metagrad.core.checks import warn
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
-from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, norm
+from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.preconditioner import (
     Preconditioner,
     check_symmetric,
@@ -134,7 +134,7 @@ def solve(
     solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
-    limits = Limits((rtol * norm(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
+    limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
     work = _Work(system, solver, precondition)
     if differentiate == "implicit":
         check_transforms()
@@ -191,7 +191,7 @@ class _Work:
                     f'{result.value} Pass differentiate="unroll" for that of the steps.'
                 )
                 return refuse_derivatives(x, sentence, b, product)
-        relative = (limits.tolerance / norm(b)).nan_to_num(0.0, posinf=0.0)
+        relative = (limits.tolerance / length(b)).nan_to_num(0.0, posinf=0.0)
         rtol = max(rtol, float(relative.max()) if len(b) else 0.0)
         solver = replace(self.solver, radius=None) if isinstance(self.solver, CG) else self.solver
         converges = all(result is Result.CONVERGED for result in results)
@@ -208,7 +208,7 @@ class _Work:
         # Rows of size one: cotangents of a high order may be so small that their squares vanish.
         scale = g.detach().abs().amax(-1, keepdim=True)
         rows = g.detach() / torch.where(scale > 0, scale, 1.0)
-        run = self.off_the_tape(rows, None, Limits(rtol * norm(rows), max_steps))
+        run = self.off_the_tape(rows, None, Limits(rtol * length(rows), max_steps))
         results = {RESULTS[int(index)] for index in to_list(run.status)}
         for result in results:
             if result not in _APPROXIMATE:
@@ -223,9 +223,9 @@ class _Work:
 
 def _true_residuals(status: Tensor, product: Tensor, b: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """Take back a convergence that was only the recurrence's; return the status and the norms of true residuals."""
-    residuals = norm(b - product)
+    residuals = length(b - product)
     # The sum of many small steps differs from the recurrence by rounding also where all is well.
-    slack = 10 * limits.tolerance + 10 * torch.finfo(b.dtype).eps * norm(b)
+    slack = 10 * limits.tolerance + 10 * torch.finfo(b.dtype).eps * length(b)
     is_false = (status == RESULTS.index(Result.CONVERGED)) & (residuals > slack)
     return torch.where(is_false, RESULTS.index(Result.STAGNATED), status), residuals
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from metagrad.core.checks import is_integer
 from metagrad.curvature.estimators.probes import check_drawing
 from metagrad.curvature.linear_map import LinearMap, checked_products, checked_size
+from metagrad.curvature.rows import scaled_norm
 from metagrad.curvature.spectrum.first_order import first_order
-from metagrad.curvature.spectrum.lanczos import row_norms
 from metagrad.curvature.spectrum.thick_restart import Subspace, Which, ranking, thick_restart_lanczos
 
 
@@ -178,13 +178,13 @@ def _budget(max_products: int | None, n: int, k: int) -> int:
 
 def _with_residuals(operator: LinearMap, found: Subspace, which: Which, rtol: float) -> Eigenpairs:
     """Multiply once more: the only product that is kept on the tape."""
-    vectors = found.vectors / row_norms(found.vectors).unsqueeze(1)
+    vectors = found.vectors / scaled_norm(found.vectors).unsqueeze(1)
     images = checked_products(_CALL, operator, vectors)
     quotients = (vectors * images).sum(1, dtype=torch.float64).to(vectors.dtype)
     constants = quotients.detach()
     rest = images.detach() - constants.unsqueeze(1) * vectors
     rounding = 4 * torch.finfo(vectors.dtype).eps * max(found.scale, float(constants.abs().max()))
-    residuals = row_norms(rest) + rounding
+    residuals = scaled_norm(rest) + rounding
     order = ranking(constants, "largest" if which == "both" else which)
     return Eigenpairs(
         first_order(quotients, _CALL)[order],

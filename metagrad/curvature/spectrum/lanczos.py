@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from metagrad.core._torch import linalg, to_list
+from metagrad.core._torch import to_list
 from metagrad.curvature.linear_map import LinearMap, checked_products
+from metagrad.curvature.rows import inner, scaled_norm
 from metagrad.curvature.solvers.iteration import divide
 
 
@@ -86,7 +87,7 @@ def lanczos(
     n = operator.shape[0]
     if starts.dim() != 2 or starts.shape[1] != n or starts.shape[0] == 0:
         raise ValueError(f"{call}: starts must be rows, shape [num_starts, {n}], got {list(starts.shape)}.")
-    lengths = row_norms(starts)
+    lengths = scaled_norm(starts)
     if not bool((lengths > 0).all()):
         raise ValueError(f"{call}: a start is zero or not finite; start from a vector that is neither.")
     return _run(operator, starts / lengths.unsqueeze(1), min(steps, n), call)
@@ -118,7 +119,7 @@ def _step(
     above[:, 0, -1] = 0  # and the others are zero if A is symmetric
     if j > 0:
         above[:, 0, -2] += large[:, 0, 0] - state.off_diagonal[:, j - 1].to(large)
-    lengths = [row_norms(images), row_norms(rest), row_norms(above[:, 0])]
+    lengths = [scaled_norm(images), scaled_norm(rest), scaled_norm(above[:, 0])]
     report = torch.stack([*lengths, alpha]).cpu().double()
     scales = torch.maximum(state.scales, report[0])
     check_symmetric(report[2], scales, operator.dtype, call)
@@ -182,17 +183,8 @@ def orthogonalise(vectors: Tensor, rows: Tensor, near: int = 2) -> tuple[Tensor,
 
 
 def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    parts = torch.bmm(vectors, rows.mT)
+    parts = inner(vectors, rows)
     return parts, torch.baddbmm(vectors, parts, rows, alpha=-1)
-
-
-def row_norms(rows: Tensor) -> Tensor:
-    """Return the norms of rows, of any magnitude: the largest element is taken out before the squares."""
-    if rows.shape[-1] == 0:
-        return rows.new_zeros(rows.shape[:-1])
-    largest = rows.abs().amax(-1, keepdim=True)
-    safe = torch.where(largest == 0, 1.0, largest)
-    return largest.squeeze(-1) * linalg.vector_norm(rows / safe, dim=-1)
 
 
 def negligible(dtype: torch.dtype) -> float:

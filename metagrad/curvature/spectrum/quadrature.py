@@ -16,6 +16,7 @@ from metagrad.curvature.estimators.estimate import Estimate, from_samples, stand
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
 from metagrad.curvature.estimators.probing import check_probes
 from metagrad.curvature.linear_map import LinearMap, checked_size
+from metagrad.curvature.rows import dot
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
 
@@ -212,7 +213,7 @@ def _sample(
     sample = (square * torch.stack(forms)).to(start)
     if state.first.requires_grad:
         direction = (rule.vectors @ (slopes * rule.vectors[0])).to(start) @ state.basis[i, : len(rule.nodes)]
-        form = square.to(start) * (direction @ state.first[i])
+        form = square.to(start) * dot(direction, state.first[i])
         sample = torch.cat([(sample[0] + form - form.detach())[None], sample[1:]])
     return sample
 

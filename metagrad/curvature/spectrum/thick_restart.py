@@ -10,11 +10,11 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import LinearMap, checked_products
+from metagrad.curvature.rows import scaled_norm
 from metagrad.curvature.spectrum.lanczos import (
     check_symmetric,
     negligible,
     orthogonalise,
-    row_norms,
 )
 
 Which = Literal["largest", "smallest", "both", "magnitude"]
@@ -221,7 +221,7 @@ def random_unit(basis: Tensor, generator: torch.Generator | None) -> Tensor:
     device = basis.device if generator is None else generator.device
     vector = torch.randn(basis.shape[1], dtype=basis.dtype, device=device, generator=generator)
     vectors = orthogonalise(vector.to(basis.device)[None], basis[None], near=len(basis))[0]
-    return (vectors / row_norms(vectors))[0]
+    return (vectors / scaled_norm(vectors))[0]
 
 
 def _extend(
@@ -233,8 +233,8 @@ def _extend(
     rest, large, parts = orthogonalise(image, basis[None, : j + 1], space.coupled)
     coefficients = parts[0, 0]
     coefficients[-large.shape[2] :] += large[0, 0]
-    norm = row_norms(rest)
-    report = torch.cat([coefficients, norm, row_norms(image)]).cpu().double()
+    norm = scaled_norm(rest)
+    report = torch.cat([coefficients, norm, scaled_norm(image)]).cpu().double()
     scale, beta = max(space.scale, float(report[-1])), float(report[-2])
     mismatch = (report[space.locked : j] - projected[j, space.locked : j]).abs()
     if mismatch.numel():

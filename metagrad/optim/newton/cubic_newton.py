@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.solvers.iteration import dot
+from metagrad.curvature.rows import dot, norm
 from metagrad.optim.newton.krylov import check_solver
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
@@ -17,7 +17,6 @@ from metagrad.optim.newton.second_order import (
     SecondOrder,
     check_can_evaluate,
     no_report,
-    norm,
 )
 from metagrad.optim.newton.subproblems import minimize_cubic
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.curvature.solvers.iteration import divide, dot
+from metagrad.curvature.rows import dot
+from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.curvature import Diagonal, checked_diagonal
 from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.hyperparameters import is_used

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from metagrad.core.checks import is_integer
 from metagrad.curvature.linear_map import Rows
+from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.cg import ConjugateGradients
-from metagrad.curvature.solvers.iteration import dot, initial, norm
+from metagrad.curvature.solvers.iteration import initial, length
 
 
 class Pairs(NamedTuple):
@@ -158,7 +159,7 @@ def conjugate_gradients(
     sampler = PairSampler(b, pairs)
     run = ConjugateGradients(
         lambda rows, active: products(rows),
-        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * norm(b),
+        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * length(b),
         precondition=None if metric is None else lambda rows: rows / metric,
         radius=radius,
         progress=progress,

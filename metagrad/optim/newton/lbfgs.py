@@ -12,7 +12,8 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import is_integer
-from metagrad.curvature.solvers.iteration import divide, dot
+from metagrad.curvature.rows import dot, inner
+from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.newton.second_order import Report, SecondOrder, StepProblem, check_can_evaluate, no_report
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
@@ -433,7 +434,7 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
         quasi-Newton matrices and their use in limited memory methods", Mathematical Programming 63, 1994.
     """
     S, Y, last = moves, changes, changes[:, -1]
-    R = (S @ Y.mT).triu()
+    R = inner(S, Y).triu()
     curvature = torch.diagonal(R, dim1=1, dim2=2)
     known = curvature > 0
     R = R + torch.diag_embed((~known).to(R.dtype))
@@ -441,9 +442,9 @@ def two_loop(g: Tensor, moves: Tensor, changes: Tensor) -> Tensor:
     scale = torch.where(known[:, -1:], scale, _first_scale(g))
     # The first pass has the weights of R a = S g, and leaves q = g - Y^T a; the second those of
     # R^T c = D a - Y H_0 q, with the diagonal D of R.
-    a = linalg.solve_triangular(R, S @ g[:, :, None], upper=True)
+    a = linalg.solve_triangular(R, inner(S, g[:, None]), upper=True)
     q = scale * (g - (a.mT @ Y).squeeze(1))
-    c = linalg.solve_triangular(R.mT, curvature[:, :, None] * a - Y @ q[:, :, None], upper=False)
+    c = linalg.solve_triangular(R.mT, curvature[:, :, None] * a - inner(Y, q[:, None]), upper=False)
     return -(q + (c.mT @ S).squeeze(1))
 
 

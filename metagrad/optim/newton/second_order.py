@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.iteration import RESULTS, dot
+from metagrad.curvature.rows import dot
+from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
 from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
@@ -99,15 +99,6 @@ def check_uniform(call: str, params: Params) -> None:
                 f"{first[1].device} and {key!r} is {p.dtype} on {p.device}. Give each kind a rule, or an "
                 "optimizer, of its own."
             )
-
-
-def norm(rows: Tensor) -> Tensor:
-    """Return the norm of each row, whose derivatives at zero are 0."""
-    if not rows.requires_grad:
-        return linalg.vector_norm(rows, dim=-1)
-    squares = dot(rows, rows)
-    positive = squares > 0
-    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
 
 
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10

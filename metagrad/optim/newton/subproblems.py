@@ -13,9 +13,9 @@ from torch import Tensor
 
 from metagrad.core._torch import from_numpy, linalg
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.iteration import divide, dot
+from metagrad.curvature.rows import dot, norm
+from metagrad.curvature.solvers.iteration import divide
 from metagrad.curvature.spectrum.lanczos import LanczosVectors, divided, orthogonalise
-from metagrad.optim.newton.second_order import norm
 
 _STEPS_TO_A_ROOT = 12  # by Newton's method, to rounding
 _STEPS_OF_A_BALL = 50

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import is_integer
-from metagrad.curvature.solvers.iteration import dot
+from metagrad.curvature.rows import dot, norm
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.second_order import (
     LEAST_FACTOR,
@@ -19,7 +19,6 @@ from metagrad.optim.newton.second_order import (
     StepProblem,
     check_can_evaluate,
     no_report,
-    norm,
 )
 from metagrad.optim.newton.subproblems import minimize_in_ball
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.curvature.rows import inner
 from metagrad.optim.rule import RuleNode
 from metagrad.optim.rules import Params
 
@@ -69,7 +70,7 @@ class SVGD(RuleNode):
 def _squared_distances(places: list[Tensor]) -> Tensor:
     """Return the squared distances ``[..., M, M]`` of particles of several parameters, ``[..., M, D]`` each."""
     dtype = functools.reduce(torch.promote_types, [place.dtype for place in places])
-    gram = torch.stack([(place @ place.mT).to(dtype) for place in places]).sum(0)
+    gram = torch.stack([inner(place, place).to(dtype) for place in places]).sum(0)
     norms = torch.stack([place.square().sum(-1).to(dtype) for place in places]).sum(0)
     return (norms.unsqueeze(-1) + norms.unsqueeze(-2) - 2 * gram).clamp_min(0)
 
