@@ -34,7 +34,7 @@ class LintRule(NamedTuple):
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
 _DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over the last dimension."
 _BAG = "Look the rows up with F.embedding, and sum each bag with index_add."
-_MATH = "Compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+_MATH = "Call the model inside metagrad.autograd.QuickDerivatives()."
 _NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
 _BATCH_NORM = "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.group_norm or F.rms_norm."
 _LAYER_NORM = (

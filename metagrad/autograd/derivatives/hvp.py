@@ -16,6 +16,7 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refu
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.quick import QuickDerivatives
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.capture import forward_mode
 from metagrad.core.checks import is_a, is_dict
 from metagrad.core.tape import is_differentiated, is_transformed
@@ -122,9 +123,10 @@ def hvp(
         loss, gradient, product = _by_blocks(loss_fn, params, leaves, weights, args, create_graph)
     else:
         reverse = _nested if is_transformed() else _reverse
-        loss, gradient, product = (reverse if mode == "reverse" else _forward)(
-            fn, leaves, weights, create_graph
-        )
+        with unfused_attention:
+            loss, gradient, product = (reverse if mode == "reverse" else _forward)(
+                fn, leaves, weights, create_graph
+            )
     return Hvp(loss, tree_unflatten(list(gradient), spec), tree_unflatten(list(product), spec))
 
 
@@ -184,7 +186,7 @@ def _forward(
             what = str(error).splitlines()[0]
             raise MissingDerivative(
                 f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse" or '
-                '"block", which need none; attention has one under sdpa_kernel(SDPBackend.MATH).'
+                '"block", which need none.'
             ) from error
     (gradient, loss), (product, _) = pairs
     return loss, gradient, product

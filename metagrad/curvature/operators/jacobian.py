@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, named_if_missing, refuse_missing
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode
 from metagrad.core.checks import warn
@@ -172,7 +173,7 @@ class Jacobian:
     @contextlib.contextmanager
     def _surroundings(self) -> Generator[None, None, None]:
         """Draw the random numbers and cast as the graph did."""
-        with self._evaluation.random.restored(), self._autocast.restored(), forward_mode():
+        with self._evaluation.random.restored(), self._autocast.restored(), unfused_attention, forward_mode():
             yield
 
 

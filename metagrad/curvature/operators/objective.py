@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.capture import AutocastState, RandomState
 from metagrad.core.tree import Tree, tree_leaves
@@ -49,7 +50,7 @@ class BatchLoss:
 
     def here(self) -> Tensor:
         """Evaluate the loss at the parameters themselves, on the tape: once, before :meth:`at`."""
-        with torch.enable_grad():
+        with torch.enable_grad(), unfused_attention:
             loss = self.loss_fn() if self.is_closure else self.loss_fn(self.params, *self.args)
         self._random.close()
         return loss
@@ -88,8 +89,8 @@ class BatchLoss:
 
     @contextlib.contextmanager
     def surroundings(self) -> Generator[None, None, None]:
-        """Draw the same random numbers, and cast alike."""
-        with self.random_numbers(), self._autocast.restored():
+        """Draw the same random numbers, cast alike, and take attention that has derivatives."""
+        with self.random_numbers(), self._autocast.restored(), unfused_attention:
             yield
 
     def random_numbers(self) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from metagrad.autograd.derivatives.quick import QuickDerivatives
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
 from metagrad.core.substitution import own_buffers, replaced
@@ -78,7 +78,7 @@ class ModelProblem:
             leaves = self._leaves()
             random = RandomState()
             # What is differentiated further may be in forward mode, and has to be known from this graph.
-            with contextlib.nullcontext() if self.create_graph else QuickDerivatives():
+            with unfused_attention if self.create_graph else QuickDerivatives():
                 output = self.call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
             random.close()

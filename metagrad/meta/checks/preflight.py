@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.autograd.compile.compiled import Compile
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.structured import restored, structured
 from metagrad.meta.algorithm import Algorithm, MetaOutput
 from metagrad.meta.checks.costs import Costs, meta_costs, plain_costs
@@ -246,7 +248,9 @@ def _are_examples(part: Any) -> bool:
 
 def _report(request: _Request) -> Preflight:
     subject, order = request.subject, request.order
-    with subject.untouched():
+    # As MAML itself does.
+    attention = contextlib.nullcontext() if request.maml is None else unfused_attention
+    with subject.untouched(), attention:
         found, remedies, notes = _derivatives(subject, order)
         if request.maml is not None and request.tasks is not None:
             executor = request.maml._executor(None, request.tasks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots
 from metagrad.memory import allocator
@@ -76,7 +78,10 @@ class TaskExecutor:
         model, _ = self.inner.objective.model, self._slots
         losses, chunk = LossCheck(self.nonfinite, tasks, model, self.name), 1
         skipped = losses.skipped if self.nonfinite == "skip" else None
-        with outer_phase():
+        with (
+            outer_phase(),
+            unfused_attention if self.inner.differentiates_gradients else contextlib.nullcontext(),
+        ):
             while (part := losses.remaining) is not None:
                 chunk = self._chunk_size(part)
                 check = GradientCheck(self._learned, part, losses.numbers, skipped, self._again, self.name)

@@ -241,6 +241,12 @@ class InnerLoop:
             return self.steps
         return min(self.truncate, self.steps)
 
+    @property
+    def differentiates_gradients(self) -> bool:
+        """Whether gradients of a loss are differentiated, by the tape or by a rule of second order."""
+        on_tape = self.order == 2 and torch.is_grad_enabled()
+        return self.steps > 0 and (on_tape or needs_curvature(self.rule, 0))
+
     def proximal_to(self, start: Params) -> Proximal | None:
         """Return the proximal term of tasks that start from these values."""
         return None if self.proximal is None else Proximal(start, self.proximal)

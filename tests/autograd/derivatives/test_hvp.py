@@ -159,11 +159,7 @@ def test_what_is_no_chain_has_no_blocks():
 
 def test_operations_without_forward_derivatives_are_refused_with_the_alternatives():
     x = torch.randn(1, 2, 3, 4)
-    for fn in (
-        lambda q: F.scaled_dot_product_attention(q, x, x).sum(),
-        lambda q: F.mse_loss(q, x),
-    ):
-        with pytest.raises(ValueError, match=r"no forward derivative: .* Take mode=\"reverse\" or \"block\""):
-            hvp(fn, x, x, mode="forward")
+    with pytest.raises(ValueError, match=r"no forward derivative: .* Take mode=\"reverse\" or \"block\""):
+        hvp(lambda q: F.mse_loss(q, x), x, x, mode="forward")
     with pytest.raises(RuntimeError, match="must match the size"):
         hvp(lambda q: (q - torch.ones(5)).sum(), x, x, mode="forward")

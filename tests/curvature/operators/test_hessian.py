@@ -159,7 +159,7 @@ def test_checkpointed_modules():
     def checkpointed(p, x):
         return torch.utils.checkpoint.checkpoint(lambda w: (x @ w).sin(), p["w"], use_reentrant=False).sum()
 
-    with pytest.raises(MissingDerivative, match=r"torch\.func does not run this loss"):
+    with pytest.raises(MissingDerivative, match=r"torch\.func does not run this loss|no forward derivative"):
         hessian(checkpointed, {"w": draw(3)}, (x,), mode="forward") @ draw(3)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.quick.convolutions import CONVOLUTIONS
 from metagrad.autograd.derivatives.quick.norms import NORMS
 from metagrad.autograd.derivatives.quick.pooling import POOLING
@@ -21,9 +22,10 @@ _REPLACED = {**CONVOLUTIONS, **NORMS, **POOLING}
 class QuickDerivatives(TorchFunctionMode):
     """In this context, convolutions and norms have quick second derivatives, and right ones beyond.
 
-    Those of layer, batch and instance norm are wrong from the third on in torch (2.13), and a transposed convolution
-    with output padding has none. On a CPU the statistics of a batch and the maxima of windows that do not overlap are
-    taken in a third of torch's time. In transforms of torch.func, as for stacked tasks, norms are written out as by
+    Those of layer, batch and instance norm are wrong from the third on in torch (2.13); a transposed convolution with
+    output padding has none, nor has attention by a fused kernel, in place of which another kernel is taken. On a CPU
+    the statistics of a batch and the maxima of windows that do not overlap are taken in a third of torch's time. In
+    transforms of torch.func, as for stacked tasks, norms are written out as by
     :class:`~metagrad.models.composite_norms`, and all else is torch's, as are calls in forward mode, under autocast,
     in code that is compiled, and of subclasses of tensors. Wherever it is entered, it is the outermost of the
     function modes: a checkpoint's sees the functions of torch that are called.
@@ -38,11 +40,13 @@ class QuickDerivatives(TorchFunctionMode):
     """
 
     def __enter__(self) -> QuickDerivatives:
+        unfused_attention.__enter__()
         _place([self, *_taken()])
         return self
 
     def __exit__(self, *_: object) -> None:
         _place(_taken()[1:])
+        unfused_attention.__exit__()
 
     def __torch_function__(
         self,

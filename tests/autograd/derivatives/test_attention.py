@@ -1,0 +1,127 @@
+"""Attention, whose fused kernels have no second derivative: everything that takes one has it from another kernel."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import metagrad as mg
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
+
+
+class Attention(nn.Module):
+    """One layer, as transformers have it, and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.readout = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.readout(self.attention(x, x, x, need_weights=False)[0]).mean((1, 2))
+
+
+@pytest.fixture
+def problem():
+    """A model, its parameters and examples of three tasks."""
+    torch.manual_seed(0)
+    model = Attention().double()
+    return model, dict(model.named_parameters()), torch.randn(3, 5, 6, 4).double(), torch.randn(3, 5).double()
+
+
+def permitted() -> list[bool]:
+    return [
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    ]
+
+
+def adapted_loss(model, params, x, y):
+    for _ in range(2):
+        loss = F.mse_loss(torch.func.functional_call(model, params, (x,)), y)
+        slopes = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        params = {name: p - 0.1 * slope for (name, p), slope in zip(params.items(), slopes, strict=True)}
+    return F.mse_loss(torch.func.functional_call(model, params, (x,)), y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"memory": "step"}, {"task_chunk": 1}, pytest.param({"compile": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_maml(problem, options):
+    model, params, xs, ys = problem
+    before = permitted()
+    maml = mg.MAML(copy.deepcopy(model), F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=2, **options)
+    maml(((xs, ys), (xs, ys))).loss.backward()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = torch.stack(
+            [adapted_loss(model, params, x, y) for x, y in zip(xs, ys, strict=True)]
+        ).mean()
+        expected.backward()
+    for found, p in zip(maml.model.parameters(), params.values(), strict=True):
+        torch.testing.assert_close(found.grad, p.grad)
+    assert permitted() == before
+
+
+def test_products_with_hessians_and_gauss_newton_matrices(problem):
+    model, params, (x, *_), (y, *_) = problem
+    v = {name: torch.randn_like(p) for name, p in params.items()}
+
+    def loss(params, x, y):
+        return (torch.func.functional_call(model, params, (x,)) - y).square().mean()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        slopes = torch.autograd.grad(loss(params, x, y), list(params.values()), create_graph=True)
+        products = torch.autograd.grad(slopes, list(params.values()), list(v.values()))
+    expected = dict(zip(params, products, strict=True))
+    for mode in ("reverse", "forward"):
+        torch.testing.assert_close(mg.hvp(loss, params, v, x, y, mode=mode).product, expected)
+        with mg.hessian(loss, params, (x, y), mode=mode) as H:
+            torch.testing.assert_close(H @ v, expected)
+    found = []
+    for options in ({"mode": "reverse"}, {"mode": "forward"}, {"create_graph": True}):
+        with mg.ggn(model, F.mse_loss, params, (x, y), **options) as G:
+            found.append(G @ v)
+    torch.testing.assert_close(found[1:], found[:1] * 2)
+
+
+def test_an_optimizer_and_preflight(problem):
+    model, _, xs, ys = problem
+    optimizer = mg.optim.AdaHessian(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(xs[0]), ys[0])
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    maml = mg.MAML(model, F.mse_loss, inner=mg.optim.rules.sgd(lr=0.1), steps=1)
+    assert "missing" not in str(mg.preflight(maml, ((xs, ys), (xs, ys))))
+
+
+def test_the_choice_of_kernels_is_taken_back_by_the_last_that_leaves():
+    before, inside, leave = permitted(), threading.Event(), threading.Event()
+
+    def other():
+        with unfused_attention:
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with unfused_attention:
+        thread.start()
+        inside.wait()
+    assert permitted() == [False, False, False, True]
+    leave.set()
+    thread.join()
+    assert permitted() == before
