@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metagrad.autograd.blocks.forward_over_reverse import (
     Maybe,
@@ -20,6 +19,7 @@ from metagrad.autograd.blocks.forward_over_reverse import (
 )
 from metagrad.autograd.blocks.record import record_chain
 from metagrad.autograd.blocks.types import Chain, Params
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.recompute.checkpoint import Vjp, attached
 from metagrad.core.tree import Tree
 
@@ -87,7 +87,7 @@ def block_gradient(chain: Chain, params: Params, x: Tree, y: Tree) -> LossAndGra
     """
     recorded = record_chain(chain, params, x, y)
     gradient = BlockwiseGradient(recorded.stages, len(params), torch.ones_like(recorded.loss))
-    with sdpa_kernel(SDPBackend.MATH):
+    with unfused_attention:
         grads = gradient.of(recorded.operands, recorded.kept)
     outputs = [result.detach().requires_grad_() for result in (recorded.loss, *grads)]
     results = attached(gradient, recorded.operands, outputs)
@@ -133,7 +133,7 @@ class BlockwiseGradient:
         everywhere: Maybe = [*directions, *[None] * (len(operands) - self.num_params)]
         wanted = [need or direction is not None for need, direction in zip(needed, everywhere, strict=True)]
         leaves = [t.detach().requires_grad_(want) for t, want in zip(operands, wanted, strict=True)]
-        with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        with unfused_attention, torch.no_grad():
             return pull_back_rates(
                 self.stages, leaves, everywhere, self.seed, rate, with_gradients=with_gradients
             )
@@ -141,7 +141,7 @@ class BlockwiseGradient:
     def __call__(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the loss and the gradients on one tape: what third derivatives are taken of."""
         params = [p if p.requires_grad else p.detach().requires_grad_() for p in operands[: self.num_params]]
-        with sdpa_kernel(SDPBackend.MATH):
+        with unfused_attention:
             loss = compose(self.stages, [*params, *operands[self.num_params :]])
             refuse_defects("block_gradient(chain, ...), differentiated twice", [loss], order=3)
             grads = torch.autograd.grad(loss, params, self.seed, create_graph=True, allow_unused=True)

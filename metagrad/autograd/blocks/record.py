@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from metagrad.autograd.blocks.forward_over_reverse import Stage
 from metagrad.autograd.blocks.types import Chain, Params
 from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.recompute.replay import Recording, record
 from metagrad.core import _torch
 from metagrad.core.tree import Tree, dissect, is_differentiable, tree_leaves
@@ -75,7 +75,7 @@ class _Recorder:
         first = len(self.params) + self.num_inputs
         inputs, targets = list(range(len(self.params), first)), list(range(first, len(self.operands)))
         value = self.x
-        with sdpa_kernel(SDPBackend.MATH):  # no other kernel of attention has second derivatives
+        with unfused_attention:
             for block in self.chain.blocks:
                 name = f"block_gradient(chain, ...), block {block.name!r}"
                 recording = _recorded(name, block.call, block.own(leaves), value)
