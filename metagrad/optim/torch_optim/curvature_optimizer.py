@@ -123,9 +123,9 @@ class CurvatureOptimizer(RuleOptimizer):
     several backward passes adds up, as their gradients do, until a step is taken or gradients are set to zero. At
     steps whose rule needs no curvature, nothing of this happens.
 
-    What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels, which
-    cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients; and hooks on a
-    parameter, which see the products with the Hessian too.
+    What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
+    which cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients; and
+    hooks on a parameter, which see the products with the Hessian too.
 
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
     unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
