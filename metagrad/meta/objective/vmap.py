@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
@@ -445,6 +446,14 @@ def _embedding(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[
     return torch.where(is_padding, vectors.detach(), vectors)
 
 
+def _attention(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
+    if TorchCall(args, kwargs).argument(0, "query").device.type != "cpu" or torch.compiler.is_compiling():
+        return func(*args, **kwargs)
+    with unfused_attention:
+        return func(*args, **kwargs)
+
+
 _NAMES = {F.embedding: ("input", "weight"), torch.embedding: ("weight", "indices")}
 _NONE = {F.embedding: None, torch.embedding: -1}
 
@@ -467,5 +476,7 @@ _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
     },
     F.embedding: _embedding,
     torch.embedding: _embedding,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _attention,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[reportAttributeAccessIssue]
 }
