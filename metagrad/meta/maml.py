@@ -555,6 +555,11 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse_wrapped(f"{name}(model, ...)", model)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TypeError(
+            f"{name}(model, ...): TorchScript keeps the parameters of its modules to itself, and others cannot be "
+            "substituted for them. Pass the model as it was before torch.jit.script or torch.jit.trace."
+        )
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")

@@ -101,3 +101,11 @@ def test_a_wrapped_learner_averages_the_outer_gradients_of_equal_shares(tmp_path
     ]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stdout.count("equal")) == (0, 2), ended.stderr
+
+
+@pytest.mark.parametrize("kind", [mg.MAML, mg.ProtoNet])
+def test_torchscript_is_refused(kind):
+    scripted = torch.jit.script(torch.nn.Linear(2, 1))
+    arguments = {"loss_fn": torch.nn.functional.mse_loss, "inner": mg.optim.rules.sgd(lr=0.1), "steps": 1}
+    with pytest.raises(TypeError, match=r"\(model, \.\.\.\): TorchScript keeps the parameters"):
+        kind(torch.nn.Sequential(scripted), **(arguments if kind is mg.MAML else {}))

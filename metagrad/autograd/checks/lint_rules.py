@@ -33,7 +33,7 @@ class LintRule(NamedTuple):
 
 _VALUES = "Keep the values as a strided vector, and compute with gather, multiply and index_add."
 _DISTANCES = "Subtract with broadcasting, and take torch.linalg.vector_norm over the last dimension."
-_BAG = "Look the rows up with F.embedding, and sum each bag with index_add."
+_BAG = "Take metagrad.sparse.embedding_bag."
 _MATH = "Call the model inside metagrad.autograd.QuickDerivatives()."
 _NATIVE_RNN = "Run the forward under torch.backends.cudnn.flags(enabled=False)."
 _BATCH_NORM = "Call the model inside metagrad.autograd.QuickDerivatives(), or use F.group_norm or F.rms_norm."

@@ -177,7 +177,7 @@ def total(
     if keepdim and over:
         lead = [1 if d in over else x.shape[d] for d in range(k)]
         result = result.view(*lead, *values.shape[1:])
-    return result.to(x.dtype if dtype is None else dtype)
+    return _cast(result, x.dtype if dtype is None else dtype)
 
 
 def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
@@ -203,7 +203,7 @@ def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.d
     """Average over dimensions, over all rows of the whole."""
     count = math.prod(x.shape[d] for d in _normalized(dim, x.ndim))
     sums = total(x, dim, keepdim, dtype=widened(x.values).dtype if dtype is None else dtype)
-    return (sums / count).to(x.dtype if dtype is None else dtype)
+    return _cast(sums / count, x.dtype if dtype is None else dtype)
 
 
 def vector_norm(
@@ -322,6 +322,13 @@ def alias(x: RowSparse) -> RowSparse:
 def clone(x: RowSparse, *, memory_format: torch.memory_format | None = None) -> RowSparse:
     """Copy the values."""
     return wrap(Kept(x.rows, x._kept.values.clone()), x.shape)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert; ``Tensor.to`` is not known where torch calls an operation inside a backward pass."""
+    if x.dtype == dtype:
+        return x
+    return to_copy(x, dtype=dtype) if isinstance(x, RowSparse) else x.to(dtype)
 
 
 def to_copy(

@@ -135,3 +135,27 @@ def test_what_is_not_compiled_is_said():
     maml, _ = both("two tables", adapt="body", compile=True)
     with pytest.warns(UserWarning, match=r"only the rows of 'user.weight', 'nested.item.weight' are there"):
         maml(draw())
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_lookup_in_the_forward_of_a_model_has_row_sparse_gradients_that_are_summed_over_stacked_tasks(
+    order,
+):
+    class Lookup(nn.Module):
+        def __init__(self, look_up):
+            super().__init__()
+            self.look_up, self.table = look_up, nn.Parameter(torch.linspace(-1, 1, 60).double().view(20, 3))
+            self.readout = nn.Linear(3, 1).double()
+
+        def forward(self, ids):
+            return self.readout(torch.tanh(self.look_up(ids, self.table))).squeeze(-1)
+
+    torch.manual_seed(0)
+    model = Lookup(mg.sparse.embedding)
+    reference = Lookup(F.embedding)
+    reference.load_state_dict(model.state_dict())
+    tasks = (torch.randint(20, (3, 5)), torch.randn(3, 5).double())
+    for learned in (model, reference):
+        mg.MAML(learned, F.mse_loss, inner=sgd(lr=0.1), steps=2, order=order)((tasks, tasks)).loss.backward()
+    torch.testing.assert_close(dense(model.table.grad), reference.table.grad)
+    assert isinstance(model.table.grad, RowSparse)
