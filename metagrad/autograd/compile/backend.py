@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from metagrad.autograd.compile import pooling, products
+from metagrad.autograd.compile import pooling, products, writes
 from metagrad.autograd.compile.pooling import pooling_gradient
 from metagrad.core import _torch_compiler
 from metagrad.core.tree import Structure, Tree, dissect, tensors_in
@@ -83,8 +83,9 @@ class Backend:
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
             inductor = _torch_compiler.inductor_backend
-            self.compile = inductor(mode, options, dynamic, {})
-            for_cpu = {**_options_for_cpu(), **(options or {})}
+            common = {**_corrections(), **(options or {})}
+            self.compile = inductor(mode, common, dynamic, {})
+            for_cpu = {**_options_for_cpu(), **common}
             ours = {torch.ops.aten.max_pool2d_with_indices_backward.default: pooling_gradient}
             self.compile_for_cpu = inductor(mode, for_cpu, dynamic, ours)
             _torch_compiler.probe_instructions()
@@ -101,6 +102,12 @@ class Backend:
         """Compile a graph."""
         devices = {tensor.device.type for tensor in examples if isinstance(tensor, Tensor)}
         return (self.compile_for_cpu if devices == {"cpu"} else self.compile)(module, examples)
+
+
+def _corrections() -> dict[str, Any]:
+    """Return what keeps inductor from wrong results."""
+    ours = _torch_compiler.graph_pass(writes.separate_entries, writes.__file__, products.__file__)
+    return {"post_grad_custom_pre_pass": ours}
 
 
 def _options_for_cpu() -> dict[str, Any]:

@@ -307,7 +307,12 @@ def reason(error: Exception) -> str:
         )
     cause = getattr(error, "inner_exception", error)
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
-    return f"torch.compile cannot take it: {lines[0].rstrip('.')}"
+    details = [line.partition(_DETAIL)[2].strip() for line in lines if _DETAIL in line]
+    return ": ".join(["torch.compile cannot take it", lines[0].rstrip("."), *filter(None, details[:1])])
+
+
+_DETAIL = "Developer debug context:"
+"""Behind this, Dynamo's errors say what of the code it is about."""
 
 
 class _UnavailableError(UncompilableError):

@@ -37,7 +37,7 @@ def transpose_in(graph: fx.Graph) -> None:
     for product in graph.find_nodes(op="call_function", target=_bmm):
         if _is_narrow(product):
             with graph.inserting_before(product):
-                result = _call(graph, _permute, _transposed(graph, product), _SWAP)
+                result = call(graph, _permute, _transposed(graph, product), _SWAP)
             product.replace_all_uses_with(result)
             graph.erase_node(product)
 
@@ -60,10 +60,10 @@ def _transposed(graph: fx.Graph, node: Any) -> Any:
     if _is_swap(node):
         return node.args[0]
     if node.target is _bmm:
-        a, b = (_call(graph, _permute, factor, _SWAP) for factor in node.args)
-        return _call(graph, _bmm, b, a)
+        a, b = (call(graph, _permute, factor, _SWAP) for factor in node.args)
+        return call(graph, _bmm, b, a)
     args = (arg if _is_scalar(arg) else _transposed(graph, arg) for arg in node.args)
-    return _call(graph, node.target, *args)
+    return call(graph, node.target, *args)
 
 
 def _is_swap(node: Any) -> bool:
@@ -83,7 +83,9 @@ def _is_narrow(product: fx.Node, transposed: bool = False) -> bool:
     return known and 1 < columns < _VECTOR <= rows
 
 
-def _call(graph: fx.Graph, function: Callable[..., Any], *args: Any) -> fx.Node:
-    node = graph.call_function(function, args)
-    node.meta["val"] = function(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+def call(graph: fx.Graph, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+    """Insert a call into a graph of inductor's; ``kwargs`` are constants."""
+    node = graph.call_function(function, args, kwargs)
+    values = (arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args)
+    node.meta["val"] = function(*values, **kwargs)
     return node
