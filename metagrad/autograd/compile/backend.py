@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from metagrad.autograd.compile import pooling, products, writes
-from metagrad.autograd.compile.pooling import pooling_gradient
+from metagrad.autograd.compile.pooling import max_gradient, mean_gradient
 from metagrad.core import _torch_compiler
 from metagrad.core.tree import Structure, Tree, dissect, tensors_in
 
@@ -83,11 +83,10 @@ class Backend:
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
             inductor = _torch_compiler.inductor_backend
-            common = {**_corrections(), **(options or {})}
-            self.compile = inductor(mode, common, dynamic, {})
+            common, gradients = {**_corrections(), **(options or {})}, _right_gradients()
+            self.compile = inductor(mode, common, dynamic, gradients)
             for_cpu = {**_options_for_cpu(), **common}
-            ours = {torch.ops.aten.max_pool2d_with_indices_backward.default: pooling_gradient}
-            self.compile_for_cpu = inductor(mode, for_cpu, dynamic, ours)
+            self.compile_for_cpu = inductor(mode, for_cpu, dynamic, {**gradients, **_gradients_for_cpu()})
             _torch_compiler.probe_instructions()
         else:
             self.compile = _torch_compiler.other_backend(backend, mode, dict(options or {}), dynamic)
@@ -105,19 +104,30 @@ class Backend:
 
 
 def _corrections() -> dict[str, Any]:
-    """Return what keeps inductor from wrong results."""
-    ours = _torch_compiler.graph_pass(writes.separate_entries, writes.__file__, products.__file__)
-    return {"post_grad_custom_pre_pass": ours}
+    """Return what keeps inductor from wrong results; its caches know it, and the gradients below, by the files."""
+    files = writes.__file__, products.__file__, pooling.__file__
+    return {"post_grad_custom_pre_pass": _torch_compiler.graph_pass(writes.separate_entries, *files)}
+
+
+def _right_gradients() -> dict[Any, Callable[..., Any]]:
+    """Return gradients in place of those that inductor has wrong."""
+    aten = torch.ops.aten
+    return dict.fromkeys((aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default), mean_gradient)
+
+
+def _gradients_for_cpu() -> dict[Any, Callable[..., Any]]:
+    """Return gradients in place of those that inductor has slow on CPUs."""
+    return {torch.ops.aten.max_pool2d_with_indices_backward.default: max_gradient}
 
 
 def _options_for_cpu() -> dict[str, Any]:
     """Return the defaults of inductor on CPUs.
 
-    Its caches know what is ours by the files. Without the layout it runs all convolutions of a graph that has no tape
-    with the channels last, which takes 1.4 times as long for the query loss of a Conv4 and its gradient: with one
-    input channel, the first convolution is slow.
+    Without the layout it runs all convolutions of a graph that has no tape with the channels last, which takes 1.4
+    times as long for the query loss of a Conv4 and its gradient: with one input channel, the first convolution is
+    slow.
     """
-    ours = _torch_compiler.graph_pass(products.transpose_in, products.__file__, pooling.__file__)
+    ours = _torch_compiler.graph_pass(products.transpose_in, products.__file__)
     return {"post_grad_custom_post_pass": ours, "layout_optimization": False}
 
 

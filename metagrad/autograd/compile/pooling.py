@@ -1,8 +1,11 @@
-"""The gradient of max-pooling in compiled graphs, for windows that do not overlap.
+"""The gradients of pooling in compiled graphs, where those of inductor (torch 2.11 to 2.15) are slow or wrong.
 
-Inductor (torch 2.13) finds for every entry of the gradient which window it is in, by divisions that a CPU does not
+*Max-pooling.* It finds for every entry of the gradient which window it is in, by divisions that a CPU does not
 vectorize: for the first block of a Conv4 that takes longer than all else that comes back through the block. Windows
 that do not overlap need no search: rows share the gradient of a window, then columns that of a row.
+
+*Averages with* ``ceil_mode``. It divides by the size of a whole window also where the last one reaches beyond the
+padded input (pytorch issue 198119), of which the forward pass takes the mean of what is there.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ _aten = torch.ops.aten
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def pooling_gradient(
+def max_gradient(
     g: Tensor,
     x: Tensor,
     kernel_size: Sequence[int],
@@ -52,3 +55,28 @@ def _shared(g: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     larger = functools.reduce(torch.maximum, second) > functools.reduce(torch.maximum, first)
     bits = larger.to(g.dtype).neg()  # all, or none: a choice would be a branch for every number
     return [*_shared(g & ~bits, first), *_shared(g & bits, second)]
+
+
+def mean_gradient(
+    g: Tensor,
+    x: Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Take the arguments of ``aten.avg_pool2d_backward``, or 3d; windows within the input are left to torch."""
+    if not (ceil_mode and count_include_pad) or divisor_override is not None:
+        return NotImplemented
+    dims = len(kernel_size)
+    steps, pads = [*stride] or kernel_size, [*padding] * (dims // len(padding))
+    windows = [*zip(kernel_size, steps, pads, x.shape[-dims:], g.shape[-dims:], strict=True)]
+    if all((count - 1) * step + width <= size + 2 * pad for width, step, pad, size, count in windows):
+        return NotImplemented
+    for trailing, (width, step, pad, size, count) in zip(reversed(range(dims)), windows, strict=True):
+        left = size + 2 * pad - step * torch.arange(count, device=g.device)
+        g = g / left.clamp(max=width).view(-1, *[1] * trailing)
+    operation = {2: _aten.avg_pool2d_backward, 3: _aten.avg_pool3d_backward}[dims]
+    return operation(g, x, kernel_size, stride, padding, ceil_mode, count_include_pad, 1)
