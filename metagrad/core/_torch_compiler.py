@@ -18,36 +18,57 @@ from torch import fx
 
 
 def inductor_backend(
-    mode: str | None, options: Any, dynamic: bool | None, decompositions: dict[Any, Callable[..., Any]]
+    mode: str | None,
+    dynamic: bool | None,
+    kernels: Callable[[Any, int], Any],
+    options: Any,
+    decompositions: dict[Any, Callable[..., Any]],
 ) -> Any:
-    """Return what torch.compile makes of settings of inductor, with decompositions of ours beside its own."""
+    """Return what torch.compile makes of settings of inductor.
+
+    Args:
+        mode: Of torch.compile.
+        dynamic: Likewise.
+        kernels: Returns what compiles kernels in C++, from inductor's class for it and the number of its threads.
+        options: Of torch.compile.
+        decompositions: Of ours, beside inductor's own.
+    """
     settings = torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[attr-defined]
-    if not decompositions:
-        return settings
 
     def compiled(module: fx.GraphModule, examples: list[Any]) -> Any:
+        from torch._inductor import async_compile, codecache
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
 
+        def with_kernels() -> Any:
+            ours = kernels(codecache.CppPythonBindingsCodeCache, async_compile.get_compile_threads())
+            return unittest.mock.patch.object(async_compile, "CppPythonBindingsCodeCache", ours)
+
+        def compile_inner(*args: Any, **kwargs: Any) -> Any:  # may be called later, for the backward pass
+            with with_kernels():
+                return compile_fx_inner(*args, **kwargs)
+
         # As an argument, a table would keep graphs out of inductor's caches.
-        with unittest.mock.patch.dict(select_decomp_table(), decompositions):
-            return settings(module, examples)
+        with unittest.mock.patch.dict(select_decomp_table(), decompositions), with_kernels():
+            return compile_fx(module, examples, inner_compile=compile_inner, config_patches=settings.config)
 
     return compiled
 
 
 @functools.cache
-def probe_instructions() -> None:
-    """Let inductor find out in the background which instructions its C++ compiler can use, while a call is traced.
+def prepare_compiler() -> None:
+    """Let inductor get ready to compile C++ in the background, while a call is traced.
 
-    It compiles a program for each set of them, once for a cache, which takes seconds.
+    It finds out which instructions the compiler can use and precompiles headers, once for a cache, which takes ten
+    seconds; an empty kernel needs both.
     """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
 
-    def probe() -> None:
-        with contextlib.suppress(Exception):  # it is raised again where the answer is needed
-            pick_vec_isa()
+    def prepare() -> None:
+        with contextlib.suppress(Exception):  # it is raised again where it matters
+            CppPythonBindingsCodeCache.load_pybinding((), 'extern "C" void kernel() {}')
 
-    threading.Thread(target=probe, name="metagrad: probe_instructions", daemon=True).start()
+    threading.Thread(target=prepare, name="metagrad: prepare_compiler", daemon=True).start()
 
 
 def other_backend(*settings: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from metagrad.autograd.compile import pooling, products, writes
+from metagrad.autograd.compile.kernels import sharing_files
 from metagrad.autograd.compile.pooling import max_gradient, mean_gradient
 from metagrad.core import _torch_compiler
 from metagrad.core.tree import Structure, Tree, dissect, tensors_in
@@ -82,12 +83,13 @@ class Backend:
         self.compile: Callable[..., Any]
         self.compile_for_cpu: Callable[..., Any]
         if backend == "inductor":
-            inductor = _torch_compiler.inductor_backend
+            inductor = functools.partial(_torch_compiler.inductor_backend, mode, dynamic, sharing_files)
             common, gradients = {**_corrections(), **(options or {})}, _right_gradients()
-            self.compile = inductor(mode, common, dynamic, gradients)
-            for_cpu = {**_options_for_cpu(), **common}
-            self.compile_for_cpu = inductor(mode, for_cpu, dynamic, {**gradients, **_gradients_for_cpu()})
-            _torch_compiler.probe_instructions()
+            self.compile = inductor(common, gradients)
+            self.compile_for_cpu = inductor(
+                {**_options_for_cpu(), **common}, {**gradients, **_gradients_for_cpu()}
+            )
+            _torch_compiler.prepare_compiler()
         else:
             self.compile = _torch_compiler.other_backend(backend, mode, dict(options or {}), dynamic)
             self.compile_for_cpu = self.compile
