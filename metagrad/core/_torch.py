@@ -271,6 +271,7 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
     torch.ops.aten: {
         "_has_same_storage_numel": "torch.compile's question to a wrapper subclass",
         "_to_copy": "`.to()` of rows",
+        "_unsafe_index_put": "a write in a graph of inductor's",
         "_values": "`.values()` of rows",
     },
     torch.autograd.Function._backward_cls: {"_forward_cls": "the Function that a node is of"},

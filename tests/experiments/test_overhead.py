@@ -100,7 +100,6 @@ def adapted(work, params):
     return work.loss(params, work.query_x, work.query_y)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("model", "quantity", "remedy"), of_kind(EXACT))
 def test_every_way_gives_the_same(model, quantity, remedy):
     work = work_of(model)

@@ -30,7 +30,6 @@ def test_headers_come_before_the_modules_and_once():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_kernels_of_both_passes_share_files():
     generator = torch.Generator().manual_seed(0)
     x, *weights = torch.randn(13, 6, 6, generator=generator, dtype=torch.float64)
@@ -54,4 +53,4 @@ def test_kernels_of_both_passes_share_files():
     torch.testing.assert_close(found, slopes(loss), rtol=1e-12, atol=1e-12)
     kernels = [call.args[0].count('extern "C"') for call in load.call_args_list]
     assert sum(kernels) > 12
-    assert len(kernels) < 5  # two of the forward pass, one of the backward, and an empty one to prepare the compiler
+    assert len(kernels) < 5  # of the forward pass two, of the backward one, and an empty one

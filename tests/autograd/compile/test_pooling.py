@@ -48,7 +48,6 @@ def test_windows_that_overlap_are_left_to_torch(stride, padding, dilation, ceil_
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_code_takes_them(monkeypatch):
     ours = mock.Mock(wraps=max_gradient)
     monkeypatch.setattr(backend, "max_gradient", ours)

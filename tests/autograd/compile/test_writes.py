@@ -56,7 +56,6 @@ def test_entries_in_common(tensor, overlaps):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_compiled_code_gives_each_example_its_own_values():
     def function(v, i):
         return [write(v, i) for write in WRITES.values()]

@@ -20,7 +20,6 @@ from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, matrix
 
 # torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 METHODS = {
     "cg": {"method": "cg"},

@@ -8,7 +8,6 @@ import torch
 from metagrad.curvature.spectrum.first_order import first_order
 
 # torch builds its forward-mode decompositions with torch.jit, on their first use.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 def test_the_first_derivative_passes():

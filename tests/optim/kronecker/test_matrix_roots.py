@@ -8,7 +8,6 @@ import torch
 import metagrad as mg
 from metagrad.optim.kronecker.matrix_roots import eigenvectors, inverse_root, inverse_roots
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 F64 = torch.float64
 
 

@@ -196,7 +196,6 @@ def test_a_call_with_other_parameters(case, batch):
     assert_close(list(grads.values()), list(torch.autograd.grad(expected.loss, list(params.values()))))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", fast({"ProtoNet", "MetaOptNet"}, EVERY))
 def test_forward_mode_and_hessians_of_torch_func(name, batch):
     case = EVERY[name]
