@@ -297,6 +297,22 @@ else:
     Function = torch.autograd.Function
 
 
+class Context(Protocol):
+    """What the rules of a Function share; a rule names in a subclass what it puts there itself."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    save_for_backward: Callable[..., None]
+    save_for_forward: Callable[..., None]
+    set_materialize_grads: Callable[[bool], None]
+
+
+class VmapInfo(Protocol):
+    """What torch tells the ``vmap`` of a Function."""
+
+    batch_size: int
+
+
 class LinearAlgebra(Protocol):
     """The functions of ``torch.linalg`` that the library calls."""
 

@@ -71,9 +71,9 @@ class Bilinear(Kernel):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Save the operands."""
-        *ctx.structure, first, second = inputs
-        ctx.save_for_backward(first, second)
-        ctx.save_for_forward(first, second)
+        ctx.structure, operands = inputs[:-2], inputs[-2:]
+        ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
 
 
 def _bilinear_tangent(rule: type[Bilinear], ctx: Any, *tangents: Tensor | None) -> Tensor:

@@ -8,12 +8,14 @@ those are gathered for one kernel position at a time.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import Function
+from metagrad.core._torch import Context, VmapInfo
+from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.kernels.derivatives import shown
@@ -21,6 +23,8 @@ from metagrad.sparse.kernels.tangents import Bilinear
 from metagrad.sparse.operations.rulebook import Routes, Rulebook, StridedRulebook
 
 _CALL = "conv(x, weight, rulebook, bias)"
+
+_Gradients: TypeAlias = tuple[None, None, Tensor | None, Tensor | None]
 
 
 def conv(
@@ -69,6 +73,12 @@ def conv(
     return y if bias is None else y + bias
 
 
+class _ConvContext(Context, Protocol):
+    """What a derivative has of a rule: along which pairs, and whether from the output to the input."""
+
+    structure: tuple[Routes, bool]
+
+
 class _Convolve(Bilinear):
     """x [sites, C_in], w [positions, C_in, C_out] to [outputs, C_out]; backwards, x is on the sites of the output."""
 
@@ -85,7 +95,7 @@ class _Convolve(Bilinear):
         return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _ConvContext, grad: Tensor) -> _Gradients:
         x, w = ctx.saved_tensors
         rulebook, backwards = ctx.structure
         d_x = _Convolve.apply(rulebook, not backwards, grad, _adjoint(w)) if ctx.needs_input_grad[2] else None
@@ -93,8 +103,10 @@ class _Convolve(Bilinear):
         return None, None, d_x, d_w
 
     @staticmethod
-    def vmap(info, in_dims, rulebook, backwards, x, w):
-        return _each(_Convolve, info.batch_size, in_dims, (rulebook, backwards), x, w), 0
+    def vmap(
+        info: VmapInfo, in_dims: Sequence[int | None], rulebook: Routes, backwards: bool, x: Tensor, w: Tensor
+    ) -> tuple[Tensor, int]:
+        return _each(_Convolve, info, in_dims, (rulebook, backwards), x, w), 0
 
 
 class _Correlate(Bilinear):
@@ -113,7 +125,7 @@ class _Correlate(Bilinear):
         return w
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _ConvContext, grad: Tensor) -> _Gradients:
         x, g = ctx.saved_tensors
         rulebook, backwards = ctx.structure
         d_x = _Convolve.apply(rulebook, not backwards, g, _adjoint(grad)) if ctx.needs_input_grad[2] else None
@@ -121,8 +133,10 @@ class _Correlate(Bilinear):
         return None, None, d_x, d_g
 
     @staticmethod
-    def vmap(info, in_dims, rulebook, backwards, x, g):
-        return _each(_Correlate, info.batch_size, in_dims, (rulebook, backwards), x, g), 0
+    def vmap(
+        info: VmapInfo, in_dims: Sequence[int | None], rulebook: Routes, backwards: bool, x: Tensor, g: Tensor
+    ) -> tuple[Tensor, int]:
+        return _each(_Correlate, info, in_dims, (rulebook, backwards), x, g), 0
 
 
 def _adjoint(w: Tensor) -> Tensor:
@@ -131,12 +145,16 @@ def _adjoint(w: Tensor) -> Tensor:
 
 
 def _each(
-    rule: type[Function], size: int, in_dims: tuple[Any, ...], structure: tuple[Any, ...], *operands: Tensor
+    rule: type[Bilinear],
+    info: VmapInfo,
+    in_dims: Sequence[int | None],
+    structure: tuple[Routes, bool],
+    *operands: Tensor,
 ) -> Tensor:
     """Apply a rule to each member of a vmapped batch."""
     members = zip(
         *(
-            [x] * size if dim is None else x.unbind(dim)
+            [x] * info.batch_size if dim is None else x.unbind(dim)
             for x, dim in zip(operands, in_dims[-2:], strict=True)
         ),
         strict=True,
@@ -147,7 +165,7 @@ def _each(
 def _check_arguments(
     x: Tensor, weight: Tensor, rulebook: Rulebook | StridedRulebook, bias: Tensor | None
 ) -> None:
-    if not isinstance(rulebook, (Rulebook, StridedRulebook)):
+    if not is_a(rulebook, Rulebook, StridedRulebook):
         raise TypeError(
             f"{_CALL}: rulebook must be a Rulebook, got {type(rulebook).__name__}. "
             "Rulebook(coords, kernel_size) or StridedRulebook(coords, kernel_size, stride) makes one."
