@@ -11,7 +11,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import checkpoint, result
@@ -180,6 +181,26 @@ def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -
 def holds_run(folder: Path) -> bool:
     """Say whether a run has left something in a folder that another would destroy."""
     return (folder / result.FILE).exists() or any((folder / "checkpoints").glob("*.pt"))
+
+
+def _record(*, _root_: Any) -> str:
+    """Return where Hydra writes what is configured: a folder that is taken keeps the record of the run it holds."""
+    folder = OmegaConf.select(_root_, "hydra.runtime.output_dir", default=None)
+    return ".hydra_resumed" if folder and Path(folder).is_dir() and _is_taken(Path(folder)) else ".hydra"
+
+
+OmegaConf.register_new_resolver("record", _record, replace=True)  # also in the processes of a launcher
+
+
+def _is_taken(folder: Path) -> bool:
+    """Say whether a folder holds a run, or another process is writing to it."""
+    if holds_run(folder):
+        return True
+    try:
+        with _locked(folder):
+            return False
+    except ValueError:
+        return True
 
 
 @contextlib.contextmanager

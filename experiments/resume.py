@@ -51,9 +51,8 @@ def command_line(arguments: list[str]) -> list[str]:
     if not overrides.is_file():
         raise ValueError(f"resume: {folder} is not a run folder: it has no .hydra/overrides.yaml.")
     saved = yaml.safe_load(overrides.read_text()) or []
-    place = [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=.hydra_resumed"]
     first = next(i for i, argument in enumerate(arguments) if _is_override(argument))
-    return [*arguments[:first], *saved, *arguments[first:], *place]
+    return [*arguments[:first], *saved, *arguments[first:], f"hydra.run.dir={quoted(folder)}"]
 
 
 def checkpoint_file(path: str) -> Path:

@@ -116,7 +116,7 @@ def test_processes_that_resume_a_folder_do_so_again(launched, tmp_path):
     launched(run_id="abc", restarts=1)
     run_folder(tmp_path / "run")
     completed = ranks.command_line(["resume=run"])
-    assert completed == ["seed=3", "resume=run", "hydra.run.dir='run'", "hydra.output_subdir=.hydra_resumed"]
+    assert completed == ["seed=3", "resume=run", "hydra.run.dir='run'"]
 
 
 # What processes exchange, in threads

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,15 @@ def same_outcome(one, other):
 
 
 @pytest.mark.slow
+def test_a_run_that_is_refused_leaves_the_record_of_what_the_folder_holds(program, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    code, _, err = program("train", *SETTINGS, "seed=5", "hydra.run.dir=run", cwd=tmp_path)
+    assert (code, "holds a run already" in err) == (1, True), err
+    record = Path(".hydra", "overrides.yaml")
+    assert (tmp_path / "run" / record).read_bytes() == (whole / record).read_bytes()
+
+
+@pytest.mark.slow
 def test_a_checkpoint_file_starts_a_new_run_that_ends_the_same(program, whole, killed, tmp_path):
     left = (killed / "metrics.jsonl").read_bytes()
     file = killed / checkpoint.FILE
@@ -109,7 +119,7 @@ def test_a_folder_brings_its_overrides_and_those_given_come_later(tmp_path):
     folder = run_folder(tmp_path / "run")
     completed = resume.command_line([f"resume={folder}", "logger=none"])
     assert completed[:4] == ["seed=3", "task.shots=5", f"resume={folder}", "logger=none"]
-    assert completed[4:] == [f"hydra.run.dir='{folder}'", "hydra.output_subdir=.hydra_resumed"]
+    assert completed[4:] == [f"hydra.run.dir='{folder}'"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["seed=1"], ["resume=file.pt", "-m"], ["resume=null"]])
