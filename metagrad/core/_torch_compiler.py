@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import fx
 def inductor_backend(
     mode: str | None,
     dynamic: bool | None,
-    kernels: Callable[[Any, int], Any],
+    kernels: Callable[[Any, int, Any], Any],
     options: Any,
     decompositions: dict[Any, Callable[..., Any]],
 ) -> Any:
@@ -29,7 +29,8 @@ def inductor_backend(
     Args:
         mode: Of torch.compile.
         dynamic: Likewise.
-        kernels: Returns what compiles kernels in C++, from inductor's class for it and the number of its threads.
+        kernels: Returns what compiles kernels in C++, from inductor's class for it, the number of its threads, and
+            its class of results that are waited for.
         options: Of torch.compile.
         decompositions: Of ours, beside inductor's own.
     """
@@ -40,9 +41,22 @@ def inductor_backend(
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
 
-        def with_kernels() -> Any:
-            ours = kernels(codecache.CppPythonBindingsCodeCache, async_compile.get_compile_threads())
-            return unittest.mock.patch.object(async_compile, "CppPythonBindingsCodeCache", ours)
+        inductors_wait = async_compile.AsyncCompile.wait
+
+        def wait(compiling: Any, names: dict[str, Any]) -> None:  # inductor does not, for a single thread
+            results = {k: v.result() for k, v in names.items() if isinstance(v, codecache.LambdaFuture)}
+            names.update(results)
+            inductors_wait(compiling, names)
+
+        @contextlib.contextmanager
+        def with_kernels() -> Generator[None]:
+            files = codecache.CppPythonBindingsCodeCache, async_compile.get_compile_threads()
+            ours = kernels(*files, codecache.LambdaFuture)
+            with (
+                unittest.mock.patch.object(async_compile, "CppPythonBindingsCodeCache", ours),
+                unittest.mock.patch.object(async_compile.AsyncCompile, "wait", wait),
+            ):
+                yield
 
         def compile_inner(*args: Any, **kwargs: Any) -> Any:  # may be called later, for the backward pass
             with with_kernels():
@@ -60,9 +74,13 @@ def prepare_compiler() -> None:
     """Let inductor get ready to compile C++ in the background, while a call is traced.
 
     It finds out which instructions the compiler can use and precompiles headers, once for a cache, which takes ten
-    seconds; an empty kernel needs both.
+    seconds; an empty kernel needs both. Where it compiles in one thread only, there is no time to be gained.
     """
+    from torch._inductor.async_compile import get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    if get_compile_threads() == 1:
+        return
 
     def prepare() -> None:
         with contextlib.suppress(Exception):  # it is raised again where it matters

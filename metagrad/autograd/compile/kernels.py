@@ -15,7 +15,7 @@ _FEWEST = 4
 """So many kernels take as long as the headers of a file."""
 
 
-def sharing_files(cache: Any, most: int) -> Any:
+def sharing_files(cache: Any, most: int, future: Callable[[Callable[[], Any]], Any]) -> Any:
     """Return a class like inductor's cache of kernels, which compiles those of a graph together.
 
     Inductor names all kernels of a graph before it waits for the first: that is when they are compiled.
@@ -23,6 +23,7 @@ def sharing_files(cache: Any, most: int) -> Any:
     Args:
         cache: Inductor's, whose ``load_async`` starts to compile a file and returns what imports it.
         most: How many files may be compiled at once.
+        future: Makes what inductor waits for of what returns a kernel.
     """
     named: dict[str, ModuleType | None] = {}
 
@@ -45,6 +46,12 @@ def sharing_files(cache: Any, most: int) -> Any:
                 return named[source]
 
             return module
+
+        @classmethod
+        def load_pybinding(
+            cls, *args: Any, **settings: Any
+        ) -> Any:  # asked for where one file is compiled at once
+            return future(cls.load_pybinding_async(*args, **settings))
 
     return Sharing
 
