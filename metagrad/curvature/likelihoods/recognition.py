@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from metagrad.core.tape import graph_nodes
@@ -47,7 +48,9 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
     with _Watch() as watch:
         value = loss_fn(output, target)
     call = watch.calls.get(id(value))
-    if call is None or value.ndim != 0 or not _is_plain(call.arguments, tensors_in(output)):
+    if call is None or call.node is not value.grad_fn:  # another one after a write, as by loss /= 2
+        return Evaluated(value, None)
+    if value.ndim != 0 or not _is_plain(call.arguments, tensors_in(output)):
         return Evaluated(value, None)
     return Evaluated(value, _MAKERS[call.function](call.arguments))
 
@@ -81,6 +84,7 @@ class _Call(NamedTuple):
     function: Callable[..., Tensor]
     arguments: _Arguments
     result: Tensor  # held, lest another tensor takes its id
+    node: Node | None  # of the result, as it was returned
 
 
 class _Watch(TorchFunctionMode):
@@ -101,7 +105,7 @@ class _Watch(TorchFunctionMode):
         if func in _MAKERS:
             bound = inspect.signature(func).bind(*args, **(kwargs or {}))
             bound.apply_defaults()
-            self.calls[id(result)] = _Call(func, bound.arguments, result)
+            self.calls[id(result)] = _Call(func, bound.arguments, result, result.grad_fn)
         return result
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from metagrad.autograd.checks.finite import is_finite
@@ -15,12 +16,25 @@ from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.core.tape import graph_nodes
-from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, Evaluated, evaluate
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.probes import Generators
 from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.optim.torch_optim.optimizer import Option, ParameterGroups, RuleOptimizer
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+class NotedLoss(NamedTuple):
+    """A loss of known form that was computed, and where in the graph."""
+
+    known: OutputLoss
+    edge: GradientEdge  # not the tensor, which may be written to, as by loss /= 2
+
+    @classmethod
+    def of(cls, value: Tensor, known: OutputLoss | None) -> list[NotedLoss]:
+        """Note a value before anybody else has it; nothing where it has no graph."""
+        return [] if known is None or not value.requires_grad else [cls(known, get_gradient_edge(value))]
 
 
 class LossRecorder(TorchFunctionMode):
@@ -38,7 +52,7 @@ class LossRecorder(TorchFunctionMode):
         super().__init__()
         self._backward = backward
         self._note_losses = note_losses
-        self.losses: list[Evaluated] = []
+        self.losses: list[NotedLoss] = []
 
     def __torch_function__(
         self,
@@ -58,8 +72,7 @@ class LossRecorder(TorchFunctionMode):
         if input.is_leaf:
             input = input.view_as(input)  # a parameter itself would have no place of its own in the graph
         evaluated = evaluate(lambda output, _: func(output, *args, **kwargs), input, ())
-        if evaluated.known is not None:
-            self.losses.append(evaluated)
+        self.losses += NotedLoss.of(*evaluated)
         return evaluated.value
 
 
@@ -87,11 +100,14 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
         hook(leaf)
 
 
-def weights_of(loss: Tensor, gradient: Tensor | None, parts: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the derivative of a loss with respect to its parts; None of those that it does not contain."""
+def weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[NotedLoss]) -> list[WeightedLoss]:
+    """Return the losses that a loss contains, and its derivative with respect to each."""
     if not parts:
-        return ()
-    return torch.autograd.grad(loss, parts, gradient, retain_graph=True, allow_unused=True)
+        return []
+    edges = [part.edge for part in parts]
+    weights = torch.autograd.grad(loss, edges, gradient, retain_graph=True, allow_unused=True)
+    pairs = zip(parts, weights, strict=True)
+    return [WeightedLoss(part.known, weight) for part, weight in pairs if weight is not None]
 
 
 def unknown_loss(name: str) -> str:
@@ -144,7 +160,7 @@ class CurvatureOptimizer(RuleOptimizer):
     differentiates_gradients = True
     """Whether those are of gradients, which are then taken with their graph; else they are of outputs."""
     _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
-    _noted: Sequence[Evaluated] = ()  # the losses computed while recording
+    _noted: Sequence[NotedLoss] = ()  # the losses computed while recording
     grad_scale: Tensor | None  # set by GradScaler for the duration of a step
     found_inf: Tensor
 
@@ -266,12 +282,7 @@ class CurvatureOptimizer(RuleOptimizer):
             allow_unused=True,
         )
         grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
-        weights = weights_of(loss, gradient, [evaluated.value for evaluated in self._noted])
-        losses = [
-            WeightedLoss(evaluated.known, weight)
-            for evaluated, weight in zip(self._noted, weights, strict=True)
-            if weight is not None and evaluated.known is not None
-        ]
+        losses = weighted(loss, gradient, self._noted)
         self._losses = [*self._losses, loss.detach()]
         outputs = [part.loss.output.detach() for part in losses]
         if is_finite(outputs):

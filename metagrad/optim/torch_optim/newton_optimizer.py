@@ -15,7 +15,6 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import RandomState
 from metagrad.curvature import Result
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.likelihoods.recognition import Evaluated
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.newton.second_order import check_uniform, endings
 from metagrad.optim.probes import Generators, as_rows
@@ -33,6 +32,7 @@ from metagrad.optim.torch_optim.closure_objective import (
 from metagrad.optim.torch_optim.curvature_optimizer import (
     SEED,
     CurvatureOptimizer,
+    NotedLoss,
     generators_of,
     leaves_behind,
     unknown_loss,
@@ -231,7 +231,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             return loss_fn(output)
         own, count = output.view_as(output), len(self._noted)  # with a place of its own in the graph
         value = loss_fn(own)
-        self._noted[count:] = [Evaluated(value, WrittenLoss(loss_fn, own))]  # not what it is made of, too
+        self._noted[count:] = NotedLoss.of(value, WrittenLoss(loss_fn, own))  # not what it is made of, too
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:

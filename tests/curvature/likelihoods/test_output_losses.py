@@ -186,6 +186,7 @@ def test_products_can_be_differentiated_in_the_output(loss_fn, output, target):
     ("name", "loss_fn", "target"),
     [
         ("a multiple", lambda z, y: 0.5 * F.mse_loss(z, y), randn(5, 4)),
+        ("a multiple in place", lambda z, y: F.mse_loss(z, y).mul_(0.5), randn(5, 4)),
         ("a sum with something", lambda z, y: F.mse_loss(z, y) + z.square().sum(), randn(5, 4)),
         ("a function", lambda z, y: (z - y).square().mean(), randn(5, 4)),
         ("another loss", F.smooth_l1_loss, randn(5, 4)),

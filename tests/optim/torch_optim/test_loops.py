@@ -250,6 +250,21 @@ def test_micro_batches_without_a_closure(case):
     assert_near(after(case, loop, **case.by_hand), after(case, by_closure, **case.by_hand))
 
 
+@having("known loss")
+def test_a_loss_that_is_divided_in_place_is_as_one_divided(case):
+    def by(divide):
+        def loss_of(model):
+            x, y = batch(F64)
+            output = model(x)
+            with torch.no_grad():
+                F.mse_loss(output, output)  # a metric is no part of the loss
+            return divide(F.cross_entropy(output, y))
+
+        return after(case, lambda model, opt: opt.step(closure_of(opt, lambda: loss_of(model))))
+
+    assert_near(by(lambda loss: loss.div_(4)), by(lambda loss: loss / 4))
+
+
 @every
 def test_maximize_climbs_as_minimizing_the_negative_descends(case):
     def climbing(model, opt):
