@@ -13,7 +13,7 @@ import ctypes
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -283,6 +283,7 @@ among them: :mod:`metagrad.autograd.checks.lint_rules` has a test for each."""
 
 if TYPE_CHECKING:
     import numpy as np
+    from typing_extensions import Self
 
     class Function(torch.autograd.Function):
         """A Function whose rules take what each is written for."""
@@ -293,8 +294,24 @@ if TYPE_CHECKING:
         jvp: ClassVar[Callable[..., Any]]
         vmap: ClassVar[Callable[..., Any]]
         apply: ClassVar[Callable[..., Any]]
+
+    class Module(nn.Module):
+        """A module that overrides how it is moved and loaded."""
+
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self: ...
+        def _load_from_state_dict(
+            self,
+            state_dict: Mapping[str, Tensor],
+            prefix: str,
+            local_metadata: dict[str, Any],
+            strict: bool,
+            missing_keys: list[str],
+            unexpected_keys: list[str],
+            error_msgs: list[str],
+        ) -> None: ...
 else:
     Function = torch.autograd.Function
+    Module = nn.Module
 
 
 class Context(Protocol):

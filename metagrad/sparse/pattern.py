@@ -166,7 +166,7 @@ class Pattern:
     def _set(self, row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
         self.row, self.col, self.shape = row, col, shape
         self._transpose: Pattern | weakref.ref[Pattern] | None = None
-        self._merges: dict[str, weakref.WeakKeyDictionary[Pattern, Merge | Product]] = {}
+        self._merges: dict[str, weakref.WeakKeyDictionary[Pattern, Any]] = {}  # see _without_owner
         self._copies: weakref.WeakValueDictionary[torch.device, Pattern] = weakref.WeakValueDictionary()
         self._repeat: tuple[int, Pattern] | None = None
         self._unblocked: dict[tuple[int, int], tuple[Pattern, Segments]] = {}
@@ -315,18 +315,18 @@ class Pattern:
 
     def union(self, other: Pattern) -> Merge:
         """Return the pattern of the cells of either, with the place of each entry of both in it (cached)."""
-        return self._merged("union", other, _union)
+        return self._merged("union", other, Pattern._united)
 
     def intersection(self, other: Pattern) -> Merge:
         """Return the pattern of the cells of both, with the entries of each that are there (cached)."""
-        return self._merged("intersection", other, _intersection)
+        return self._merged("intersection", other, Pattern._intersected)
 
     def product(self, other: Pattern) -> Product:
         """Return the pattern of ``self @ other`` and the pairs of entries that add to each of its cells (cached).
 
         Cost: time and memory in the number of pairs, which is the number of multiplications of the product.
         """
-        return self._cached("product", other, _product)
+        return self._cached("product", other, Pattern._multiplied)
 
     def _merged(self, kind: str, other: Pattern, compute: Callable[[Pattern, Pattern], Merge]) -> Merge:
         if other is self:
@@ -342,8 +342,9 @@ class Pattern:
         count_merge("avoided" if other in known else "done")
         if other not in known:
             known[other] = _without_owner(compute(self, other), self, other)
-        made: Any = known[other]
-        return made._replace(pattern=made.pattern()) if isinstance(made.pattern, weakref.ref) else made
+        made = known[other]
+        owner: Pattern | weakref.ref[Pattern] = made.pattern
+        return made._replace(pattern=owner()) if isinstance(owner, weakref.ref) else made
 
     @structural
     @timed("conversion")
@@ -361,8 +362,56 @@ class Pattern:
     def unblocked(self, block: tuple[int, int]) -> tuple[Pattern, Segments]:
         """Return the pattern of the cells of p x q blocks, and where in the blocks each of its values is (cached)."""
         if block not in self._unblocked:
-            self._unblocked[block] = _unblocked(self, block)
+            self._unblocked[block] = self._of_blocks(block)
         return self._unblocked[block]
+
+    @timed("conversion")
+    def _united(self, other: Pattern) -> Merge:
+        both = torch.cat([_keys(self.row, self.col, self.shape), _keys(other.row, other.col, other.shape)])
+        keys, place = distinct_and_places(both)
+        left, right = place.split_with_sizes([self.nnz, other.nnz])
+        if len(keys) == self.nnz:
+            return Merge(self, left, right)
+        if len(keys) == other.nnz:
+            return Merge(other, left, right)
+        return Merge(Pattern._of_keys(keys, self.shape), left, right)
+
+    @timed("conversion")
+    def _intersected(self, other: Pattern) -> Merge:
+        place = other.find(self.row, self.col)
+        left = (place >= 0).nonzero().squeeze(1)
+        right = place[left]
+        if len(left) == self.nnz:
+            return Merge(self, left, right)
+        if len(left) == other.nnz:
+            return Merge(other, left, right)
+        return Merge(Pattern._trusted(self.row[left], self.col[left], self.shape), left, right)
+
+    @timed("conversion")
+    def _multiplied(self, other: Pattern) -> Product:
+        """Pair every entry (i, k) with the entries of row k of the other (Gustavson, ACM TOMS 4:250, 1978)."""
+        counts = other.crow.diff()[self.col]  # pairs of each entry
+        left = torch.repeat_interleave(torch.arange(self.nnz, device=self.device), counts)
+        first = counts.cumsum(0) - counts
+        right = torch.arange(len(left), device=self.device) - first[left] + other.crow[self.col[left]]
+        shape = check_shape("Pattern.product(other)", (self.shape[0], other.shape[1]))
+        keys, cell = distinct_and_places(_keys(self.row[left], other.col[right], shape))
+        pattern = Pattern._of_keys(keys, shape)
+        return Product(
+            pattern,
+            Segments.sorted_ids(left, self.nnz),
+            Segments.grouped(right, other.nnz),
+            Segments.grouped(cell, pattern.nnz),
+        )
+
+    @timed("conversion")
+    def _of_blocks(self, block: tuple[int, int]) -> tuple[Pattern, Segments]:
+        p, q = block
+        shape = check_shape("SparseTensor(pattern, values)", (self.shape[0] * p, self.shape[1] * q))
+        row = self.row[:, None, None] * p + torch.arange(p, device=self.device)[:, None]
+        col = self.col[:, None, None] * q + torch.arange(q, device=self.device)
+        keys, order = torch.sort((row * shape[1] + col).reshape(-1))
+        return Pattern._of_keys(keys, shape), Segments.grouped(order, len(order))
 
     def find(self, row: Tensor, col: Tensor) -> Tensor:
         """Return the entry that each cell is stored in, or -1: int64 in the shape of ``row``."""
@@ -430,10 +479,10 @@ def _check_order(row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
         )
 
 
-def _without_owner(made: Merge | Product, left: Pattern, right: Pattern) -> Merge | Product:
-    """Refer weakly to a pattern that its own cache, or its partner's, would keep alive."""
+def _without_owner(made: Any, left: Pattern, right: Pattern) -> Any:
+    """Refer weakly in a merge or product to a pattern that its own cache, or its partner's, would keep alive."""
     shared = made.pattern is left or made.pattern is right
-    return made._replace(pattern=weakref.ref(made.pattern)) if shared else made  # type: ignore[arg-type]
+    return made._replace(pattern=weakref.ref(made.pattern)) if shared else made
 
 
 def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
@@ -448,55 +497,3 @@ def _check_pair(kind: str, left: Pattern, right: Pattern) -> None:
             f"Pattern.{kind}(other): this pattern is on {left.device} and the other on {right.device}. "
             "Move one with .to(device)."
         )
-
-
-@timed("conversion")
-def _union(a: Pattern, b: Pattern) -> Merge:
-    both = torch.cat([_keys(a.row, a.col, a.shape), _keys(b.row, b.col, b.shape)])
-    keys, place = distinct_and_places(both)
-    left, right = place.split_with_sizes([a.nnz, b.nnz])
-    if len(keys) == a.nnz:
-        return Merge(a, left, right)
-    if len(keys) == b.nnz:
-        return Merge(b, left, right)
-    return Merge(Pattern._of_keys(keys, a.shape), left, right)
-
-
-@timed("conversion")
-def _intersection(a: Pattern, b: Pattern) -> Merge:
-    place = b.find(a.row, a.col)
-    left = (place >= 0).nonzero().squeeze(1)
-    right = place[left]
-    if len(left) == a.nnz:
-        return Merge(a, left, right)
-    if len(left) == b.nnz:
-        return Merge(b, left, right)
-    return Merge(Pattern._trusted(a.row[left], a.col[left], a.shape), left, right)
-
-
-@timed("conversion")
-def _product(a: Pattern, b: Pattern) -> Product:
-    """Pair every entry (i, k) of a with the entries of row k of b (Gustavson, ACM TOMS 4:250, 1978)."""
-    counts = b.crow.diff()[a.col]  # pairs of each entry of a
-    left = torch.repeat_interleave(torch.arange(a.nnz, device=a.device), counts)
-    first = counts.cumsum(0) - counts
-    right = torch.arange(len(left), device=a.device) - first[left] + b.crow[a.col[left]]
-    shape = check_shape("Pattern.product(other)", (a.shape[0], b.shape[1]))
-    keys, cell = distinct_and_places(_keys(a.row[left], b.col[right], shape))
-    pattern = Pattern._of_keys(keys, shape)
-    return Product(
-        pattern,
-        Segments.sorted_ids(left, a.nnz),
-        Segments.grouped(right, b.nnz),
-        Segments.grouped(cell, pattern.nnz),
-    )
-
-
-@timed("conversion")
-def _unblocked(blocks: Pattern, block: tuple[int, int]) -> tuple[Pattern, Segments]:
-    p, q = block
-    shape = check_shape("SparseTensor(pattern, values)", (blocks.shape[0] * p, blocks.shape[1] * q))
-    row = blocks.row[:, None, None] * p + torch.arange(p, device=blocks.device)[:, None]
-    col = blocks.col[:, None, None] * q + torch.arange(q, device=blocks.device)
-    keys, order = torch.sort((row * shape[1] + col).reshape(-1))
-    return Pattern._of_keys(keys, shape), Segments.grouped(order, len(order))

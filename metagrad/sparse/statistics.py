@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class KernelStats:
 
     def __init__(self) -> None:
         self.calls: Counter[Kind] = Counter()
-        self.seconds: Counter[Kind] = Counter()  # type: ignore[reportAttributeAccessIssue]
+        self.seconds = cast("dict[Kind, float]", Counter())  # a Counter is declared to count in integers
         self.nbytes = 0  # of the results of products
         self.dense_nbytes = 0  # of the same results, had they been dense
         self.merges: Counter[Literal["done", "avoided"]] = Counter()
@@ -76,7 +76,7 @@ class KernelStats:
         finally:
             elapsed = clock() - start
             self.calls[kind] += 1
-            self.seconds[kind] += elapsed - self._inside  # type: ignore[reportArgumentType]
+            self.seconds[kind] += elapsed - self._inside
             self._inside = outside + elapsed
 
     def count_product(self, shape: tuple[int, int], width: int, result: Tensor) -> None:
@@ -96,14 +96,18 @@ class KernelStats:
         """Estimate the time of the products, had they been dense: their work at the rate measured here."""
         return sum(work / dense_rate(*where) for where, work in self._dense_work.items())
 
+    def conversion_share(self) -> float:
+        """Return which part of the time went into conversions."""
+        total = sum(self.seconds.values())
+        return self.seconds["conversion"] / total if total else 0.0
+
     def as_dict(self) -> dict[str, object]:
         """Return every number by name; places of densifications with their counts and bytes."""
-        total = sum(self.seconds.values())
         return {
             "calls": dict(self.calls),
             "seconds": dict(self.seconds),
             "dense_product_seconds_estimate": self.dense_seconds(),
-            "conversion_share": self.seconds["conversion"] / total if total else 0.0,
+            "conversion_share": self.conversion_share(),
             "bytes": self.nbytes,
             "dense_bytes": self.dense_nbytes,
             "bytes_saved": self.dense_nbytes - self.nbytes,
@@ -233,14 +237,13 @@ def _caller() -> str:
 
 
 def _table(found: KernelStats) -> str:
-    numbers = found.as_dict()
     products, dense = found.seconds["product"], found.dense_seconds()
     lines = [
         f"{kind:14}{found.calls[kind]:8} calls {1000 * found.seconds[kind]:11.2f} ms"
         for kind in ("product", "segment sum", "conversion")
     ]
     lines += [
-        f"{'conversions':14}{100 * float(numbers['conversion_share']):8.1f} % of the time",  # type: ignore[arg-type]
+        f"{'conversions':14}{100 * found.conversion_share():8.1f} % of the time",
         f"{'dense products':14}{1000 * dense:14.2f} ms estimated, {dense / max(products, 1e-9):.1f}x ours",
         f"{'memory':14}{_size(found.nbytes)} made, {_size(found.dense_nbytes)} if dense",
         f"{'merges':14}{found.merges['done']:8} done, {found.merges['avoided']} avoided",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from metagrad.core._torch import Module
 from metagrad.core.checks import is_a
 from metagrad.sparse.matrix.tensor import Operators, SparseTensor
 from metagrad.sparse.operations.entries import like
@@ -16,7 +17,7 @@ from metagrad.sparse.pattern import Pattern
 _PATTERN_KEY = "_extra_state"  # torch's name for what get_extra_state returns
 
 
-class Parameter(Operators, nn.Module):
+class Parameter(Operators, Module):
     """A sparse matrix whose values are an ordinary parameter, and whose pattern is saved with them.
 
     Assign it to a module in the place of a weight. The parameter that optimizers, ``functional_call`` and
