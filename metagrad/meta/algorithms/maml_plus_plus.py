@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,17 @@ from metagrad.meta.objective.norms import Norm
 from metagrad.meta.objective.query_weights import QueryWeights
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params, sgd
+
+T = TypeVar("T")
+
+
+def _annealed(read: Callable[[Any], T], assigned: str) -> T:
+    """Make a property of an attribute of :class:`MAML`: what was assigned is kept under a name of its own."""
+
+    def write(self: nn.Module, value: T) -> None:
+        setattr(self, assigned, value)
+
+    return cast(T, property(read, write))
 
 
 class MAMLPlusPlus(MAML):
@@ -68,6 +80,8 @@ class MAMLPlusPlus(MAML):
     """
 
     updates: Tensor
+    _order: int
+    _query_weights: QueryWeights | None
     multi_step_updates: int = 0
     first_order_updates: int = 0
 
@@ -98,27 +112,20 @@ class MAMLPlusPlus(MAML):
         """Count an update of the meta-parameters, which moves what anneals."""
         self.updates += 1
 
-    @property
-    def order(self) -> int:  # type: ignore[reportIncompatibleVariableOverride]
+    def _order_now(self) -> int:
         """The order at this update."""
         is_first = self.first_order_updates and int(self.updates) < self.first_order_updates
         return 1 if is_first else self._order
 
-    @order.setter
-    def order(self, order: int) -> None:
-        self._order = order
-
-    @property
-    def query_weights(self) -> QueryWeights | None:  # type: ignore[reportIncompatibleVariableOverride]
+    def _query_weights_now(self) -> QueryWeights | None:
         """The weights of the query losses at this update, unless others were given."""
         if self._query_weights is not None or not self.multi_step_updates or not self.steps:
             return self._query_weights
         early = max(0.0, 1 - int(self.updates) / self.multi_step_updates) / self.steps
         return [*[early] * (self.steps - 1), 1 - (self.steps - 1) * early] if early else None
 
-    @query_weights.setter
-    def query_weights(self, weights: QueryWeights | None) -> None:
-        self._query_weights = weights
+    order: int = _annealed(_order_now, "_order")
+    query_weights: QueryWeights | None = _annealed(_query_weights_now, "_query_weights")
 
 
 def _rates(params: Params, lr: float) -> dict[str, nn.Parameter]:

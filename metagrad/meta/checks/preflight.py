@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.autograd.compile.compiled import Compile
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
+from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
 from metagrad.core.structured import restored, structured
 from metagrad.meta.algorithm import Algorithm, MetaOutput
 from metagrad.meta.checks.costs import Costs, meta_costs, plain_costs
@@ -20,7 +21,7 @@ from metagrad.meta.checks.known import applied, known_defects
 from metagrad.meta.checks.measured import UnmeasurableError, measured_defects
 from metagrad.meta.checks.report import ModuleFinding, Preflight
 from metagrad.meta.checks.subject import Subject
-from metagrad.meta.checks.tasks import compile_defects, stacking_defects
+from metagrad.meta.checks.tasks import loss_of_a_task, task_defects
 from metagrad.meta.maml import MAML, check_steps
 from metagrad.meta.objective.tasks import BatchLike, Tasks, read_batch, read_examples
 from metagrad.optim import rules
@@ -172,7 +173,7 @@ def _request(
     """Read the arguments."""
     if isinstance(model, MAML):
         return _of_maml(model, loss_fn if batch is None else batch, order, model.steps)
-    if not isinstance(model, nn.Module):
+    if not is_a(model, nn.Module):
         raise TypeError(f"{_CALL}: model must be a torch.nn.Module or a MAML, got {type(model).__name__}.")
     if batch is None and isinstance(model, Algorithm):
         return _of_algorithm(model, loss_fn, order)
@@ -199,9 +200,8 @@ def _request(
 
 def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _Request:
     tasks = read_batch(batch)
-    first = tasks.select(0)
     highest = maml.order + (maml.order == 2 and needs_curvature(maml.inner, 0))
-    whole = Subject(maml._callable_model(), maml.loss_fn, first.support_x, first.support_y)
+    whole = loss_of_a_task(maml, tasks)
     return _Request(whole.part(), whole, _checked_order(order, highest), maml, tasks, batch, steps)
 
 
@@ -233,17 +233,17 @@ def _checked_order(order: int | None, default: int) -> int:
 
 
 def _is_meta_batch(batch: Any) -> bool:
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return set(batch) == {"support", "query"}
     if all(hasattr(batch, name) for name in ("support", "query")):
         return True
-    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(map(_are_examples, batch))
+    return is_list_or_tuple(batch) and len(batch) == 2 and all(map(_are_examples, batch))
 
 
 def _are_examples(part: Any) -> bool:
-    if isinstance(part, Mapping):
+    if is_mapping(part):
         return set(part) == {"x", "y"}
-    return (isinstance(part, (tuple, list)) and len(part) == 2) or all(hasattr(part, name) for name in "xy")
+    return (is_list_or_tuple(part) and len(part) == 2) or all(hasattr(part, name) for name in "xy")
 
 
 def _report(request: _Request) -> Preflight:
@@ -253,9 +253,8 @@ def _report(request: _Request) -> Preflight:
     with subject.untouched(), attention:
         found, remedies, notes = _derivatives(subject, order)
         if request.maml is not None and request.tasks is not None:
-            executor = request.maml._executor(None, request.tasks)
-            more, statistics = stacking_defects(executor, subject, request.tasks)
-            found += [*more, *compile_defects(executor, subject, request.tasks)]
+            more, statistics = task_defects(request.maml, subject, request.tasks)
+            found += more
             remedies += statistics
         costs = _costs(request)
     how = "looked up in the table of known defects" if notes else "compared with finite differences"

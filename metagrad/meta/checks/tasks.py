@@ -17,12 +17,26 @@ from metagrad.meta.execution.stacking import (
     own_loop_reason,
     prefers_loop,
 )
+from metagrad.meta.maml import MAML
 from metagrad.meta.objective.tasks import Tasks
 
 _LOOP = "Pass task_chunk=1 to choose the loop without a warning."
 
 
-def stacking_defects(
+def loss_of_a_task(maml: MAML, tasks: Tasks) -> Subject:
+    """Return the loss of the support examples of the first task."""
+    first = tasks.select(0)
+    return Subject(maml._callable_model(), maml.loss_fn, first.support_x, first.support_y)
+
+
+def task_defects(maml: MAML, subject: Subject, tasks: Tasks) -> tuple[list[ModuleFinding], list[Remedy]]:
+    """Return why tasks run one by one, or steps without being compiled, if they do and nobody asked for it."""
+    executor = maml._executor(None, tasks)
+    found, remedies = _stacking_defects(executor, subject, tasks)
+    return [*found, *_compile_defects(executor, subject, tasks)], remedies
+
+
+def _stacking_defects(
     executor: TaskExecutor, subject: Subject, tasks: Tasks
 ) -> tuple[list[ModuleFinding], list[Remedy]]:
     """Return why tasks run one by one, if they do and nobody asked for it."""
@@ -60,7 +74,7 @@ def _one_by_one(subject: Subject, path: str, reason: str, fixable: bool) -> Modu
     return ModuleFinding(path, kind_of(subject, path), 1, "slower", why, remedy, fixable)
 
 
-def compile_defects(executor: TaskExecutor, subject: Subject, tasks: Tasks) -> list[ModuleFinding]:
+def _compile_defects(executor: TaskExecutor, subject: Subject, tasks: Tasks) -> list[ModuleFinding]:
     """Return why steps run without being compiled, if that was asked for."""
     if executor.inner.compiled is None:
         return []
