@@ -24,6 +24,19 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.d
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
+def refuse_scripted(call: str, modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose parameters, buffers and flags are not those of Python.
+
+    Raises:
+        TypeError: There is one that TorchScript has compiled.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
+        raise TypeError(
+            f"{call}: TorchScript keeps the parameters of its modules to itself, and others cannot be substituted "
+            "for them. Pass the model as it was before torch.jit.script or torch.jit.trace."
+        )
+
+
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     """Find the modules that a function can reach: itself, its ``__self__``, its closure and the globals it names."""
     found: dict[int, nn.Module] = {}

@@ -82,10 +82,23 @@ def find_variables(call: str, loss: Tensor, params: Tree, sparse: Sequence[str])
     check_params(call, params, leaves)
     if not leaves:
         raise ValueError(f"{call}: there are no parameters.")
+    _refuse_tied(call, leaves, names)
     chosen = _chosen(call, sparse, names)
     tables = [(name, leaf, name in chosen) for name, leaf in zip(names, leaves, strict=True)]
     found = find_lookups(call, list(graph_nodes([loss])), tables)
     return [Variable(*parts) for parts in zip(names, leaves, found, strict=True)]
+
+
+def _refuse_tied(call: str, leaves: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Refuse a tensor under two names: a derivative in either would be that in both, and counted twice."""
+    first: dict[int, str] = {}
+    for leaf, name in zip(leaves, names, strict=True):
+        other = first.setdefault(id(leaf), name)
+        if other != name:
+            raise ValueError(
+                f"{call}: {other} and {name} are one tensor, whose coordinates would count twice. Leave one out, as "
+                "model.named_parameters() does."
+            )
 
 
 def _chosen(call: str, sparse: Sequence[str], names: list[str]) -> set[str]:

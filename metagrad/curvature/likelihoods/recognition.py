@@ -45,12 +45,16 @@ def evaluate(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree
         output: What the model returned, on its tape.
         target: What the loss takes beside it.
     """
-    with _Watch() as watch:
-        value = loss_fn(output, target)
-    call = watch.calls.get(id(value))
-    if call is None or call.node is not value.grad_fn:  # another one after a write, as by loss /= 2
+    value, call = _watched(lambda: loss_fn(output, target))
+    if call is None or not _is_plain(call.arguments, tensors_in(output)):
         return Evaluated(value, None)
-    if value.ndim != 0 or not _is_plain(call.arguments, tensors_in(output)):
+    return Evaluated(value, _MAKERS[call.function](call.arguments))
+
+
+def recognized(loss: Callable[[], Tensor]) -> Evaluated:
+    """Evaluate a loss of which no output is known; its form is that in the input of the known function."""
+    value, call = _watched(loss)
+    if call is None or any(tensor.requires_grad for tensor in _others(call.arguments)):
         return Evaluated(value, None)
     return Evaluated(value, _MAKERS[call.function](call.arguments))
 
@@ -109,12 +113,24 @@ class _Watch(TorchFunctionMode):
         return result
 
 
+def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
+    """Evaluate a loss; return the call whose number it is, None of another or of one with deprecated arguments."""
+    with _Watch() as watch:
+        value = loss()
+    call = watch.calls.get(id(value))
+    if call is None or call.node is not value.grad_fn:  # another one after a write, as by loss /= 2
+        return value, None
+    is_deprecated = any(call.arguments.get(name) is not None for name in ("size_average", "reduce"))
+    return value, None if is_deprecated or value.ndim else call
+
+
 def _is_plain(arguments: _Arguments, outputs: Sequence[Tensor]) -> bool:
-    """Say whether the input alone depends on the outputs, and no deprecated argument is in use."""
-    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
-        return False
-    others = [v for name, v in arguments.items() if name != "input" and isinstance(v, Tensor)]
-    return _depend([arguments["input"]], outputs) and not _depend(others, outputs)
+    """Say whether the input alone depends on the outputs."""
+    return _depend([arguments["input"]], outputs) and not _depend(_others(arguments), outputs)
+
+
+def _others(arguments: _Arguments) -> list[Tensor]:
+    return [v for name, v in arguments.items() if name != "input" and isinstance(v, Tensor)]
 
 
 def _depend(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:

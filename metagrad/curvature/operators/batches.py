@@ -14,6 +14,7 @@ from metagrad.core._torch import distinct, linalg, named_modules
 from metagrad.core.capture import AutocastState
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tree import Tree, tensors_in, tree_map
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.distributed.sums import refuse_different, sums, union
@@ -283,6 +284,29 @@ def num_data(call: str, batch: Batch) -> int:
             'counts data. Pass reduction="sum", or a function that counts.'
         )
     return len(tensors[0])
+
+
+def count_of(
+    call: str, batch: Batch, known: OutputLoss | None, reduction: Reduction | None
+) -> float | Tensor | None:
+    """Return what the mean of a batch divides by; None if the loss is a sum."""
+    if callable(reduction):
+        return reduction(batch)
+    if reduction not in (None, "mean", "sum"):
+        raise ValueError(
+            f'{call}: reduction must be "mean", "sum" or a function of the batch, got {reduction!r}.'
+        )
+    if known is not None:
+        says = "sum" if known.count is None else "mean"
+        if reduction not in (None, says):
+            raise ValueError(f"{call}: reduction={reduction!r}, but the loss is a {says}.")
+        return known.count
+    if reduction is None:
+        raise ValueError(
+            f"{call}: the loss is not one of those with a closed form, so it must be said whether it is the mean or "
+            'the sum over the data of a batch: pass reduction="mean" or "sum".'
+        )
+    return None if reduction == "sum" else num_data(call, batch)
 
 
 def _places(outer: ParameterSpace, inner: ParameterSpace, call: str) -> Tensor | None:

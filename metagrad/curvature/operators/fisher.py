@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from metagrad.core.budget import Bytes
-from metagrad.curvature.operators.batches import Batch, Progress, Reduction
-from metagrad.curvature.operators.ggn import count_of, operator_of
+from metagrad.curvature.operators.batches import Batch, Progress, Reduction, count_of
+from metagrad.curvature.operators.ggn import operator_of
 from metagrad.curvature.operators.jacobian import Mode
 from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.output_hessians import (
@@ -125,7 +125,7 @@ def fisher(
         if kind == "exact":
             return fisher_of_outputs(evaluation)
         if kind == "empirical":
-            return observed_scores(evaluation, count_of(evaluation, reduction))
+            return observed_scores(evaluation, count_of(call, evaluation.batch, evaluation.known, reduction))
         return sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
 
     return operator_of(

@@ -16,8 +16,8 @@ from metagrad.curvature.operators.batches import (
     Reduction,
     accumulated,
     batches_of,
+    count_of,
     is_one_batch,
-    num_data,
     refuse_graph,
 )
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
@@ -154,7 +154,8 @@ class GaussNewtonOperator(LossOperator):
     @property
     def count(self) -> float | Tensor | None:
         """What the mean of a batch divides by; None if the loss is a sum."""
-        return count_of(self._evaluation, self._reduction)
+        evaluation = self._evaluation
+        return count_of(evaluation.problem.call, evaluation.batch, evaluation.known, self._reduction)
 
     @property
     def gradient(self) -> Tensor:
@@ -226,25 +227,3 @@ def operator_of(
         model=problem.model if isinstance(problem.model, nn.Module) else None,
         group=group,
     )
-
-
-def count_of(evaluation: ModelEvaluation, reduction: Reduction | None) -> float | Tensor | None:
-    """Return what the mean of a batch divides by; None if the loss is a sum."""
-    call, known = evaluation.problem.call, evaluation.known
-    if callable(reduction):
-        return reduction(evaluation.batch)
-    if reduction not in (None, "mean", "sum"):
-        raise ValueError(
-            f'{call}: reduction must be "mean", "sum" or a function of the batch, got {reduction!r}.'
-        )
-    if known is not None:
-        says = "sum" if known.count is None else "mean"
-        if reduction not in (None, says):
-            raise ValueError(f"{call}: reduction={reduction!r}, but the loss is a {says}.")
-        return known.count
-    if reduction is None:
-        raise ValueError(
-            f"{call}: the loss is not one of those with a closed form, so it must be said whether it is the mean or "
-            'the sum over the data of a batch: pass reduction="mean" or "sum".'
-        )
-    return None if reduction == "sum" else num_data(call, evaluation.batch)

@@ -20,12 +20,15 @@ from metagrad.core.budget import Bytes, checked_bytes
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, tree_map, tree_structure
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods.recognition import recognized
 from metagrad.curvature.operators.batches import (
     Batch,
     Progress,
     Reduction,
     accumulated,
     batches_of,
+    count_of,
     is_one_batch,
     refuse_graph,
 )
@@ -53,7 +56,7 @@ def hessian(
     create_graph: bool = False,
     compile: Compile = False,
     allow_unused: bool = False,
-    reduction: Reduction = "mean",
+    reduction: Reduction | None = None,
     progress: Progress | None = None,
     check_deterministic: bool = True,
     group: ProcessGroup | None = None,
@@ -106,7 +109,8 @@ def hessian(
             function, and without ``create_graph``.
         allow_unused: Treat parameters that the loss does not depend on as constants, instead of raising.
         reduction: For several batches, how their losses reduce their terms: ``"mean"``, ``"sum"``, or a function
-            of the batch that counts; see :func:`~metagrad.curvature.accumulated`.
+            of the batch that counts; see :func:`~metagrad.curvature.accumulated`. None takes what a loss says that
+            :func:`ggn` knows in closed form, with what it ignores and weighs, and of every other loss the mean.
         progress: For several batches; called as ``progress(done, total)``, or a progress bar.
         check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
             differ.
@@ -160,22 +164,30 @@ def hessian(
             f"{_CALL}: loss takes no arguments, so data has nowhere to go. Take (params, *batch)."
         )
 
-    def operator_for(batch: Batch) -> HessianOperator:
+    def evaluated(batch: Batch) -> tuple[HessianOperator, OutputLoss | None]:
         objective = BatchLoss(loss, params, _arguments(batch))
         if mode == "reverse" and options is None:
             with QuickDerivatives():
-                value = objective.here()
-            return _with_graph(value, objective.params, how)
-        return _evaluated(objective.here(), objective, how)
+                value, known = recognized(objective.here)
+            return _with_graph(value, objective.params, how), known
+        value, known = recognized(objective.here)
+        return _evaluated(value, objective, how), known
+
+    def operator_for(batch: Batch) -> HessianOperator:
+        operator, known = evaluated(batch)
+        says = "mean" if reduction is None and known is None else reduction
+        operator.divisor = count_of(call, batch, known, says)
+        return operator
 
     if group is None and (data is None or is_one_batch(data)):
-        return operator_for(() if data is None else data)
+        return evaluated(() if data is None else data)[0]
+    call = "hessian(loss_fn, params, data)"
     return accumulated(
         operator_for,
         params,
         batches_of(data),
-        call="hessian(loss_fn, params, data)",
-        reduction=reduction,
+        call=call,
+        reduction=None,
         progress=progress,
         check_deterministic=check_deterministic,
         model=loss.model if isinstance(loss, Chain) else None,
@@ -199,7 +211,10 @@ class HessianOperator(LossOperator):
 
     Attributes:
         loss: The loss at the parameters.
+        divisor: Of one of several batches, what its mean divides by; None if the loss is a sum.
     """
+
+    divisor: float | Tensor | None = None
 
     def __init__(self, space: ParameterSpace, loss: Tensor, gradient: Named) -> None:
         super().__init__(space)
@@ -210,6 +225,11 @@ class HessianOperator(LossOperator):
     def gradient(self) -> Tensor:
         """The gradient at the parameters, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
         return self.space.flatten(self._gradient)
+
+    @property
+    def count(self) -> float | Tensor | None:
+        """What the mean of one of several batches divides by; None if the loss is a sum."""
+        return self.divisor
 
     def __repr__(self) -> str:
         return f"HessianOperator(shape={self.shape}, dtype={self.dtype})"

@@ -224,7 +224,7 @@ class ParameterSpace:
         return torch.cat([torch.arange(place.start, place.stop, device=self.device) for place in places])
 
     def layers(self) -> dict[str, slice]:
-        """Return the places of each layer: of the parameters whose names agree up to the last dot.
+        """Return the places of each layer that has numbers: of parameters whose names agree up to the last dot.
 
         Raises:
             ValueError: Parameters of one layer are not next to each other.
@@ -238,7 +238,7 @@ class ParameterSpace:
                 )
             names = [entry.name for entry in entries]
             found[layer] = slice(self.slices[names[0]].start, self.slices[names[-1]].stop)
-        return found
+        return {layer: place for layer, place in found.items() if place.start < place.stop}
 
     def name_at(self, index: int) -> str:
         """Return the name of the parameter that a coordinate belongs to."""

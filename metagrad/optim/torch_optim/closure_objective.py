@@ -293,7 +293,8 @@ class ModuleBuffers:
             for buffer, data in kept:
                 buffer.data = data
             for buffers, before in bound:
-                buffers.update(before)
+                if any(buffers[name] is not buffer for name, buffer in before.items()):
+                    buffers.update(before)
 
 
 def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:

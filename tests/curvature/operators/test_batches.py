@@ -62,7 +62,7 @@ def test_unequal_batches_are_exact(make, reduction):
         torch.testing.assert_close(parts @ v, whole @ v)
 
 
-@pytest.mark.parametrize("make", [ggn, fisher, empirical])
+@pytest.mark.parametrize("make", OPERATORS)
 @pytest.mark.parametrize(
     "loss_fn",
     [

@@ -199,6 +199,19 @@ def test_layer_traces():
     assert float(H.layer_traces({"last": slice(5, 6)}, probes=4)["last"]) == 5.0
 
 
+def test_a_layer_without_numbers_has_no_trace():
+    params = {"a.w": torch.ones(2, requires_grad=True), "b.w": torch.zeros(0, requires_grad=True)}
+    with mg.hessian(params["a.w"].pow(3).sum() + params["b.w"].sum(), params) as H:
+        assert {name: float(trace) for name, trace in H.layer_traces().items()} == {"a": 12.0}
+
+
+def test_a_tensor_under_two_names_is_refused():
+    """Its derivative in either is that in both, and traces were twice as large."""
+    w = torch.ones(2, requires_grad=True)
+    with pytest.raises(ValueError, match=r"params\['a'\] and params\['b'\] are one tensor"):
+        mg.hessian(w.pow(3).sum(), {"a": w, "b": w})
+
+
 def test_solutions_have_the_form_of_the_right_hand_side():
     H, b = Dense(A), torch.arange(6.0).double()
     expected = torch.linalg.solve(A + 0.1 * torch.eye(6), b)
