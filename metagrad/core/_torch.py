@@ -321,6 +321,7 @@ class Context(Protocol):
     needs_input_grad: tuple[bool, ...]
     save_for_backward: Callable[..., None]
     save_for_forward: Callable[..., None]
+    mark_non_differentiable: Callable[..., None]
     set_materialize_grads: Callable[[bool], None]
 
 

@@ -22,7 +22,7 @@ from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
-from metagrad.core._torch import Function
+from metagrad.core._torch import Context, Function
 from metagrad.core.checks import warn
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
@@ -56,6 +56,9 @@ class Backward(NamedTuple):
 
 Look = Callable[["Sequence[Tensor | None]", "Sequence[Tensor | None]"], "Sequence[Tensor | None]"]
 """Cotangents of results and of operands to those of the operands: looks at them, and may exchange them."""
+
+Pull = Callable[[Backward], "Sequence[Tensor | None]"]
+"""A backward pass, to a cotangent for each of the operands."""
 
 
 def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
@@ -161,7 +164,7 @@ def attached(
     outputs: Sequence[Tensor],
     *,
     kept: Sequence[Tensor] = (),
-    pull: Callable[[Backward], Sequence[Tensor | None]] | None = None,
+    pull: Pull | None = None,
     look: Look | None = None,
 ) -> Sequence[Tensor]:
     """Put the known outputs of a call on the tape; those that do not require grad are constants.
@@ -279,11 +282,27 @@ def _private(tensor: Tensor, create_graph: bool) -> Tensor:
     return fresh_leaf(tensor)
 
 
+class _CallContext(Context, Protocol):
+    """What the derivatives of a call have."""
+
+    call: TensorFunction
+    pull: Pull | None
+    look: Look | None
+
+
 class _Recomputed(Function):
     """A call whose derivatives are recomputed from its operands."""
 
     @staticmethod
-    def forward(ctx, call, outputs, kept, pull, look, *tensors):
+    def forward(
+        ctx: _CallContext,
+        call: TensorFunction,
+        outputs: Sequence[Tensor] | None,
+        kept: Sequence[Tensor],
+        pull: Pull | None,
+        look: Look | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.pull, ctx.look = call, pull, look
         ctx.save_for_backward(*tensors, *kept)
@@ -296,7 +315,7 @@ class _Recomputed(Function):
         return results
 
     @staticmethod
-    def backward(ctx, *cotangents):
+    def backward(ctx: _CallContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[5:]
         saved = ctx.saved_tensors
         backward = Backward(saved[: len(needed)], saved[len(needed) :], needed, cotangents)
@@ -308,7 +327,7 @@ class _Recomputed(Function):
         return (None, None, None, None, None, *grads)
 
     @staticmethod
-    def nodes_inside(ctx) -> Iterator[Node]:
+    def nodes_inside(ctx: _CallContext) -> Iterator[Node]:
         """Walk the graph of the call, which is run again for that."""
         with torch.enable_grad():
             inputs = [fresh_leaf(tensor) for tensor in ctx.saved_tensors[: len(ctx.needs_input_grad[5:])]]
