@@ -309,9 +309,21 @@ if TYPE_CHECKING:
             unexpected_keys: list[str],
             error_msgs: list[str],
         ) -> None: ...
+
+    class TensorSubclass(Tensor):
+        """A tensor that says for itself what these names of torch mean."""
+
+        __eq__: ClassVar[Any]
+        __ne__: ClassVar[Any]
+        __hash__: ClassVar[Any]
+        __torch_function__: Any
+        coalesce: Any
+        to_dense: Any
+        values: Any
 else:
     Function = torch.autograd.Function
     Module = nn.Module
+    TensorSubclass = Tensor
 
 
 class Context(Protocol):
@@ -356,6 +368,9 @@ at_least_1d: Callable[[Tensor], Tensor] = _torch.atleast_1d
 at_least_2d: Callable[[Tensor], Tensor] = _torch.atleast_2d
 broadcast_shapes: Callable[..., torch.Size] = _torch.broadcast_shapes
 distinct: Callable[[Tensor], Tensor] = _torch.unique
+sparse_coo_tensor: Callable[..., Tensor] = _torch.sparse_coo_tensor
+make_wrapper_subclass: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+has_torch_function: Callable[[Tensor], bool] = _overrides.has_torch_function_unary
 sequential_forward: Callable[..., Any] = nn.Sequential.forward
 add_safe_globals: Callable[[list[Any]], None] = _torch.serialization.add_safe_globals
 fork_rng: Callable[..., AbstractContextManager[None]] = _torch.random.fork_rng

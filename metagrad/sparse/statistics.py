@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class KernelStats:
 
     def __init__(self) -> None:
         self.calls: Counter[Kind] = Counter()
-        self.seconds = cast("dict[Kind, float]", Counter())  # a Counter is declared to count in integers
+        self.seconds: dict[Kind, float] = cast(Any, Counter())  # a Counter is declared to count in integers
         self.nbytes = 0  # of the results of products
         self.dense_nbytes = 0  # of the same results, had they been dense
         self.merges: Counter[Literal["done", "avoided"]] = Counter()

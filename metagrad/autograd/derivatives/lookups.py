@@ -162,8 +162,7 @@ def _lookups(call: str, name: str, param: Tensor, nodes: list[Node], must: bool)
 
 def _is_lookup(node: Node) -> bool:
     if node.name() == "_GatherRowsBackward":
-        row_ndim, *_ = node.how  # type: ignore[attr-defined]
-        return row_ndim == 1
+        return node.row_ndim == 1  # type: ignore[attr-defined]
     return node.name().startswith("EmbeddingBackward")
 
 

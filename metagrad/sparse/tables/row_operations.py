@@ -149,12 +149,12 @@ def as_rows(y: Tensor, like: RowSparse) -> RowSparse:
 
 def write(target: RowSparse, new: Tensor) -> RowSparse:
     """Put other rows into a tensor and its aliases."""
-    if not target._kept.writable:
+    if not target.kept.writable:
         raise unknown("a write in place into a view of another shape", "the tensor viewed would not see it")
     assert isinstance(new, RowSparse)
     if new.dtype != target.dtype:
         new = _with_values(new, new.values.to(target.dtype))
-    target._kept.rows, target._kept.values = new.rows, new.values
+    target.kept.rows, target.kept.values = new.rows, new.values
     return target
 
 
@@ -269,8 +269,8 @@ def view(x: RowSparse, size: Sequence[int]) -> RowSparse:
     else:
         raise unknown(f"view(x, {shape}) of shape {tuple(x.shape)}", "it would cut rows into pieces")
     if shape[k:] == x.shape[x.row_ndim :]:
-        return wrap(x._kept, shape)
-    return wrap(Kept(x.rows, x._kept.values.reshape(-1, *shape[k:]), writable=False), shape)
+        return wrap(x.kept, shape)
+    return wrap(Kept(x.rows, x.kept.values.reshape(-1, *shape[k:]), writable=False), shape)
 
 
 def cut(
@@ -282,12 +282,12 @@ def cut(
     shape = (*x.shape[:dim], len(range(start, end, step)), *x.shape[dim + 1 :])
     if dim >= x.row_ndim:
         within = [slice(None)] * (dim - x.row_ndim + 1)
-        values = x._kept.values[(*within, slice(start, end, step))]
+        values = x.kept.values[(*within, slice(start, end, step))]
         return wrap(Kept(x.rows, values, writable=False), shape)
     if dim or x.row_ndim > 1 or step != 1:
         raise unknown(f"slice(x, dim={dim}, step={step})", "only one table is cut, in steps of 1")
     inside = (x.rows >= start) & (x.rows < end)
-    return wrap(Kept(x.rows[inside] - start, x._kept.values[inside], writable=False), shape)
+    return wrap(Kept(x.rows[inside] - start, x.kept.values[inside], writable=False), shape)
 
 
 def put_back(x: RowSparse, sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> RowSparse:
@@ -295,11 +295,11 @@ def put_back(x: RowSparse, sizes: Sequence[int], dim: int, start: int, end: int,
     dim %= x.ndim
     if dim >= x.row_ndim:
         inner = (len(x.rows), *sizes[x.row_ndim :])
-        values = torch.ops.aten.slice_backward(x._kept.values, inner, dim - x.row_ndim + 1, start, end, step)
+        values = torch.ops.aten.slice_backward(x.kept.values, inner, dim - x.row_ndim + 1, start, end, step)
         return wrap(Kept(x.rows, values), sizes)
     if dim or x.row_ndim > 1 or step != 1:
         raise unknown(f"slice_backward(x, dim={dim}, step={step})", "only one table is cut, in steps of 1")
-    return wrap(Kept(x.rows + start, x._kept.values.clone()), sizes)
+    return wrap(Kept(x.rows + start, x.kept.values.clone()), sizes)
 
 
 def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
@@ -310,18 +310,18 @@ def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
     places = torch.unravel_index(x.rows, x.shape[:k])
     rows = counted([places[d] for d in dims[:k]], [x.shape[d] for d in dims[:k]])
     result = scatter_rows(x.values, rows, [x.shape[d] for d in dims])
-    result._kept.writable = False
+    result.kept.writable = False
     return result
 
 
 def alias(x: RowSparse) -> RowSparse:
     """Make another tensor of the same rows and values."""
-    return wrap(x._kept, x.shape)
+    return wrap(x.kept, x.shape)
 
 
 def clone(x: RowSparse, *, memory_format: torch.memory_format | None = None) -> RowSparse:
     """Copy the values."""
-    return wrap(Kept(x.rows, x._kept.values.clone()), x.shape)
+    return wrap(Kept(x.rows, x.kept.values.clone()), x.shape)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -336,13 +336,13 @@ def to_copy(
 ) -> RowSparse:
     """Convert dtype or device."""
     device = device or x.device
-    return wrap(Kept(x.rows.to(device), x._kept.values.to(device, dtype, copy=True)), x.shape)
+    return wrap(Kept(x.rows.to(device), x.kept.values.to(device, dtype, copy=True)), x.shape)
 
 
 def zeros_like(x: RowSparse, *, dtype: torch.dtype | None = None, **layout: Any) -> RowSparse:
     """Make a tensor of no rows."""
     return wrap(
-        Kept(x.rows[:0], x._kept.values.new_zeros((0, *x._kept.values.shape[1:]), dtype=dtype)), x.shape
+        Kept(x.rows[:0], x.kept.values.new_zeros((0, *x.kept.values.shape[1:]), dtype=dtype)), x.shape
     )
 
 

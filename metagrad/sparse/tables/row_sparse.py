@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
 from metagrad.core import _torch
+from metagrad.core._torch import Context, TensorSubclass, VmapInfo
 from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.kernels.tangents import Kernel, nestable
 from metagrad.sparse.statistics import count_densified
@@ -35,31 +36,31 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {}
 Operation: TypeAlias = Callable[..., Tensor]
 
 
-def _operator(function: Operation) -> Operation:
+def _operator(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     return lambda self, other: function(self, other)
 
 
-class Rows(Tensor):
+class Rows(TensorSubclass):
     """A table of which some rows are kept, and the others known without being stored."""
 
-    _kept: Kept
+    kept: Kept  # below the tape
 
     @property
     def rows(self) -> Tensor:
         """The kept rows, ``[R]``, ascending."""
-        return self._kept.rows
+        return self.kept.rows
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """The values of the kept rows, ``[R, D...]``, on the tape of this tensor; not to be written into."""
-        if has_torch_function_unary(self):
+        if _torch.has_torch_function(self):
             return handle_torch_function(_VALUES, (self,), self)
         return gather_rows(self, self.rows, self.row_ndim, unique=True)
 
     @property
     def row_ndim(self) -> int:
         """How many of the first dimensions count rows: 1, and more of a stack of tables."""
-        return self.ndim - self._kept.values.ndim + 1
+        return self.ndim - self.kept.values.ndim + 1
 
     # torch answers a TypeError inside an operator with NotImplemented, and Python then with a message of its own,
     # or, for ==, with False. Called as functions they raise what they have to say.
@@ -75,17 +76,17 @@ class Rows(Tensor):
     __rpow__: ClassVar[Operation] = _operator(lambda self, other: torch.pow(other, self))
     __matmul__: ClassVar[Operation] = _operator(torch.matmul)
     __rmatmul__: ClassVar[Operation] = _operator(lambda self, other: torch.matmul(other, self))
-    __eq__: ClassVar[Operation] = _operator(torch.eq)  # type: ignore[reportAssignmentType]
-    __ne__: ClassVar[Operation] = _operator(torch.ne)  # type: ignore[reportAssignmentType]
+    __eq__: ClassVar[Operation] = _operator(torch.eq)
+    __ne__: ClassVar[Operation] = _operator(torch.ne)
     __lt__: ClassVar[Operation] = _operator(torch.lt)
     __le__: ClassVar[Operation] = _operator(torch.le)
     __gt__: ClassVar[Operation] = _operator(torch.gt)
     __ge__: ClassVar[Operation] = _operator(torch.ge)
-    __hash__ = Tensor.__hash__
+    __hash__: ClassVar[Callable[[Tensor], int]] = Tensor.__hash__
 
-    def _elsewhere(self, ids: Tensor) -> Tensor:
+    def elsewhere(self, ids: Tensor) -> Tensor:
         """Return the values of rows ``[N]`` that are not kept, ``[N, D...]``; below the tape."""
-        return self._kept.values.new_zeros(len(ids), *self._kept.values.shape[1:])
+        return self.kept.values.new_zeros(len(ids), *self.kept.values.shape[1:])
 
 
 class RowSparse(Rows):
@@ -138,7 +139,7 @@ class RowSparse(Rows):
         return scatter_rows(values, rows, shape, unique=True)
 
     @staticmethod
-    def coalesce(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # type: ignore[override]
+    def coalesce(rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:
         """Make a :class:`RowSparse` of rows in any order, adding up duplicates; differentiable in ``values``.
 
         Args:
@@ -159,7 +160,7 @@ class RowSparse(Rows):
         _check_parts("RowSparse.coalesce(rows, values, shape)", rows, values, shape)
         return scatter_rows(values, rows, shape)
 
-    def to_dense(self) -> Tensor:  # type: ignore[override]
+    def to_dense(self) -> Tensor:
         """Return the whole as a strided tensor, differentiably; this is the only way to it."""
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         count_densified(dense.nbytes)
@@ -169,12 +170,12 @@ class RowSparse(Rows):
         """Return a hybrid COO tensor, for optimizers of ``torch.optim``; *detached*, as torch would cut it."""
         with _torch.without_torch_function_of_subclasses():
             indices = torch.stack(torch.unravel_index(self.rows, self.shape[: self.row_ndim]))
-            return torch.sparse_coo_tensor(
-                indices, self._kept.values, self.shape, is_coalesced=True, check_invariants=False
+            return _torch.sparse_coo_tensor(
+                indices, self.kept.values, self.shape, is_coalesced=True, check_invariants=False
             )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        kept, shape = self._kept, tuple(self.shape)
+        kept, shape = self.kept, tuple(self.shape)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"RowSparse(rows={kept.rows}, shape={shape}{grad}, values=\n{kept.values})"
 
@@ -200,7 +201,7 @@ class RowSparse(Rows):
             return handler(*args, **kwargs or {})
 
 
-_VALUES: Callable[[Rows], Tensor] = Rows.values.fget  # type: ignore[reportAttributeAccessIssue]
+_VALUES: Callable[[Rows], Tensor] = vars(Rows)["values"].fget
 
 
 class Kept:
@@ -214,10 +215,10 @@ class Kept:
 
 def wrap(kept: Kept, shape: Sequence[int], kind: type[R] = RowSparse) -> R:
     """Make a tensor of rows and values that are known to be right, outside of any graph."""
-    result = Tensor._make_wrapper_subclass(  # type: ignore[reportAttributeAccessIssue]
+    result: R = _torch.make_wrapper_subclass(
         kind, tuple(shape), dtype=kept.values.dtype, device=kept.values.device
     )
-    result._kept = kept
+    result.kept = kept
     return result
 
 
@@ -310,25 +311,40 @@ class Places:
 
     def look_up(self, table: Rows, ids: Tensor) -> Tensor:
         """Gather rows ``[N]``, kept or not, below the tape."""
-        if self._distinct is not None and self._distinct[0] is table._kept.rows:
-            return table._kept.values.index_select(0, self._distinct[1])
+        if self._distinct is not None and self._distinct[0] is table.kept.rows:
+            return table.kept.values.index_select(0, self._distinct[1])
         return look_up(table, ids)
 
     def summed(self, ids: Tensor, source: Tensor, holes: bool) -> tuple[Tensor, Tensor]:
         """Return the rows there are, and the sum of the vectors of each, ``[R, D...]``."""
-        rows, place = self._distinct = self._distinct or torch.unique(ids, return_inverse=True)
+        rows, place = self._distinct = self._distinct or _torch.distinct_and_places(ids)
         values = index_sum(source, place, len(rows)).to(source.dtype)
         if holes and len(rows) and rows[0] == HOLE:
             return rows[1:], values[1:]
         return rows, values
 
 
+_Inputs: TypeAlias = tuple[Tensor, Tensor, Places, Any, bool, bool]
+_Gradients: TypeAlias = tuple[Tensor | None, None, None, None, None, None]
+
+
+class _RowsContext(Context, Protocol):
+    """What the derivatives of a lookup, or of a sum into a table, have."""
+
+    places: Places
+    shape: tuple[int, ...]  # of the table
+    row_ndim: int
+    how: list[bool]
+
+
 class _GatherRows(Kernel):
     @staticmethod
-    def forward(table, ids, places, row_ndim, unique, holes):
+    def forward(
+        table: Tensor, ids: Tensor, places: Places, row_ndim: int, unique: bool, holes: bool
+    ) -> Tensor:
         with _torch.without_torch_function():
             if isinstance(table, Rows) and ids is table.rows:
-                return table._kept.values.detach()
+                return table.kept.values.detach()
             flat = ids.reshape(-1)
             places.check(flat, table.shape[:row_ndim], holes)
             found = (
@@ -337,27 +353,35 @@ class _GatherRows(Kernel):
             return found.view(*ids.shape, *found.shape[1:])
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        table, ids, ctx.places, *ctx.how = inputs
+    def setup_context(ctx: _RowsContext, inputs: _Inputs, output: Tensor) -> None:
+        table, ids, ctx.places, ctx.row_ndim, *ctx.how = inputs
         ctx.shape = tuple(table.shape)
         ctx.save_for_backward(ids)
         ctx.save_for_forward(ids)
 
     @staticmethod
-    def backward(ctx, cotangent):
-        _, *how = ctx.how
-        source = _ScatterRows.apply(cotangent, *ctx.saved_tensors, ctx.places, ctx.shape, *how)
+    def backward(ctx: _RowsContext, cotangent: Tensor) -> _Gradients:
+        source = _ScatterRows.apply(cotangent, *ctx.saved_tensors, ctx.places, ctx.shape, *ctx.how)
         return source, None, None, None, None, None
 
     @staticmethod
     @nestable
-    def jvp(ctx, tangent, *_):
-        return _GatherRows.apply(tangent, *ctx.saved_tensors, ctx.places, *ctx.how)
+    def jvp(ctx: _RowsContext, tangent: Tensor, *_: None) -> Tensor:
+        return _GatherRows.apply(tangent, *ctx.saved_tensors, ctx.places, ctx.row_ndim, *ctx.how)
 
     @staticmethod
-    def vmap(info, in_dims, table, ids, places, row_ndim, unique, holes):
+    def vmap(
+        info: VmapInfo,
+        in_dims: Sequence[int | None],
+        table: Tensor,
+        ids: Tensor,
+        places: Places,
+        row_ndim: int,
+        unique: bool,
+        holes: bool,
+    ) -> tuple[Tensor, int]:
         if in_dims[0] is None:
-            return gather_rows(table, ids.movedim(in_dims[1], 0), row_ndim, holes=holes), 0
+            return gather_rows(table, _batched(ids, in_dims[1], info.batch_size), row_ndim, holes=holes), 0
         table = _batched(table, in_dims[0], info.batch_size)
         ids = _counted_through(ids, in_dims[1], info.batch_size, table.shape[1 : 1 + row_ndim], holes)
         return gather_rows(table, ids, row_ndim + 1, unique=unique, holes=holes), 0
@@ -365,7 +389,9 @@ class _GatherRows(Kernel):
 
 class _ScatterRows(Kernel):
     @staticmethod
-    def forward(source, ids, places, shape, unique, holes):
+    def forward(
+        source: Tensor, ids: Tensor, places: Places, shape: tuple[int, ...], unique: bool, holes: bool
+    ) -> RowSparse:
         with _torch.without_torch_function():
             width = source.shape[ids.ndim :]
             values = written_out(source.detach()).reshape(ids.numel(), *width)
@@ -373,7 +399,7 @@ class _ScatterRows(Kernel):
             return wrap(Kept(rows, values), shape)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: _RowsContext, inputs: _Inputs, output: RowSparse) -> None:
         source, ids, ctx.places, ctx.shape, *ctx.how = inputs
         ctx.row_ndim = len(ctx.shape) - (source.ndim - ids.ndim)
         ctx.set_materialize_grads(False)
@@ -381,7 +407,7 @@ class _ScatterRows(Kernel):
         ctx.save_for_forward(ids)
 
     @staticmethod
-    def backward(ctx, cotangent):
+    def backward(ctx: _RowsContext, cotangent: Tensor | None) -> _Gradients:
         if cotangent is None:
             return None, None, None, None, None, None
         table = _GatherRows.apply(cotangent, *ctx.saved_tensors, ctx.places, ctx.row_ndim, *ctx.how)
@@ -389,11 +415,20 @@ class _ScatterRows(Kernel):
 
     @staticmethod
     @nestable
-    def jvp(ctx, tangent, *_):
+    def jvp(ctx: _RowsContext, tangent: Tensor, *_: None) -> RowSparse:
         return _ScatterRows.apply(tangent, *ctx.saved_tensors, ctx.places, ctx.shape, *ctx.how)
 
     @staticmethod
-    def vmap(info, in_dims, source, ids, places, shape, unique, holes):
+    def vmap(
+        info: VmapInfo,
+        in_dims: Sequence[int | None],
+        source: Tensor,
+        ids: Tensor,
+        places: Places,
+        shape: tuple[int, ...],
+        unique: bool,
+        holes: bool,
+    ) -> tuple[RowSparse, int]:
         size = info.batch_size
         row_shape = shape[
             : len(shape) - (source.ndim - ids.ndim) + (in_dims[0] is not None) - (in_dims[1] is not None)
@@ -433,8 +468,8 @@ def take(table: Tensor, ids: Tensor, row_ndim: int, holes: bool) -> Tensor:
 
 def look_up(table: Rows, ids: Tensor) -> Tensor:
     """Gather rows ``[N]``, kept or not, below the tape."""
-    rows, values = table._kept.rows, table._kept.values
-    found = table._elsewhere(ids)
+    rows, values = table.kept.rows, table.kept.values
+    found = table.elsewhere(ids)
     if not len(rows):
         return found
     place = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)

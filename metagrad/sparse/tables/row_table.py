@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core._torch import Context, VmapInfo
 from metagrad.sparse.kernels.tangents import Kernel, nestable
 from metagrad.sparse.tables.row_sparse import Kept, Rows, check_range, gather_rows, scatter_rows, take, wrap
 
@@ -43,24 +45,14 @@ class RowTable(Rows):
                 [0., 0.]])
     """
 
-    _under: Tensor
-    _factor: Tensor | None
+    base: Tensor  # without its graph, as is the scale
+    scale: Tensor | None
 
     def __new__(cls, base: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None = None) -> RowTable:  # noqa: D102
         _check(base, rows, values, scale)
         return _Overlay.apply(base, values, scale, rows)
 
-    @property
-    def base(self) -> Tensor:
-        """The base, ``[V, D...]``, without its graph."""
-        return self._under
-
-    @property
-    def scale(self) -> Tensor | None:
-        """What the rows that are not kept are multiplied by, without its graph."""
-        return self._factor
-
-    def to_dense(self) -> Tensor:  # type: ignore[override]
+    def to_dense(self) -> Tensor:
         """Return the whole as a strided tensor, differentiably."""
         return gather_rows(self, torch.arange(len(self), device=self.device), unique=True)
 
@@ -70,20 +62,21 @@ class RowTable(Rows):
 
         Other tables made of the same base change with it, so a row-wise rule with weight decay starts anew then.
         """
-        base = self._under
-        if self._factor is not None:
-            base.mul_(self._factor)
-            self._factor = None
-        return base.index_copy_(0, self.rows, self._kept.values)
+        base = self.base
+        if self.scale is not None:
+            base.mul_(self.scale)
+            self.scale = None
+        return base.index_copy_(0, self.rows, self.kept.values)
 
-    def _elsewhere(self, ids: Tensor) -> Tensor:
-        found = take(self._under, ids, 1, holes=True)
-        return found if self._factor is None else found * self._factor
+    def elsewhere(self, ids: Tensor) -> Tensor:
+        """Return rows ``[N]`` of the base, times the scale, ``[N, D...]``; below the tape."""
+        found = take(self.base, ids, 1, holes=True)
+        return found if self.scale is None else found * self.scale
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"RowTable({len(self.rows)} rows of their own, shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = _torch.disabled_torch_function  # type: ignore[reportAssignmentType]
+    __torch_function__ = _torch.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(
@@ -102,24 +95,33 @@ class RowTable(Rows):
 
 
 def _alias(table: RowTable) -> RowTable:
-    return _assembled(table._under, table._kept, table._factor)
+    return _assembled(table.base, table.kept, table.scale)
 
 
 def _assembled(base: Tensor, kept: Kept, scale: Tensor | None) -> RowTable:
     result = wrap(kept, base.shape, RowTable)
-    result._under, result._factor = base, scale
+    result.base, result.scale = base, scale
     return result
+
+
+class _OverlayContext(Context, Protocol):
+    """What the derivatives of a table have."""
+
+    shape: tuple[int, ...]
+    scaled: bool
 
 
 class _Overlay(Kernel):
     @staticmethod
-    def forward(base, values, scale, rows):
+    def forward(base: Tensor, values: Tensor, scale: Tensor | None, rows: Tensor) -> RowTable:
         return _assembled(
             base.detach(), Kept(rows, values.detach()), None if scale is None else scale.detach()
         )
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(
+        ctx: _OverlayContext, inputs: tuple[Tensor, Tensor, Tensor | None, Tensor], output: RowTable
+    ) -> None:
         base, _, scale, rows = inputs
         ctx.shape, ctx.scaled = tuple(base.shape), scale is not None
         ctx.set_materialize_grads(False)
@@ -127,7 +129,9 @@ class _Overlay(Kernel):
         ctx.save_for_forward(rows)
 
     @staticmethod
-    def backward(ctx, cotangent):
+    def backward(
+        ctx: _OverlayContext, cotangent: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         if cotangent is None:
             return None, None, None, None
         rows, *scaling = ctx.saved_tensors
@@ -143,21 +147,23 @@ class _Overlay(Kernel):
 
     @staticmethod
     @nestable
-    def jvp(ctx, base, values, scale, rows):
+    def jvp(
+        ctx: _OverlayContext, base: Tensor | None, values: Tensor | None, scale: Tensor | None, rows: None
+    ) -> RowTable:
         if ctx.scaled:
             raise NotImplementedError(
                 "RowTable(..., scale): forward mode would scale the whole table. Use reverse mode, or a rule without "
                 "weight decay."
             )
-        (rows,) = ctx.saved_tensors
-        if base is None:
+        (kept,) = ctx.saved_tensors
+        if base is None and values is not None:
             base = values.new_zeros(()).expand(ctx.shape)
-        if values is None:
-            values = base.new_zeros(len(rows), *ctx.shape[1:])
-        return _Overlay.apply(base, values, None, rows)
+        if values is None and base is not None:
+            values = base.new_zeros(len(kept), *ctx.shape[1:])
+        return _Overlay.apply(base, values, None, kept)
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: VmapInfo, in_dims: Sequence[int | None], *args: Tensor | None) -> NoReturn:
         raise NotImplementedError(
             "RowTable(base, rows, values): under vmap the tables of all tasks would be copied. Stack the tasks' rows "
             "instead, or use MAML(sparse=[...])."
