@@ -134,9 +134,13 @@ class SAMA:
         start = {name: v.detach() for name, v in values.items()}
         with torch.enable_grad():
             state = rule.init(start) if state is None else state
-            moved = list(rule.update(slopes, state, start)[0].values())
+            updated = rule.update(slopes, state, start)[0]
+        moved = [name for name, value in updated.items() if value.requires_grad]  # not what has no elements
         found = torch.autograd.grad(
-            moved, list(slopes.values()), list(cotangents.values()), allow_unused=True
+            [updated[name] for name in moved],
+            list(slopes.values()),
+            [cotangents[name] for name in moved],
+            allow_unused=True,
         )
         direction = {n: -zeros_if_none(g, values[n]) for n, g in zip(values, found, strict=True)}
         mixed = mixed_difference(problem, values, hyper, direction, self.length)

@@ -131,10 +131,11 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
             which = f", of task {row} of {len(results)}" if len(results) > 1 else ""
             reason = _NO_MINIMUM if result is Result.NEGATIVE_CURVATURE else result.value
             raise SolveError(f"{call}: the solve with the Hessian of the inner loss{which}: {reason}")
-    if residual > loose and solution.result is not Result.PROGRESS:
+    if residual > loose and solution.result is not Result.PROGRESS:  # which is the identity's, and no solve
         warn(
             f"{call}: the solve with the Hessian of the inner loss left a residual of {residual:.2g} of its "
-            "right-hand side, so the derivative is as far from that of the minimum. Take more steps, or damping."
+            "right-hand side, so the derivative is as far from that of the minimum. Take more steps, a higher "
+            "rank, or damping."
         )
 
 

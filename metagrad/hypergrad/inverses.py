@@ -164,7 +164,8 @@ class Nystrom(ImplicitMethod):
     :math:`\hat H_r = (H \Omega)(\Omega^\top H \Omega)^\dagger (H \Omega)^\top` is made of r products with random
     orthonormal vectors :math:`\Omega`, where the paper takes columns of the Hessian; there is no series to diverge
     and no step to choose. The error is at most :math:`|E| / (\rho (\rho + |E|))` times :math:`|\nabla_\phi f|`, E the
-    error of the approximation. It is of one matrix: tasks of MAML take CG.
+    error of the approximation. As after too few steps of CG, a residual above one hundredth gives a warning. It is of
+    one matrix: tasks of MAML take CG.
 
     Args:
         rank: Products to spend, from 1 to the number of parameters.
@@ -269,7 +270,7 @@ class _LowRank(Solver):
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
         assert self.inverse is not None
-        return _approximate(self.inverse(b))
+        return _approximate(self.inverse(b), Result.MAX_STEPS)
 
 
 @dataclass(frozen=True)
@@ -284,11 +285,11 @@ class _Identity(Solver):
     def run(
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
-        return _approximate(self.scale * b)
+        return _approximate(self.scale * b, Result.PROGRESS)
 
 
-def _approximate(x: Tensor) -> Run:
-    status = torch.full((len(x),), RESULTS.index(Result.PROGRESS), dtype=torch.int64, device=x.device)
+def _approximate(x: Tensor, result: Result) -> Run:
+    status = torch.full((len(x),), RESULTS.index(result), dtype=torch.int64, device=x.device)
     return Run(x, torch.zeros_like(status), status, torch.zeros_like(x, requires_grad=False))
 
 

@@ -82,6 +82,7 @@ for name, learner in make.items():
         for outer in outers:
             outer.step()
 print("equal")
+dist.destroy_process_group()
 """
 
 

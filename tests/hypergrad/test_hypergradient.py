@@ -160,6 +160,7 @@ APPROXIMATE = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*left a residual of")
 @pytest.mark.parametrize(("method", "error"), APPROXIMATE.values(), ids=APPROXIMATE)
 def test_approximate_methods_are_as_close_as_their_papers_say(method, error):
     problem = ridge()
@@ -428,6 +429,16 @@ def test_failure_is_a_value_of_an_estimate():
     assert found.solution.result is Result.NEGATIVE_CURVATURE
 
 
+def test_sama_takes_parameters_without_elements():
+    params = {"w": torch.ones(2, dtype=torch.float64), "none": torch.zeros(0, dtype=torch.float64)}
+    method = hypergrad.SAMA(mg.optim.rules.sgd(lr=0.25))
+    found, expected = (
+        mg.hypergradient(square, lambda p, h: (p["w"] - h["lam"]).square().sum(), p, HYPER, method=method)
+        for p in (params, {"w": params["w"]})
+    )
+    assert torch.equal(found["lam"], expected["lam"])
+
+
 def test_damping_makes_a_hessian_definite():
     found = mg.hypergradient(
         square, indefinite, {"w": torch.ones(2, dtype=torch.float64)}, HYPER, method=hypergrad.CG(damping=3.0)
@@ -437,8 +448,10 @@ def test_damping_makes_a_hessian_definite():
 
 def test_a_solve_that_stops_early_warns():
     problem = ridge()
-    with pytest.warns(UserWarning, match=r"left a residual of .* Take more steps, or damping"):
+    with pytest.warns(UserWarning, match=r"left a residual of .* Take more steps, a higher rank"):
         found_by(hypergrad.CG(steps=1), problem)
+    with pytest.warns(UserWarning, match=r"left a residual of .* a higher rank"):
+        found_by(hypergrad.Nystrom(rank=2, damping=0.01), problem)
 
 
 def nan(params, hyper):

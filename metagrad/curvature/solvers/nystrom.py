@@ -68,8 +68,17 @@ class Nystrom:
                 f"Nystrom.inverse(damping): what has low rank is singular, so damping must be above 0, "
                 f"got {damping}."
             )
-        gain = 1 / (self.eigenvalues + damping) - 1 / damping
-        return lambda rows: rows / damping + self._scaled(rows, gain)
+
+        def solve(rows: Tensor) -> Tensor:
+            inside = self._scaled(rows, 1 / (self.eigenvalues + damping))
+            if len(self.basis) == self.shape[0]:
+                return inside
+            # Projected twice: divided by a small damping, rounding errors along U would be all there is.
+            outside = rows - self._scaled(rows, torch.ones_like(self.eigenvalues))
+            outside = outside - self._scaled(outside, torch.ones_like(self.eigenvalues))
+            return inside + outside / damping
+
+        return solve
 
     def preconditioner(self, damping: float | Tensor = 0.0) -> Rows:
         r"""Return the preconditioner of :math:`A + \mu I`, a map of rows.

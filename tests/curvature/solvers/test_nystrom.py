@@ -56,6 +56,13 @@ def test_the_inverse_is_that_of_the_approximation():
     torch.testing.assert_close(found.inverse(0.1)(v), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_the_inverse_of_full_rank_has_the_rounding_errors_of_its_matrix():
+    """Not those of the vector over the damping: (v - U U^T v) / damping was nothing else."""
+    diagonal = torch.arange(1.0, 9.0)
+    found = nystrom(MatrixMap(diagonal.diag()), 8, generator=generator())
+    torch.testing.assert_close(found.inverse(1e-12)(torch.ones(1, 8))[0], 1 / diagonal, rtol=1e-4, atol=0)
+
+
 def test_the_inverse_is_differentiable_in_the_damping():
     found = nystrom(MatrixMap(of_rank(20, 5)), 8, generator=generator())
     v, damping = random(1, 20), torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
