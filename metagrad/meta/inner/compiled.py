@@ -100,7 +100,7 @@ def _form_of(value: object, tensors: list[Tensor], rule: _KeptRule | None) -> Ha
     if rule is not None and value is rule.made:
         tensors.extend(rule.tensors)
         return "rule"
-    if type(value) not in (dict, tuple[Any, ...], Tasks):
+    if type(value) not in (dict, tuple, Tasks):
         return None
     forms: list[Hashable] = []
     for item in value.values() if type(value) is dict else value:  # type: ignore[attr-defined, union-attr]
