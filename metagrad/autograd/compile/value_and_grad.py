@@ -24,8 +24,8 @@ from metagrad.autograd.compile.compiled import (
     pass_gate,
 )
 from metagrad.autograd.recompute.checkpoint import Backward, Look, attached, vjp
+from metagrad.autograd.recompute.surroundings import Reached, Surroundings
 from metagrad.core import _torch
-from metagrad.core.capture import AutocastState
 from metagrad.core.tree import is_differentiable
 
 
@@ -91,7 +91,7 @@ class _Made(NamedTuple):
     Attributes:
         losses: The function.
         wanted: Which of the tensors to differentiate with respect to.
-        autocast: Its state in the call.
+        surroundings: Of the call.
         look: As :meth:`ValueAndGrad.kept` takes it.
         are_finite: Whether the results and the gradient of the losses are known to be finite.
         are_own: Whether it is known that nothing else has the memory of the gradient.
@@ -99,10 +99,15 @@ class _Made(NamedTuple):
 
     losses: Losses
     wanted: tuple[int, ...]
-    autocast: AutocastState
+    surroundings: Surroundings
     look: Look | None = None
     are_finite: bool = False
     are_own: bool = False
+
+    def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Call the function once more, without compiling it."""
+        with self.surroundings.restored():
+            return self.losses(tensors)
 
 
 class ValueAndGrad:
@@ -122,18 +127,31 @@ class ValueAndGrad:
         self.values = Compiled(_values, options)
         self.gradient = Compiled(_gradient, options)
         self.pull = Compiled(_pull, options)
+        self._reached = Reached()
 
     def __call__(
-        self, check: Callable[[], None], losses: Losses, tensors: Sequence[Tensor]
+        self, check: Callable[[], list[Tensor]], losses: Losses, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Call a function; ``check`` is called before it is compiled. The results are on the tape."""
+        """Call a function, whose results are on the tape.
+
+        Args:
+            check: Is called before it is compiled, and returns the tensors that it reads and is not handed.
+            losses: The function.
+            tensors: What it is of.
+        """
+
+        def checked() -> None:
+            self._reached.note(self, losses, check())
+
         operands = [operand(tensor) for tensor in tensors]
         wanted = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
         if not wanted or not torch.is_grad_enabled():
-            return tuple(self.values(check, losses, operands))
+            return tuple(self.values(checked, losses, operands))
         with torch.no_grad():
-            found = self.gradient(check, losses, self.place, wanted, operands)
-        return self._attached(tensors, _Made(losses, wanted, AutocastState()), found)
+            found = self.gradient(checked, losses, self.place, wanted, operands)
+        surroundings = self._surroundings(losses)
+        surroundings.note_read([*surroundings.modules.buffers(), *(self._reached.read(self) or ())])
+        return self._attached(tensors, _Made(losses, wanted, surroundings), found)
 
     def kept(
         self, losses: Losses, tensors: Sequence[Tensor], look: Look
@@ -158,8 +176,12 @@ class ValueAndGrad:
                 return None
             found = kept.graph(operands)  # a list of the tensors that are among the arguments to a list
         are_finite = math.isfinite(found[-1].item())
-        made = _Made(losses, wanted, AutocastState(), look, are_finite, not kept.shares)
+        made = _Made(losses, wanted, self._surroundings(losses), look, are_finite, not kept.shares)
         return self._attached(tensors, made, found), are_finite
+
+    def _surroundings(self, losses: Losses) -> Surroundings:
+        modules = self._reached.modules(self, losses)
+        return Surroundings(self.fallback.call, "model or the loss", modules)
 
     def _attached(
         self,
@@ -171,7 +193,7 @@ class ValueAndGrad:
         grads, results = found[: len(made.wanted)], found[len(made.wanted) : -1]
         pull = functools.partial(self._pulled_back, made)
         outputs = [result.detach().requires_grad_(is_differentiable(result)) for result in results]
-        return tuple(attached(made.losses, tensors, outputs, kept=grads, pull=pull, look=made.look))
+        return tuple(attached(made.again, tensors, outputs, kept=grads, pull=pull, look=made.look))
 
     def _pulled_back(self, made: _Made, backward: Backward) -> Sequence[Tensor | None]:
         """Return the cotangents of the tensors: weighted gradients, or else products of a graph of their own."""
@@ -184,7 +206,8 @@ class ValueAndGrad:
 
         def compiled() -> Sequence[Tensor | None]:
             handed = [operand(tensor) for tensor in tensors], [operand(c) for c in given.values()]
-            return placed(self.pull(checked_before, made.losses, made.wanted, tuple(given), *handed))
+            with made.surroundings.restored():
+                return placed(self.pull(checked_before, made.losses, made.wanted, tuple(given), *handed))
 
         products = self.weighted(grads, given)
         if products is not None:
@@ -194,6 +217,5 @@ class ValueAndGrad:
             if made.are_finite:  # products of them may overflow: that is for whoever scaled the loss to see
                 return found
         else:
-            with made.autocast.restored():
-                found = self.fallback.attempt(compiled, lambda: vjp(made.losses, tensors, needed, cotangents))
+            found = self.fallback.attempt(compiled, lambda: vjp(made.again, tensors, needed, cotangents))
         return found if made.look is None else made.look(cotangents, found)

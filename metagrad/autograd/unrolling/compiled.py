@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from metagrad.autograd.compile.backend import Repeated
 from metagrad.autograd.compile.compiled import (
@@ -29,13 +28,11 @@ from metagrad.autograd.compile.compiled import (
     pass_gate,
 )
 from metagrad.autograd.compile.retained_graph import held, rooted
-from metagrad.autograd.recompute.captured_tensors import Constant, refuse_modified
 from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
+from metagrad.autograd.recompute.surroundings import Reached, Surroundings
 from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair, stack
 from metagrad.core.budget import Mode
-from metagrad.core.capture import AutocastState, Flags, restored
-from metagrad.core.modules import ModuleState, modules_of
 from metagrad.core.tree import (
     HOLE,
     Structure,
@@ -134,13 +131,6 @@ def _pull(
     return [laid_out(g) for g in of_state], [laid_out(a + b) for a, b in zip(totals, of_args, strict=True)]
 
 
-class _Known(NamedTuple):
-    """The tensors that a step reads and that are no arguments, None if not known yet; the modules it can reach."""
-
-    read: list[Tensor] | None
-    modules: list[weakref.ref[nn.Module]]
-
-
 class CompiledStep(Fallback):
     """A step, its vector-Jacobian product and a loop of it as compiled code, for all loops of the step.
 
@@ -158,29 +148,13 @@ class CompiledStep(Fallback):
         self._advances: dict[range, Compiled] = {}
         self.pull = Compiled(_pull, options.options)
         self.num_calls: int | None = None
-        self._known: weakref.WeakKeyDictionary[object, _Known] = weakref.WeakKeyDictionary()
+        self.reached = Reached()
 
     def advance(self, ahead: range) -> Compiled:
         """Return what takes steps at once; torch.compile limits how often one piece of code is compiled."""
         if ahead not in self._advances:
             self._advances[ahead] = Compiled(_advance, self.options.options)
         return self._advances[ahead]
-
-    def know(self, owner: object, step: Step, read: list[Tensor] | None = None) -> None:
-        """Remember, for the lifetime of a step's owner, what the step reads and which modules it can reach."""
-        self._known[owner] = _Known(read, [weakref.ref(module) for module in modules_of(step)])
-
-    def modules(self, owner: object, step: Step) -> list[nn.Module]:
-        """Return the modules that a step can reach."""
-        if owner not in self._known:
-            self.know(owner, step)
-        return [module for reference in self._known[owner].modules if (module := reference()) is not None]
-
-    def read(self, owner: object, check: Callable[[], None]) -> list[Constant]:
-        """Return the tensors that a step reads and that are no arguments; ``check`` finds them on the first call."""
-        if owner not in self._known or self._known[owner].read is None:
-            check()
-        return [Constant.of(tensor) for tensor in self._known[owner].read or ()]
 
 
 class _Loop:
@@ -216,9 +190,7 @@ class _Loop:
         self.tensors = [leaf for leaf in (*counted, *scaled) if isinstance(leaf, Tensor)]
         self.width = sum(isinstance(leaf, Tensor) for leaf in counted)
         self.numbers = [torch.full((), t, dtype=torch.int64, device=device) for t in times]
-        self.autocast, self.flags = AutocastState(), Flags()
-        self._note_modules()
-        self.constants: list[Constant] = []
+        self._note_surroundings()
         self.aux: Structure | None = None
         self._repeated: dict[range, Repeated] = {}
 
@@ -344,28 +316,18 @@ class _Loop:
         args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
         checked = check_compilable(self.step, args, self.compiled.call)
         self.compiled.num_calls = max(checked.num_calls, self.compiled.num_calls or 0)
-        self.compiled.know(self.owner, self.step, checked.read)
-        self._note_modules()
+        self.compiled.reached.note(self.owner, self.step, checked.read)
+        self._note_surroundings()
 
-    def _note_modules(self) -> None:
-        self.modules = ModuleState(self.compiled.modules(self.owner, self.step))
-        self.buffers = [Constant.of(buffer) for buffer in self.modules.buffers()]
-
-    @contextlib.contextmanager
-    def surroundings(self) -> Generator[None]:
-        """Set up autocast, flags and modules as they were when the loop was made, for a recomputation."""
-        changed = (
-            [] if self.modules.is_as_now() else [self.modules]
-        )  # for guards of compiled code look at them
-        with restored(self.autocast, self.flags, *changed):
-            yield
+    def _note_surroundings(self) -> None:
+        modules = self.compiled.reached.modules(self.owner, self.step)
+        self.surroundings = Surroundings(self.compiled.call, "step", modules)
 
     def eager(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the loop again without compiling it: the last state, and the stacked aux."""
-        refuse_modified(self.compiled.call, "step", [*self.constants, *self.buffers])
         numbers = dict(zip(self.times, self.numbers, strict=True))
         state, shared = self.split(tensors)
-        with self.surroundings():
+        with self.surroundings.restored():
             result = plain(
                 lambda state, t, *args: self.step(state, numbers[t], *args),
                 self.layout.state.fill(state),
@@ -393,11 +355,12 @@ class _Loop:
         allocator.advise(self.compiled.call, self.tensors)
         with torch.no_grad():
             outputs, kept = self.run([operand(tensor) for tensor in self.tensors], self._singles(), stride)
-        self.constants = self.compiled.read(self.owner, functools.partial(self._check, self.tensors))
+        if self.compiled.reached.read(self.owner) is None:
+            self._check(self.tensors)
+        self.surroundings.note_read(self.compiled.reached.read(self.owner) or ())
 
         def pull(backward: Backward) -> Sequence[Tensor | None]:
-            refuse_modified(self.compiled.call, "step", self.constants)
-            with self.surroundings():
+            with self.surroundings.restored():
                 return self.compiled.attempt(
                     lambda: self.pull(stride, *backward),
                     lambda: vjp(self.eager, backward.tensors, backward.needed, backward.cotangents),

@@ -238,10 +238,12 @@ class CompiledMAML(CompiledStep):
 
         return super().attempt(without_free_tensors, eager)
 
-    def check(self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
-        """Run uncompiled what is to be compiled; refuse what compiling would lose."""
+    def check(
+        self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Run uncompiled what is to be compiled, and refuse what compiling would lose; return what else it reads."""
         handed = [operand(tensor, True) for tensor in tensors]
-        check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call)
+        return check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call).read
 
     def rule(self, rule: Rule, like: Tensor, start: Callable[[], Params], steps: int) -> Rule:
         """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
+from metagrad.autograd.recompute.surroundings import Surroundings
 from metagrad.core import _torch
-from metagrad.core.capture import AutocastState, RandomState, restored
+from metagrad.core.capture import RandomState, restored
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots, own_buffers
 from metagrad.core.tape import graph_nodes
@@ -113,11 +114,20 @@ class _Sweep:
         ]
         self.variables = list({id(t): t for t in tensors if t.requires_grad}.values())
         self.totals: list[Tensor | None] = [None] * len(self.variables)
-        self.surroundings = RandomState(), AutocastState()
+        self.random = RandomState()
+        self.surroundings = Surroundings(
+            "WarpGrad(batch)",
+            "model or the loss",
+            [module for part in self.modules for module in part.modules()],
+        )
 
     def attached(self) -> Evaluation:
         """Take the steps, and put their results on the tape."""
         outputs, structure = dissect(self.inner.follow(self.params, self.tasks, self._add))
+        if self.inner.objective.norms is None:
+            self.surroundings.forget_written()
+        else:  # which write running statistics after the last step
+            self.surroundings.note_read(())
         outputs = [output.requires_grad_(is_differentiable(output)) for output in outputs]
         present = [i for i, total in enumerate(self.totals) if total is not None]
         kept = [total for total in self.totals if total is not None]
@@ -156,7 +166,7 @@ class _Sweep:
         buffers = contextlib.nullcontext()
         if inner.objective.norms is None:  # which writes into none
             buffers = own_buffers([module for part in self.modules for module in part.modules()])
-        with restored(*self.surroundings), self.slots.restored(beside), buffers:
+        with restored(self.random, self.surroundings), self.slots.restored(beside), buffers:
             params, tasks = tree_map(other, (self.params, self.tasks))
             return dissect(inner.follow(params, tasks, lambda t, reports, begin: reports))[0]
 

@@ -25,10 +25,11 @@ class Warped(nn.Module):
         torch.manual_seed(0)
         self.enter, self.warp_in = nn.Linear(2, 4), nn.Linear(4, 4)
         self.leave, self.warp_out = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.gain = 1.0
         self.double()
 
     def forward(self, x):
-        return self.warp_out(self.leave(torch.tanh(self.warp_in(self.enter(x)))))
+        return self.warp_out(self.leave(torch.tanh(self.gain * self.warp_in(self.enter(x)))))
 
 
 def chain():
@@ -106,6 +107,7 @@ def test_second_derivatives_and_those_of_other_results_take_the_steps_again(regr
     learner = learner_of(init=init)
     of = [p for name, p in learner.model.named_parameters() if init == "learned" or "warp" in name]
     (loss, lasts), out = textbook(learner, regression, init=init), learner(regression)
+    learner.model.gain = -1.0  # type: ignore[assignment]  # afterwards: the steps are taken with what it was
     seconds = []
     for value in (out.loss, loss):
         grads = gradients(value, of, create_graph=True)

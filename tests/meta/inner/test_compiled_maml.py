@@ -77,7 +77,7 @@ def meta_gradient(maml, batch, *, second=False, weights=None, **how):
 
 
 def pair(model, rule, options=None, loss_fn=F.mse_loss, **how):
-    options = {"backend": "eager", **(options or {})}
+    options = {"backend": "eager", "whole": False, **(options or {})}
     eager = mg.MAML(model, loss_fn, inner=rule, **how)
     return mg.MAML(model, loss_fn, inner=rule, compile=options, **how), eager
 
@@ -408,3 +408,62 @@ def test_cotangents_of_predictions_are_pulled_back_under_the_autocast_of_the_for
         )
     outside = torch.autograd.grad(out.query_outputs.float().square().sum(), model.parameters())
     assert_same(outside, inside, rtol=1e-6)
+
+
+class Scaled(nn.Module):
+    """A layer whose output depends on a flag, a number and a buffer."""
+
+    gain: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(2, 1), 1.0
+        self.register_buffer("gain", torch.ones(()))
+        self.double()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * self.scale * self.gain * (3 if self.training else 1))
+
+
+def turn_to_evaluation(model):
+    model.eval()
+
+
+def set_a_number(model):
+    model.scale = 2.0
+
+
+def rebind_a_buffer(model):
+    model.gain = model.gain * 2
+
+
+@pytest.mark.parametrize("compile", fast(({"whole": True},), ({"whole": True}, {"whole": False})))
+@pytest.mark.parametrize("change", [turn_to_evaluation, set_a_number, rebind_a_buffer])
+def test_what_changes_before_the_backward_pass_changes_no_derivative(change, compile):
+    torch.manual_seed(0)
+    model, batch = Scaled(), draw_batch()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled, eager = pair(model, rules.sgd(lr=0.1), compile, steps=2)
+    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+
+    def derivatives(maml, change):
+        model.load_state_dict(start)
+        model.train().scale = 1.0
+        out = maml(batch)
+        change(model)
+        params, loss = list(maml.parameters()), (out.query_losses * weights).sum()
+        grads = torch.autograd.grad(loss, params, retain_graph=True)
+        again = torch.autograd.grad(loss, params, create_graph=True)
+        return [*grads, *torch.autograd.grad(sum(g.pow(3).sum() for g in again), params)]
+
+    derivatives(compiled, change)  # compiles
+    assert_same(derivatives(compiled, change), derivatives(eager, lambda model: None))
+
+
+def test_a_buffer_that_is_written_into_before_the_backward_pass_is_refused():
+    model, batch = Scaled(), draw_batch()
+    compiled, _ = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
+    loss = compiled(batch).query_losses[0]
+    model.gain.mul_(2)
+    with pytest.raises(RuntimeError, match=r"that the model or the loss reads was modified in place"):
+        torch.autograd.grad(loss, list(compiled.parameters()))
