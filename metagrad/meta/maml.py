@@ -132,10 +132,12 @@ class MAML(nn.Module):
             only because the loss was scaled passes: that is for the ``GradScaler`` to see.
         compile: Whether to compile one inner step, its vector-Jacobian product and the query loss, which serve any
             number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
-            meta-batch, for few steps; a dict holds options of ``torch.compile``, see :func:`metagrad.unroll`. What
-            cannot be compiled (hooks, dropout, running statistics, control flow that depends on data, ``sparse``,
-            inputs or outputs that are not single tensors, a learned tensor that is a parameter of
-            neither the model nor the loss) runs uncompiled, with one warning that says why.
+            meta-batch, for few steps. With True that is left to their size: up to five small steps are one graph,
+            unless ``memory`` keeps less, steps are tracked, or the query losses of tasks have been weighted
+            differently. A dict holds ``"whole"`` (a bool) and options of ``torch.compile``, see
+            :func:`metagrad.unroll`. What cannot be compiled (hooks, dropout, running statistics, control flow that
+            depends on data, ``sparse``, inputs or outputs that are not single tensors, a learned tensor that is a
+            parameter of neither the model nor the loss) runs uncompiled, with one warning that says why.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
@@ -436,7 +438,7 @@ class MAML(nn.Module):
             memory=self.memory,
             query_weights=self.query_weights,
             norm=self.norm,
-            is_whole=self._compile is not None and self._compile.whole,
+            is_whole=self._compile is not None and self._compile.whole is True,
         )
         if self.hypergradient is not None and self.proximal is None and not self._has_shared():
             raise ValueError(

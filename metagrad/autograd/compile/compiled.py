@@ -33,7 +33,7 @@ from metagrad.core.tree import is_differentiable
 T = TypeVar("T")
 
 Compile: TypeAlias = "bool | Literal['whole'] | Mapping[str, object]"
-"""Not; one step; the whole loop; or one step (with ``"whole": True`` the whole) and options of torch.compile."""
+"""Not; steps, or the whole where that pays; the whole; or options of torch.compile, with ``"whole"`` to say which."""
 
 _OPTIONS = ("backend", "mode", "options", "dynamic")
 
@@ -43,25 +43,25 @@ class CompileOptions:
     """What :func:`checked_compile` makes of ``compile=``.
 
     Attributes:
-        whole: Whether to make one graph of everything.
+        whole: Whether to make one graph of everything; None where it was not said.
         options: Of ``torch.compile``.
     """
 
-    whole: bool
+    whole: bool | None
     options: dict[str, Any] = field(hash=False)
 
 
 def checked_compile(call: str, compile: Compile) -> CompileOptions | None:
     """Return what is to be compiled and how; None if nothing is."""
     if isinstance(compile, bool):
-        return CompileOptions(False, {}) if compile else None
+        return CompileOptions(None, {}) if compile else None
     if compile == "whole":
         return CompileOptions(True, {})
     if isinstance(compile, Mapping):
         options = dict(compile)
-        whole = options.pop("whole", False)
+        whole = options.pop("whole", None)
         unknown = [name for name in options if name not in _OPTIONS]
-        if unknown or not isinstance(whole, bool):
+        if unknown or not isinstance(whole, (bool, type(None))):
             raise ValueError(
                 f'{call}: compile may hold "whole" (a bool) and what torch.compile takes as {", ".join(_OPTIONS)}, '
                 f"got {dict(compile)!r}."
@@ -191,6 +191,11 @@ class Compiled:
         if self._kept is not None:
             self._keep(args, calls, result)
         return result
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether graphs of code that ran before are there."""
+        return bool(self._kept)
 
     def kept(self, *args: object) -> KeptCall | None:
         """Return what calls the graph of code that ran before, whose guards pass for these arguments."""

@@ -118,12 +118,20 @@ class ValueAndGrad:
         options: Of torch.compile.
         place: Where the losses stand among the results.
         weighted: What cotangents make of the gradient of their sum.
+        compiles_products: Whether a product with cotangents that are no weights is compiled, too.
     """
 
     def __init__(
-        self, fallback: Fallback, options: Mapping[str, Any], place: int, weighted: Weighted
+        self,
+        fallback: Fallback,
+        options: Mapping[str, Any],
+        place: int,
+        weighted: Weighted,
+        *,
+        compiles_products: bool = True,
     ) -> None:
         self.fallback, self.place, self.weighted = fallback, place, weighted
+        self.compiles_products = compiles_products
         self.values = Compiled(_values, options)
         self.gradient = Compiled(_gradient, options)
         self.pull = Compiled(_pull, options)
@@ -217,5 +225,6 @@ class ValueAndGrad:
             if made.are_finite:  # products of them may overflow: that is for whoever scaled the loss to see
                 return found
         else:
-            found = self.fallback.attempt(compiled, lambda: vjp(made.again, tensors, needed, cotangents))
+            eager = functools.partial(vjp, made.again, tensors, needed, cotangents)
+            found = self.fallback.attempt(compiled, eager) if self.compiles_products else eager()
         return found if made.look is None else made.look(cotangents, found)

@@ -51,7 +51,17 @@ Around = Callable[[int], contextlib.AbstractContextManager[object]]
 _ONE_STEP, _SEVERAL_STEPS = range(1), range(5)
 _FEW_CALLS = 48
 _FEW_ELEMENTS = 2**18
-"""A step of so few torch functions on so few elements takes less time in kernels than in what is around them."""
+
+
+def are_small(num_calls: int, num_elements: int) -> bool:
+    """Say whether steps of so many torch functions on so many elements take less time than what is around them."""
+    return num_calls <= _FEW_CALLS and num_elements <= _FEW_ELEMENTS
+
+
+def are_few(steps: int) -> bool:
+    """Say whether small steps are few enough to be one piece of compiled code."""
+    return 0 < steps <= len(_SEVERAL_STEPS)
+
 
 _ONE = dissect(torch.empty(0))[1]
 
@@ -260,11 +270,12 @@ class _Loop:
         return [*(range(first, first + width) for first in range(0, whole, width)), *singles[whole:]]
 
     def _is_small(self) -> bool:
-        if sum(tensor.numel() for tensor in self.tensors) > _FEW_ELEMENTS:
+        num_elements = sum(tensor.numel() for tensor in self.tensors)
+        if not are_small(0, num_elements):
             return False
         if self.compiled.num_calls is None:
             self._check(self.tensors)
-        return self.compiled.num_calls is not None and self.compiled.num_calls <= _FEW_CALLS
+        return are_small(self.compiled.num_calls or 0, num_elements)
 
     def pull(
         self,

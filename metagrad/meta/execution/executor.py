@@ -144,12 +144,15 @@ class TaskExecutor:
                 objective.check_predictions(compiled.output_shape)
             # Guards know what stands in the places of parameters; gradients go by what is handed over.
             with self._slots.restored({}):
-                if not compiled.options.whole or tasks.query_x is None:
+                if not inner.may_be_one_graph or tasks.query_x is None:
                     return of(inner)(params, tasks)
                 count = tasks.count if inner.stacked else None
                 start = functools.partial(start_values, params, tasks.rows, count)
                 rule = compiled.rule(inner.rule, next(iter(params.values())), start, inner.steps)
-                *results, _ = compiled.whole_batch(_evaluation(inner), shared, params, tasks, rule)
+                evaluate, args = _evaluation(inner), (shared, params, tasks, rule)
+                if not (compiled.options.whole or compiled.is_small(evaluate, args, inner.steps, count or 1)):
+                    return of(inner)(params, tasks)
+                *results, _ = compiled.whole_batch(evaluate, *args)
                 return Evaluation(*results)
 
         return compiled.attempt(
@@ -172,8 +175,9 @@ class TaskExecutor:
             return None
         if (
             compiled is None
-            or not compiled.options.whole
+            or not self.inner.may_be_one_graph
             or tasks.query_x is None
+            or not compiled.meta_batch.gradient.has_kept
             or not compiled.is_available
         ):
             return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import (
+    Checked,
     CompileOptions,
     FreeTensorError,
     UncompilableError,
@@ -17,11 +18,11 @@ from metagrad.autograd.compile.compiled import (
 )
 from metagrad.autograd.compile.value_and_grad import ValueAndGrad
 from metagrad.autograd.recompute.checkpoint import Look
-from metagrad.autograd.unrolling.compiled import CompiledStep
+from metagrad.autograd.unrolling.compiled import CompiledStep, are_few, are_small
 from metagrad.core import _torch
 from metagrad.core._torch import named_modules
 from metagrad.core.structured import Nested, Structured
-from metagrad.core.tree import HOLE, Structure, dissect, tree_flatten, tree_leaves, tree_map
+from metagrad.core.tree import HOLE, Structure, dissect, tensors_in, tree_flatten, tree_leaves, tree_map
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import is_plain
 from metagrad.optim.rules import Params, Rule
@@ -147,17 +148,23 @@ class CompiledMAML(CompiledStep):
 
     Attributes:
         output_shape: The shape of the predictions for the support examples of a task, once known.
+        by_steps: Whether a meta-batch is none of one graph, though none was asked for: tasks are not weighted alike.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
         self.query_of_shared = ValueAndGrad(self, options.options, 0, _alike)
-        self.meta_batch = ValueAndGrad(self, options.options, -1, _of_mean)
+        # A graph of other cotangents would be compiled for one backward pass.
+        self.meta_batch = ValueAndGrad(
+            self, options.options, -1, self._of_mean, compiles_products=options.whole is True
+        )
+        self.by_steps = False
         self.output_shape: tuple[int, ...] | None = None
         self._longest: tuple[object, int] = (None, 0)
         self._kept: _KeptRule | None = None
         self._structures: dict[Hashable, Structure] = {}
+        self._is_small: dict[Hashable, bool] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle what is to be compiled, but nothing that was."""
@@ -205,7 +212,35 @@ class CompiledMAML(CompiledStep):
     ) -> tuple[Tensor, ...]:
         tensors, structure = self._dissected(args)
         flat = FlatFunction(function, structure)
-        return compiled(lambda: self.check(flat, tensors), flat, tensors)
+        return compiled(lambda: self.check(flat, tensors).read, flat, tensors)
+
+    def _of_mean(self, grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[Tensor] | None:
+        products = _of_mean(grads, given)
+        self.by_steps = self.by_steps or products is None
+        return products
+
+    def is_small(
+        self, evaluate: Callable[..., tuple[Any, ...]], args: tuple[Any, ...], steps: int, num_tasks: int
+    ) -> bool:
+        """Say whether ``evaluate(*args)``, with ``args`` as of :meth:`whole_batch`, takes few small steps.
+
+        One graph of them takes as long to compile as a step and its derivative do, and half of their time.
+        """
+        if not are_few(steps):
+            return False
+        tensors, structure = self._dissected(args)
+        form = steps, *(tensor.shape for tensor in tensors)
+        if form not in self._is_small:
+            if len(self._is_small) == _MOST_STRUCTURES:
+                self._is_small.clear()
+            _, params, tasks, _ = args
+            num_elements = num_tasks * sum(map(torch.numel, params.values())) + sum(
+                map(torch.numel, tensors_in(tasks))
+            )
+            self._is_small[form] = are_small(0, num_elements) and are_small(
+                self.check(FlatFunction(evaluate, structure), tensors).num_calls // (steps + 1), num_elements
+            )
+        return self._is_small[form]
 
     def _dissected(self, args: tuple[Any, ...]) -> tuple[list[Tensor], Structure]:
         """Take arguments apart; the structures of tensors, by name or not, and of the kept rule are kept."""
@@ -238,12 +273,10 @@ class CompiledMAML(CompiledStep):
 
         return super().attempt(without_free_tensors, eager)
 
-    def check(
-        self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Run uncompiled what is to be compiled, and refuse what compiling would lose; return what else it reads."""
+    def check(self, eager: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> Checked:
+        """Run uncompiled what is to be compiled; refuse what compiling would lose."""
         handed = [operand(tensor, True) for tensor in tensors]
-        return check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call).read
+        return check_compilable(lambda *tensors: tuple(eager(list(tensors))), tuple(handed), self.call)
 
     def rule(self, rule: Rule, like: Tensor, start: Callable[[], Params], steps: int) -> Rule:
         """Return a rule with every number as a 0-d tensor, so that another number needs no recompilation.

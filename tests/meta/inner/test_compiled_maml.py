@@ -410,6 +410,44 @@ def test_cotangents_of_predictions_are_pulled_back_under_the_autocast_of_the_for
     assert_same(outside, inside, rtol=1e-6)
 
 
+def graphs_of_meta_batches(maml):
+    return len(maml._cache.compiled.meta_batch.gradient._kept)
+
+
+def test_few_small_steps_are_one_graph():
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=3)
+    for how in ({}, {}, {"second": True}, {"steps": 1}, {"steps": 6}):
+        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
+    assert graphs_of_meta_batches(compiled) == 2
+    torch.testing.assert_close(
+        *(maml.adapt(draw_batch().support).params for maml in (compiled, eager)), rtol=1e-12, atol=0
+    )
+
+
+def test_tasks_that_are_weighted_differently_go_by_steps_from_then_on():
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=2)
+    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    for how in ({}, {"weights": weights}, {"weights": weights}, {}):
+        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
+    assert compiled._cache.compiled.by_steps
+    assert graphs_of_meta_batches(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 6},
+        {"memory": "step"},
+        {"loss_fn": lambda p, y: sum(((p - y) ** 2).mean() for _ in range(30))},
+    ],
+)
+def test_what_is_not_small_or_keeps_less_goes_by_steps(how):
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, **{"steps": 2, **how})
+    for _ in range(2):
+        assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+    assert graphs_of_meta_batches(compiled) == 0
+
+
 class Scaled(nn.Module):
     """A layer whose output depends on a flag, a number and a buffer."""
 
