@@ -380,12 +380,11 @@ class InnerLoop:
                 losses, predictions = loss(params, x, y)
             if self.compiled is not None:
                 self.compiled.note_outputs(losses, predictions)
-            total = losses.sum()
             if (create_graph or is_due) and t == 0:
-                refuse_defects("MAML(..., order=2), at the first inner step", total, params.values())
+                refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
             # A step that is computed again, as that of compiled code is, frees its graph at its end.
             is_kept = create_graph or is_due or self.memory in ("step", "sqrt") or self.compiled is not None
-            grads = gradients_of(total, params, create_graph or is_due, retain_graph=is_kept)
+            grads = gradients_of(losses, params, create_graph or is_due, retain_graph=is_kept)
             losses = losses if is_kept else _of_no_graph(losses)
         curvature = None
         if is_due:
@@ -554,12 +553,13 @@ def _of_no_graph(losses: Tensor) -> Tensor:
 
 
 def gradients_of(
-    loss: Tensor, params: Params, create_graph: bool, *, retain_graph: bool | None = None
+    losses: Tensor, params: Params, create_graph: bool, *, retain_graph: bool | None = None
 ) -> Params:
-    """Differentiate; a parameter that the loss does not use gets zeros, its exact gradient."""
+    """Differentiate the sum of losses; a parameter that they do not use gets zeros, its exact gradient."""
     grads = torch.autograd.grad(
-        loss,
+        losses,
         list(params.values()),
+        torch.ones_like(losses),
         retain_graph=create_graph if retain_graph is None else retain_graph,
         create_graph=create_graph,
         allow_unused=True,

@@ -191,7 +191,8 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
     if isinstance(loss_fn, functools.partial) and not loss_fn.args and not loss_fn.keywords:
         loss_fn = loss_fn.func
     if loss_fn is F.mse_loss and prediction.shape == target.shape:
-        return (prediction - target).square().flatten(1).mean(1)
+        each = F.mse_loss(prediction, target, reduction="none")
+        return each.mean(tuple(range(1, each.ndim))) if each.ndim > 1 else each
     if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
         each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
         counted = (target != _IGNORED).sum(1)

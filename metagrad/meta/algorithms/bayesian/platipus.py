@@ -113,7 +113,7 @@ class VariationalLoop(ParticleLoop):
         means = start_values(params, {}, self._num_tasks(x), apart=True)
         with torch.enable_grad():
             losses, _ = (objective.stacked if self.stacked else objective.single)(means, x, y)
-            grads = gradients_of(losses.sum(), means, create_graph)
+            grads = gradients_of(losses, means, create_graph)
         if not create_graph:
             grads = {name: g.detach() for name, g in grads.items()}
         return distribution.about(means, grads)
