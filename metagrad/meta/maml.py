@@ -15,7 +15,7 @@ from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import is_a, is_integer
-from metagrad.core.modules import refuse_scripted
+from metagrad.core.modules import check_substitutable
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
@@ -556,7 +556,7 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse_wrapped(f"{name}(model, ...)", model)
-    refuse_scripted(f"{name}(model, ...)", model.modules())
+    check_substitutable(f"{name}(model, ...)", model.modules())
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")
