@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from tests.distributed.threads import in_threads
 
 
 class Wrapped(torch.nn.parallel.DistributedDataParallel):
@@ -49,6 +50,19 @@ def sharded():
 def test_wrapped_models_are_refused(make, message, use):
     with pytest.raises(ValueError, match=message):
         use(make())
+
+
+def test_tables_by_rows_are_refused_in_a_wrapper_that_averages_gradients():
+    """Its buckets are dense, and it ended in a TypeError about an argument of a product."""
+    (group,) = in_threads(1, lambda group: group)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 1))
+    rule = mg.optim.rules.sgd(lr=0.1)
+    maml = mg.MAML(model, F.mse_loss, inner=rule, steps=1, sparse=["0.weight"])
+    batch = [(torch.tensor([[0, 1]]), torch.zeros(1, 2, 1))] * 2
+    with pytest.raises(ValueError, match=r"MAML\(..., sparse\): DistributedDataParallel averages dense"):
+        torch.nn.parallel.DistributedDataParallel(maml, process_group=group)(batch)
+    maml(batch).loss.backward()
+    assert isinstance(model[0].weight.grad, mg.sparse.RowSparse)
 
 
 LEARNERS = """
