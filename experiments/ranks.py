@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from experiments import checkpoint, resume
 from metagrad.distributed import GradientAverager, average_buffers
-from metagrad.optim import Shampoo
+from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 from metagrad.tasks.batch import share_of
 
 if TYPE_CHECKING:
@@ -76,16 +76,17 @@ class Ranks:
                 f"train: meta_batch={config.meta_batch} leaves some of {self.size} processes without a task. Set "
                 f"meta_batch={self.size} or more, or start fewer processes."
             )
-        if parts.takes_closure or hasattr(parts.optimizer, "backward"):
+        is_alone = hasattr(parts.optimizer, "backward") and not takes_group(parts.optimizer)
+        if parts.takes_closure or is_alone:
             raise ValueError(
                 f"train: {type(parts.optimizer).__name__} takes derivatives of the loss of the whole meta-batch, of "
-                "which each process has a share. Take optimizer=adam, shampoo, soap or another that uses gradients "
-                "alone, or start one process."
+                "which each process has a share. Take optimizer=adam, adahessian, shampoo, soap or another that uses "
+                "averaged gradients, or start one process."
             )
 
     def join(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer of matrices compute a share of them in each process."""
-        if self.size > 1 and isinstance(optimizer, Shampoo):
+        """Have an optimizer share its curvature, or the work on its matrices, with those of the other processes."""
+        if self.size > 1 and takes_group(optimizer):
             optimizer.group = self.group
 
     def seed(self, seed: int) -> None:
@@ -148,6 +149,11 @@ class Ranks:
         with _told():
             dist.all_gather_object(everyone, value, group=self.group)
         return everyone
+
+
+def takes_group(optimizer: torch.optim.Optimizer) -> TypeGuard[RuleOptimizer]:
+    """Say whether an optimizer can take its steps together with those of other processes."""
+    return isinstance(optimizer, RuleOptimizer) and "group" in optimizer.options
 
 
 def counted(out: MetaOutput) -> int:

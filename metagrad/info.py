@@ -8,7 +8,6 @@ import shutil
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-import numpy
 import torch
 
 from metagrad import __version__
@@ -78,7 +77,7 @@ def collect() -> Info:
             "metagrad": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "numpy": numpy.__version__,
+            "numpy": version("numpy"),
         },
         platform=platform.platform(),
         cpu=f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",

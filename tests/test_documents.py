@@ -83,6 +83,35 @@ def test_programs_of_documents_run(path, capsys):
         assert "Each inner step adds" in capsys.readouterr().out
 
 
+SIDES = re.findall(
+    r"```python title=\"([\w.]+)\"\n(.*?)```\n\n```python\n(.*?)```",
+    (ROOT / "docs/migrating.md").read_text(),
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize(("library", "there", "here"), SIDES, ids=[library for library, *_ in SIDES])
+@pytest.mark.filterwarnings("default")  # of the other library
+def test_programs_of_other_libraries_print_what_ours_do(library, there, here, capsys):
+    pytest.importorskip(library)
+    printed = []
+    for program in (there, here):
+        exec(compile(program, library, "exec"), {"__name__": "__main__"})
+        printed.append(capsys.readouterr().out.split()[-1])
+    assert printed[0] == printed[1]
+
+
+def test_the_libraries_that_people_come_from_have_a_program_each():
+    assert [library for library, *_ in SIDES] == [
+        "higher",
+        "learn2learn",
+        "torchopt",
+        "betty",
+        "torch.func",
+        "jax",
+    ]
+
+
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.slow if name(path) in LONG else ()) for path in RUN],

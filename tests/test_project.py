@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from pathlib import Path
 
 import yaml
 
 import metagrad
+import metagrad.info
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -69,10 +72,22 @@ def test_one_version_everywhere():
     assert f"## {metagrad.__version__} - " in read("CHANGELOG.md")
 
 
-def test_modules_under_strict_types_have_no_line_that_is_left_out():
+def strict_patterns():
     listed = re.search(r"^strict = \[(.*?)^\]", read("pyproject.toml"), re.MULTILINE | re.DOTALL)
-    assert listed
-    patterns = re.findall(r'"(.*)"', listed[1])
+    return re.findall(r'"(.*)"', listed[1])
+
+
+def test_modules_that_define_public_names_are_under_strict_types():
+    rooms = [room for name in metagrad.__all__ if inspect.ismodule(room := getattr(metagrad, name))]
+    public = [getattr(room, name) for room in rooms for name in room.__all__]
+    homes = {value.__module__ for value in public if inspect.isclass(value) or inspect.isfunction(value)}
+    files = {sys.modules[home].__file__ for home in homes | {"metagrad.info"} if home.startswith("metagrad.")}
+    strict = {str(file) for pattern in strict_patterns() for file in ROOT.glob(pattern)}
+    assert not files - strict
+
+
+def test_modules_under_strict_types_have_no_line_that_is_left_out():
+    patterns = strict_patterns()
     unmatched = [pattern for pattern in patterns if not [*ROOT.glob(pattern)]]
     ignored = [
         f"{file.relative_to(ROOT)}: {line}"

@@ -59,7 +59,8 @@ def _equation(formula: str, display: str) -> str:
     math = convert(formula.replace(r"\arg", r"\operatorname{arg}"), display=display)
     if left := re.findall(r"\\[a-zA-Z]+|<mi>&</mi>", math):
         raise ValueError(f"{formula}: no MathML for {left}. Write it in other terms.")
-    return math
+    # Where a system has no font for mathematics, Chromium leaves a subscript on the line that has no superscript.
+    return math.replace("<msub>", "<msubsup>").replace("</msub>", "<mrow /></msubsup>")
 
 
 def _reference_to(text: str) -> ElementTree.Element:

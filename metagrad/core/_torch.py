@@ -225,6 +225,12 @@ def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def averaging_wrapper() -> nn.parallel.DistributedDataParallel | None:
+    """Return the wrapper whose forward runs, if it will average the gradients of the next backward pass."""
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    return wrapper if wrapper is not None and wrapper.require_backward_grad_sync else None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Say whether a module has hooks of its own, so that it is not its forward alone."""
     return bool(

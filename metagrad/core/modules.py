@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,17 +24,42 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.d
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
 
 
-def refuse_scripted(call: str, modules: Iterable[nn.Module]) -> None:
-    """Refuse modules whose parameters, buffers and flags are not those of Python.
+def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
+    """Refuse modules in whose calls other parameters cannot be substituted for their own.
 
     Raises:
         TypeError: There is one that TorchScript has compiled.
+        ValueError: A parameter is sharded.
     """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
-        raise TypeError(
-            f"{call}: TorchScript keeps the parameters of its modules to itself, and others cannot be substituted "
-            "for them. Pass the model as it was before torch.jit.script or torch.jit.trace."
-        )
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{call}: TorchScript keeps the parameters of its modules to itself, and others cannot be "
+                "substituted for them. Pass the model as it was before torch.jit.script or torch.jit.trace."
+            )
+        if any(map(is_sharded, module._parameters.values())):
+            kind = type(module).__name__
+            refuse_sharded(call, {f"{kind}.{name}": param for name, param in module._parameters.items()})
+
+
+def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:
+    """Refuse DTensors, of which the process has a part.
+
+    Raises:
+        ValueError: A parameter is one.
+    """
+    for name, param in params.items():
+        if is_sharded(param):
+            raise ValueError(
+                f"{call}: the parameter {name!r} is a DTensor, as fully_shard makes them, of which this process has "
+                "a part. Pass the model as it was before fully_shard, give each process a share of the data, and "
+                "average the gradients by metagrad.distributed.average_gradients; curvature operators take a group=."
+            )
+
+
+def is_sharded(tensor: object) -> bool:
+    """Say whether a tensor is a DTensor, without an import of them."""
+    return hasattr(tensor, "device_mesh")
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from metagrad.core.modules import is_sharded
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def layout_of(call: str, name: str, gradient: Tensor) -> Layout:
             f"{call}: the gradient of {name} has a graph, of backward(create_graph=True), and an average of it would "
             "have none. Take it by loss.backward()."
         )
-    if hasattr(gradient, "device_mesh"):
+    if is_sharded(gradient):
         raise ValueError(
             f"{call}: the gradient of {name} is a DTensor, which fully_shard has averaged already. Leave it out."
         )

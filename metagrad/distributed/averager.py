@@ -71,7 +71,7 @@ class GradientAverager:
         named_tensors(_CALL, self._params)
         self._limit, self._group = checked_bytes("GradientAverager(params)", "bucket", bucket), group
         self._plan = Plan()
-        self.traffic = Traffic(1)
+        self.traffic: Traffic = Traffic(1)
 
     @contextlib.contextmanager
     def averaging(self, *, weight: float = 1.0) -> Generator[None, None, None]:

@@ -71,9 +71,17 @@ def start(
 
 
 def finish(bucket: Bucket, like: Sequence[Tensor], correction: float = 1.0) -> dict[int, Tensor]:
-    """Wait for a bucket, and return its tensors, which share its memory, by their numbers."""
+    """Wait for a bucket, and return its tensors by their numbers, in the layout of what they are like.
+
+    They share the memory of the bucket where that is contiguous.
+    """
     bucket.work.wait()
     if correction != 1:
         bucket.flat.mul_(correction)
     pieces = bucket.flat.split_with_sizes([like[n].numel() for n in bucket.numbers])
-    return {n: piece.view(like[n].shape) for n, piece in zip(bucket.numbers, pieces, strict=True)}
+    return {n: _in_layout(piece, like[n]) for n, piece in zip(bucket.numbers, pieces, strict=True)}
+
+
+def _in_layout(flat: Tensor, like: Tensor) -> Tensor:
+    whole = flat.view(like.shape)
+    return whole if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(whole)

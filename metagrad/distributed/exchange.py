@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from metagrad.core.budget import device_of
+from metagrad.core.modules import is_sharded
 from metagrad.distributed import buckets, rows
 from metagrad.distributed.agreement import Agreement, Layout, Own, agree
+from metagrad.distributed.averaged import note_average
 from metagrad.distributed.traffic import Traffic
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -103,9 +105,11 @@ class Exchange:
             self._write(buckets.finish(one, self._params, correction), agreed)
         for one in late:
             self._write(buckets.finish(one, self._params), agreed)
-        for number, layout in enumerate(agreed.layouts):
+        for param, layout in zip(self._params, agreed.layouts, strict=True):
             if layout is None:  # of a process with weight 0
-                self._params[number].grad = None
+                param.grad = None
+            if param.grad is not None:
+                note_average(param.grad, self._weight / agreed.total)
         every = [*self._begun, *late]
         traffic = Traffic(
             processes=self._group.size(),
@@ -218,5 +222,5 @@ def _is_plain(gradient: Tensor | None) -> bool:
         and not isinstance(gradient, RowSparse)
         and gradient.layout is torch.strided
         and not gradient.requires_grad
-        and not hasattr(gradient, "device_mesh")
+        and not is_sharded(gradient)
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from metagrad.distributed.sums import alike
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,7 +70,7 @@ def of_matrices(
         found, error = {number: torch.zeros_like(matrices[number]) for number in mine}, failure
     results: dict[int, Tensor] = {}
     failed = set()
-    for numbers in _alike(matrices):
+    for numbers in alike(matrices):
         own = [[n for n in part if n in numbers] for part in parts]
         gathered = _gathered(own, found, matrices, error is not None, group)
         failed |= {rank for rank, (flag, _) in enumerate(gathered) if flag}
@@ -80,13 +81,6 @@ def of_matrices(
             "there."
         )
     return [results[number] for number in range(len(matrices))]
-
-
-def _alike(matrices: Sequence[Tensor]) -> list[set[int]]:
-    kinds = defaultdict(set)
-    for number, matrix in enumerate(matrices):
-        kinds[matrix.dtype, matrix.device].add(number)
-    return list(kinds.values())
 
 
 def _gathered(

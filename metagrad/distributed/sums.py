@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,22 @@ _ADVICE = "Give every process the same seed, or send it from one of them by torc
 
 
 def sums(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Add tensors of one dtype and device up over processes, in one all-reduce; without a graph."""
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    dist.all_reduce(flat, group=group)
-    pieces = flat.split_with_sizes([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    """Add tensors up over processes, in one all-reduce for each dtype and device; without a graph."""
+    found: dict[int, Tensor] = {}
+    for numbers in alike(tensors):
+        flat = torch.cat([tensors[n].detach().reshape(-1) for n in numbers])
+        dist.all_reduce(flat, group=group)
+        pieces = flat.split_with_sizes([tensors[n].numel() for n in numbers])
+        found |= {n: piece.view(tensors[n].shape) for n, piece in zip(numbers, pieces, strict=True)}
+    return [found[number] for number in range(len(tensors))]
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Put tensors of one dtype and device together, in their order; return their numbers."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(tensors):
+        kinds[tensor.dtype, tensor.device].append(number)
+    return list(kinds.values())
 
 
 def union(numbers: Tensor, group: ProcessGroup) -> Tensor:

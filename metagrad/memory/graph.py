@@ -51,7 +51,7 @@ class SavedGraph:
         self._nbytes: dict[int, int] = {}
         self._forgotten: list[int] = []
         self._total = 0
-        self.next_serial = 0
+        self.next_serial: int = 0
 
     def open(self) -> None:
         """Push the hooks.

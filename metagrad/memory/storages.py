@@ -61,7 +61,7 @@ class Slot:
     __slots__ = ("_at_peak", "_epoch", "live")
 
     def __init__(self) -> None:
-        self.live = 0
+        self.live: int = 0
         self._at_peak = 0
         self._epoch = -1
 
@@ -97,10 +97,10 @@ class Ledger:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.total = 0
-        self.peak = 0
-        self.window_peak = 0
-        self.slot = Slot()
+        self.total: int = 0
+        self.peak: int = 0
+        self.window_peak: int = 0
+        self.slot: Slot = Slot()
         self._epoch = 0
         self._known: dict[int, _Known] = {}
 

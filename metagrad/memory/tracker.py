@@ -93,7 +93,7 @@ class MemoryTracker:
     """
 
     def __init__(self, device: torch.device | str | None = None, method: Method = "auto") -> None:
-        self.device = _check_device(device)
+        self.device: torch.device = _check_device(device)
         self.method: str = _check_method(method, self.device)
         self._run: TrackedRun | None = None
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
+from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import is_a, is_integer
-from metagrad.core.modules import refuse_scripted
+from metagrad.core.modules import check_substitutable
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
 from metagrad.core.tape import is_on_the_tape, is_transformed
@@ -260,14 +261,20 @@ class MAML(nn.Module):
             steps: Another number of inner steps than the one given at construction.
 
         Raises:
-            ValueError: The batch is empty, its task axes differ, a label is not a class of the model, or
-                ``steps`` is negative.
+            ValueError: The batch is empty, its task axes differ, a label is not a class of the model, ``steps`` is
+                negative, or tables of ``sparse`` are in a ``DistributedDataParallel``.
             TypeError: The batch has another form, or what the model returns holds an object that is none of those.
             RuntimeError: It is called inside a ``torch.func`` transform other than reverse mode (``grad``, ``vjp``,
                 ``jacrev``) with respect to all parameters that are adapted.
             FloatingPointError: A loss is NaN or infinite, or in the backward pass the gradient of a task; the
                 message names the task and the inner step. With ``nonfinite="skip"``: of every task.
         """
+        if self.sparse and averaging_wrapper() is not None:
+            raise ValueError(
+                f"{type(self).__name__}(..., sparse): DistributedDataParallel averages dense gradients alone. Call "
+                "the learner itself on batch.shard(), and metagrad.distributed.average_gradients after the backward "
+                "pass, which sends the rows."
+            )
         tasks = self._with_noise(read_batch(batch))
         executor = self._executor(steps, tasks)
         results, skipped, _ = executor.run(tasks)
@@ -558,7 +565,7 @@ def check_arguments(
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}(model, ...): model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse_wrapped(f"{name}(model, ...)", model)
-    refuse_scripted(f"{name}(model, ...)", model.modules())
+    check_substitutable(f"{name}(model, ...)", model.modules())
     check_steps("MAML(..., steps)", steps)
     if order not in (1, 2):
         raise ValueError(f"MAML(..., order): expected 1 (first-order MAML) or 2, got {order!r}.")

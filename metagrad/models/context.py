@@ -30,7 +30,7 @@ class ContextInput(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.vector = new_context("ContextInput(size)", size)
+        self.vector: nn.Parameter = new_context("ContextInput(size)", size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., features] to [..., features + size]."""
@@ -95,7 +95,7 @@ class FiLM(nn.Module):
     def __init__(self, context: nn.Parameter, channels: int) -> None:
         super().__init__()
         self.context = context
-        self.modulation = nn.Linear(context.numel(), 2 * channels)
+        self.modulation: nn.Linear = nn.Linear(context.numel(), 2 * channels)
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, h: Tensor) -> Tensor:

@@ -95,15 +95,15 @@ class Conv4(nn.Sequential):
             _check_choice(name, value, choices)
         final_size = _final_size(image_size, pool)
         channels = [in_channels] + [hidden] * (NUM_BLOCKS - 1)
-        self.context = new_context("Conv4(..., context)", context) if context else None
-        self.images = _Images((in_channels, image_size, image_size))
+        self.context: nn.Parameter | None = new_context("Conv4(..., context)", context) if context else None
+        self.images: _Images = _Images((in_channels, image_size, image_size))
         blocks = [_make_block(c, hidden, pool, norm, self.context) for c in channels]
         for block in blocks if warp else ():
             block.add_module("warp", _identity(hidden))
-        self.blocks = nn.Sequential(*blocks)
+        self.blocks: nn.Sequential = nn.Sequential(*blocks)
         mean = [nn.AdaptiveAvgPool2d(1)] if head == "mean" else []
-        self.features = nn.Sequential(*mean, nn.Flatten(1))
-        self.head = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
+        self.features: nn.Sequential = nn.Sequential(*mean, nn.Flatten(1))
+        self.head: nn.Linear = nn.Linear(hidden * (1 if head == "mean" else final_size**2), ways)
 
 
 class _Images(nn.Module):

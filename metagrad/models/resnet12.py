@@ -72,10 +72,12 @@ class ResNet12(nn.Sequential):
             )
         if norm not in NORMS:
             raise ValueError(f"ResNet12: norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}.")
-        self.images = _Images(in_channels, 2 ** len(widths))
-        self.blocks = nn.Sequential(*(_Block(a, b, norm) for a, b in pairwise([in_channels, *widths])))
-        self.features = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
-        self.head = nn.Linear(widths[-1], ways)
+        self.images: _Images = _Images(in_channels, 2 ** len(widths))
+        self.blocks: nn.Sequential = nn.Sequential(
+            *(_Block(a, b, norm) for a, b in pairwise([in_channels, *widths]))
+        )
+        self.features: nn.Sequential = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(1))
+        self.head: nn.Linear = nn.Linear(widths[-1], ways)
 
 
 class _Images(nn.Module):
@@ -85,7 +87,8 @@ class _Images(nn.Module):
 
     def __init__(self, channels: int, least_size: int) -> None:
         super().__init__()
-        self.channels, self.least_size = channels, least_size
+        self.channels: int = channels
+        self.least_size: int = least_size
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() != 4 or x.shape[1] != self.channels or min(x.shape[2:]) < self.least_size:

@@ -63,13 +63,14 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         _check(outputs, input_shape, patch, width, depth, heads)
-        self.input_shape, self.patch = tuple(input_shape), patch
+        self.input_shape = tuple(input_shape)
+        self.patch: int | None = patch
         length, features = _tokens(self.input_shape, patch)
-        self.embedding = nn.Linear(features, width)
-        self.positions = nn.Parameter(torch.empty(length, width).normal_(std=0.02))
-        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(depth)))
-        self.norm = _LayerNorm(width)
-        self.head = nn.Linear(width, outputs)
+        self.embedding: nn.Linear = nn.Linear(features, width)
+        self.positions: nn.Parameter = nn.Parameter(torch.empty(length, width).normal_(std=0.02))
+        self.layers: nn.Sequential = nn.Sequential(*(_Layer(width, heads) for _ in range(depth)))
+        self.norm: _LayerNorm = _LayerNorm(width)
+        self.head: nn.Linear = nn.Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, *input_shape] to [batch, outputs].

@@ -41,8 +41,8 @@ class KernelStats:
     def __init__(self) -> None:
         self.calls: Counter[Kind] = Counter()
         self.seconds: dict[Kind, float] = cast(Any, Counter())  # a Counter is declared to count in integers
-        self.nbytes = 0  # of the results of products
-        self.dense_nbytes = 0  # of the same results, had they been dense
+        self.nbytes: int = 0  # of the results of products
+        self.dense_nbytes: int = 0  # of the same results, had they been dense
         self.merges: Counter[Literal["done", "avoided"]] = Counter()
         self.densified: dict[str, Densified] = {}
         self._dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()  # multiplications

@@ -23,9 +23,11 @@ class Groups:
         kept = (codes >= 0).nonzero().squeeze(1)
         order = codes[kept].argsort(stable=True)
         sizes = torch.bincount(codes[kept], minlength=num_groups)
-        self.num_groups, self.largest = num_groups, int(sizes.max())
-        self.items = kept[order].to(device)
-        self.sizes, self.starts = sizes.to(device), (sizes.cumsum(0) - sizes).to(device)
+        self.num_groups: int = num_groups
+        self.largest: int = int(sizes.max())
+        self.items: Tensor = kept[order].to(device)
+        self.sizes: Tensor = sizes.to(device)
+        self.starts: Tensor = (sizes.cumsum(0) - sizes).to(device)
 
     @property
     def device(self) -> torch.device:

@@ -156,6 +156,22 @@ def test_rows_of_a_stack_of_tables_and_of_several_dtypes():
         assert torch.equal(b, torch.ones_like(b))
 
 
+def test_the_gradient_of_a_channels_last_parameter_has_its_layout():
+    model = torch.nn.Conv2d(2, 3, 3).double().to(memory_format=torch.channels_last)
+    x = torch.randn(4, 2, 5, 5).double()
+    expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+
+    def process(group):
+        own = copy.deepcopy(model)
+        own(x[group.rank() :: 2]).square().mean().backward()
+        average_gradients(own, group=group)
+        return own.weight.grad
+
+    for gradient in in_threads(2, process):
+        assert gradient.stride() == model.weight.stride()
+        close(gradient, expected)
+
+
 def test_gradients_that_some_processes_do_not_have():
     def process(group):
         first, second, third = (torch.zeros(2).double().requires_grad_() for _ in range(3))

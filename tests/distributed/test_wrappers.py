@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import metagrad as mg
+from tests.distributed.threads import in_threads
 
 
 class Wrapped(torch.nn.parallel.DistributedDataParallel):
@@ -32,7 +33,7 @@ def sharded():
     ("make", "message"),
     [
         (lambda: Wrapped(torch.nn.Linear(1, 1)), "model is a Wrapped, which averages what reaches .grad"),
-        (sharded, "the parameter bias is a DTensor, as fully_shard makes them"),
+        (sharded, r"the parameter '(Linear\.)?bias' is a DTensor, as fully_shard makes them"),
     ],
 )
 @pytest.mark.parametrize(
@@ -51,9 +52,27 @@ def test_wrapped_models_are_refused(make, message, use):
         use(make())
 
 
+def test_tables_by_rows_are_refused_in_a_wrapper_that_averages_gradients():
+    """Its buckets are dense, and it ended in a TypeError about an argument of a product."""
+    (group,) = in_threads(1, lambda group: group)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 1))
+    rule = mg.optim.rules.sgd(lr=0.1)
+    maml = mg.MAML(model, F.mse_loss, inner=rule, steps=1, sparse=["0.weight"])
+    batch = [(torch.tensor([[0, 1]]), torch.zeros(1, 2, 1))] * 2
+    with pytest.raises(ValueError, match=r"MAML\(..., sparse\): DistributedDataParallel averages dense"):
+        torch.nn.parallel.DistributedDataParallel(maml, process_group=group)(batch)
+    maml(batch).loss.backward()
+    assert isinstance(model[0].weight.grad, mg.sparse.RowSparse)
+
+
 LEARNERS = """
+import itertools, warnings
 import torch, torch.distributed as dist, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 import metagrad as mg
+
+warnings.filterwarnings("ignore", ".*returned a view tensor")  # of fully_shard, which outputs must not be written to
 
 torch.set_default_dtype(torch.float64)
 dist.init_process_group("gloo")
@@ -64,12 +83,17 @@ make = {
     ),
     "MetaSGD": lambda model: mg.MetaSGD(model, F.mse_loss, lr=0.01, steps=2),
 }
-for name, learner in make.items():
+mesh = init_device_mesh("cpu", (2,))
+wrap = {
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "fully_shard": lambda learner: fully_shard(learner, mesh=mesh),
+}
+for learner, wrapper in itertools.product(make.values(), wrap.values()):
     pair = []
     for _ in range(2):
         torch.manual_seed(0)
         pair.append(learner(mg.models.MLP([1, 8, 1])))
-    whole, wrapped = pair[0], torch.nn.parallel.DistributedDataParallel(pair[1])
+    whole, wrapped = pair[0], wrapper(pair[1])
     outers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in pair]
     for step in range(3):
         batch = mg.tasks.Sinusoid().sample(4, generator=torch.Generator().manual_seed(step))
@@ -78,9 +102,18 @@ for name, learner in make.items():
             outer.zero_grad()
             each(part).loss.backward()
         for expected, found in zip(whole.parameters(), pair[1].parameters(), strict=True):
-            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
+            gradient = found.grad.full_tensor() if hasattr(found.grad, "full_tensor") else found.grad
+            torch.testing.assert_close(gradient, expected.grad, rtol=1e-10, atol=1e-12)
         for outer in outers:
             outer.step()
+    if wrapper is wrap["fully_shard"]:
+        try:
+            wrapped.adapt(batch.support)
+        except ValueError as error:
+            assert "is a DTensor, as fully_shard makes them" in str(error)
+        wrapped.unshard()
+        found = wrapped.adapt(batch.support)(batch.query.x)
+        torch.testing.assert_close(found, whole.adapt(batch.support)(batch.query.x), rtol=1e-9, atol=1e-12)
 print("equal")
 dist.destroy_process_group()
 """

@@ -178,7 +178,7 @@ def test_a_process_that_has_ended_is_told_in_a_sentence():
     [
         (["meta_batch=1"], "meta_batch=1 leaves some of 2 processes without a task"),
         (["optimizer=newton_cg"], "NewtonCG takes derivatives of the loss of the whole meta-batch"),
-        (["optimizer=adahessian"], "AdaHessian takes derivatives of the loss of the whole meta-batch"),
+        (["optimizer=sophia_g"], "SophiaG takes derivatives of the loss of the whole meta-batch"),
     ],
 )
 def test_what_several_processes_cannot_compute_is_refused(composed, overrides, message):
@@ -200,6 +200,28 @@ def test_shampoo_shares_its_roots(composed):
 
     assert in_threads(2, process) == [True, True]
     assert not hasattr(alone.optimizer, "group")
+
+
+def test_adahessian_takes_the_curvature_of_the_whole_meta_batch(composed):
+    config = composed("device=cpu", "optimizer=adahessian", "seed=3")
+    batch = mg.tasks.Sinusoid().sample(5).to(dtype=torch.float64)
+    alone, *parts = [build_parts(config) for _ in range(3)]
+    for one in (alone, *parts):
+        one.module.double().load_state_dict(alone.module.state_dict())
+        one.optimizer.param_groups[0]["seed"] = 0
+
+    def process(group):
+        own, of_process = Ranks(group), parts[group.rank()]
+        own.join(of_process.optimizer)
+        for _ in range(2):
+            outer.step(of_process, own.share(batch), lambda _: nullcontext(), own)
+        return of_process.module.state_dict()
+
+    found = in_threads(2, process)
+    for _ in range(2):
+        outer.step(alone, batch, lambda _: nullcontext())
+    for state in found:
+        torch.testing.assert_close(dict(state), dict(alone.module.state_dict()), rtol=1e-8, atol=1e-10)
 
 
 def test_processes_draw_different_random_numbers_and_find_them_again(composed, tmp_path):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from metagrad.autograd.blocks.types import Block, Chain, LossFn, Params, call_with, slots_of
 from metagrad.core._torch import has_hooks, named_modules, own_children, sequential_forward
 from metagrad.core.capture import RandomState
-from metagrad.core.modules import refuse_scripted
+from metagrad.core.modules import check_substitutable
 from metagrad.core.substitution import own_buffers
 from metagrad.core.tree import Tree, dissect, is_differentiable
 
@@ -54,7 +54,7 @@ def chain(
         >>> [block.name for block in metagrad.autograd.chain(model, torch.nn.functional.mse_loss).blocks]
         ['0..1', '2']
     """
-    refuse_scripted("chain(model, loss_fn)", model.modules())
+    check_substitutable("chain(model, loss_fn)", model.modules())
     known = blocks is None and _is_sequential(model)
     if not known and example is None:
         raise ValueError(_unknown(model, blocks))

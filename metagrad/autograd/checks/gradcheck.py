@@ -30,7 +30,9 @@ class WrongDerivative(GradcheckError):  # noqa: N818 - it reads as what it says
             f"gradcheck(fn, inputs): the derivative of order {order} with respect to {name} is wrong: along a random "
             f"direction it is {got:.10g}, finite differences give {expected:.10g}. {_hint(order)}"
         )
-        self.order, self.got, self.expected = order, got, expected
+        self.order: int = order
+        self.got: float = got
+        self.expected: float = expected
 
 
 def gradcheck(

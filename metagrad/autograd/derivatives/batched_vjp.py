@@ -31,7 +31,7 @@ class Together:
 
     def __init__(self) -> None:
         self.bytes_each: int | None = None
-        self.is_legal = True
+        self.is_legal: bool = True
 
     def pieces(
         self, product: Product, vectors: Sequence[Tensor], chunk: int, *, one_by_one: bool = False

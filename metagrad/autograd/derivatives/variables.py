@@ -13,6 +13,7 @@ from metagrad.autograd.checks.missing_derivatives import named_if_missing
 from metagrad.autograd.derivatives.grad import check_loss, check_params
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.lookups import Lookups, find_lookups, lookup_nodes
+from metagrad.core.modules import refuse_sharded
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -82,6 +83,7 @@ def find_variables(call: str, loss: Tensor, params: Tree, sparse: Sequence[str])
     check_params(call, params, leaves)
     if not leaves:
         raise ValueError(f"{call}: there are no parameters.")
+    refuse_sharded(call, dict(zip(names, leaves, strict=True)))
     _refuse_tied(call, leaves, names)
     chosen = _chosen(call, sparse, names)
     tables = [(name, leaf, name in chosen) for name, leaf in zip(names, leaves, strict=True)]

@@ -35,7 +35,7 @@ from metagrad.autograd.recompute.program import Programs, programs_of
 from metagrad.autograd.recompute.signature import signature_of
 from metagrad.core import _torch
 from metagrad.core.capture import AutocastState, Flags, RandomState, restored
-from metagrad.core.modules import ModuleState, modules_of, refuse_scripted
+from metagrad.core.modules import ModuleState, check_substitutable, modules_of
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, plain_values
 
@@ -68,7 +68,7 @@ class Call:
         num_arguments: int,
         modules: list[nn.Module],
     ) -> None:
-        refuse_scripted(name, modules)
+        check_substitutable(name, modules)
         self.fn = fn
         self.name = name
         self.arguments = arguments

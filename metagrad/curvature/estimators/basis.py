@@ -19,8 +19,8 @@ class Basis:
     """
 
     def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows = torch.empty(0, n, dtype=dtype, device=device)
-        self.lower = torch.empty(0, 0, dtype=dtype, device=device)
+        self.rows: Tensor = torch.empty(0, n, dtype=dtype, device=device)
+        self.lower: Tensor = torch.empty(0, 0, dtype=dtype, device=device)
 
     def append(self, vectors: Tensor, call: str) -> Tensor:
         """Add vectors, [j, n], and return the new rows of the basis, [j, n].
@@ -87,9 +87,10 @@ class ProbedBasis(Estimator):
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis = Basis(probing.n, dtype, device)
+        self.basis: Basis = Basis(probing.n, dtype, device)
         nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.probes, self.products_of_basis = nothing, nothing
+        self.probes: Tensor = nothing
+        self.products_of_basis: Tensor = nothing
 
     def extend(self, products: int) -> None:
         """Spend so many more products: half on probes, half on the basis of their products."""

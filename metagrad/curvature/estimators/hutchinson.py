@@ -26,7 +26,8 @@ class Hutchinson(Estimator):
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         empty = torch.empty(0, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.samples, self.squares = empty, empty
+        self.samples: Tensor = empty
+        self.squares: Tensor = empty
 
     def extend(self, products: int) -> None:
         """Spend so many more products."""
@@ -63,7 +64,8 @@ class Exact(Estimator):
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         empty = torch.empty(0, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.diagonal, self.squares = empty, empty
+        self.diagonal: Tensor = empty
+        self.squares: Tensor = empty
 
     def extend(self, products: int) -> None:
         """Make all n products, whatever ``products`` is."""
@@ -106,9 +108,11 @@ class HutchPlusPlus(Estimator):
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis = Basis(probing.n, dtype, device)
+        self.basis: Basis = Basis(probing.n, dtype, device)
         nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.products_of_basis, self.probes, self.products = nothing, nothing, nothing
+        self.products_of_basis: Tensor = nothing
+        self.probes: Tensor = nothing
+        self.products: Tensor = nothing
 
     def extend(self, products: int) -> None:
         """Spend so many more products, a third on each part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.basis import Basis
@@ -45,10 +46,12 @@ class NonAdaptiveHutchPlusPlus(Estimator):
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
         dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis = Basis(probing.n, dtype, device)
+        self.basis: Basis = Basis(probing.n, dtype, device)
         nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.tests, self.products_of_tests = nothing, nothing
-        self.probes, self.products = nothing, nothing
+        self.tests: Tensor = nothing
+        self.products_of_tests: Tensor = nothing
+        self.probes: Tensor = nothing
+        self.products: Tensor = nothing
 
     def extend(self, products: int) -> None:
         """Spend so many more products: a quarter on the span, half on coordinates in it, the rest on probes."""

@@ -67,10 +67,10 @@ class Jacobian:
     """
 
     def __init__(self, evaluation: ModelEvaluation, mode: JacobianMode) -> None:
-        self.outputs = evaluation.outputs
+        self.outputs: list[Tensor] = evaluation.outputs
         self.variables = evaluation.variables
         self.mode = mode
-        self.create_graph = evaluation.problem.create_graph
+        self.create_graph: bool = evaluation.problem.create_graph
         self.chosen: Sequence[int] = range(len(self.variables))
         self._evaluation = evaluation
         self._autocast = AutocastState()

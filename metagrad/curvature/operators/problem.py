@@ -14,7 +14,7 @@ from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
-from metagrad.core.modules import refuse_scripted
+from metagrad.core.modules import check_substitutable
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
@@ -61,7 +61,7 @@ class ModelProblem:
         ParameterSpace(self.params)  # checks them
         refuse_wrapped(self.call, self.model)
         if isinstance(self.model, nn.Module):
-            refuse_scripted(self.call, self.model.modules())
+            check_substitutable(self.call, self.model.modules())
             unknown = sorted(set(self.params) - set(_own(self.model)))
             if unknown:
                 raise ValueError(

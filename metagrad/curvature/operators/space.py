@@ -14,6 +14,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.lookups import TableRows
 from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.checks import is_a, is_mapping
+from metagrad.core.modules import refuse_sharded
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.operations.entries import like
 from metagrad.sparse.pattern import Pattern
@@ -281,6 +282,7 @@ def _check_params(params: Mapping[str, Tensor | SparseTensor]) -> None:
         )
     if not params:
         raise ValueError(f"{call}: there are no parameters.")
+    refuse_sharded(call, params)
     for name, p in _values(params):
         if not p.dtype.is_floating_point or p.layout != torch.strided:
             raise TypeError(

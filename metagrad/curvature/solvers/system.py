@@ -23,9 +23,11 @@ class Counted:
 
     def __init__(self, operator: LinearMap) -> None:
         self.operator = operator
-        self.shape, self.dtype, self.device = operator.shape, operator.dtype, operator.device
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype: torch.dtype = operator.dtype
+        self.device: torch.device = operator.device
         self.num_matrices: int | None = getattr(operator, "num_matrices", None)
-        self.matvecs = 0
+        self.matvecs: int = 0
 
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply rows [k, n]."""

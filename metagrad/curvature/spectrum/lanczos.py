@@ -148,7 +148,7 @@ class LanczosVectors:
     """
 
     def __init__(self, first: Tensor, capacity: int = 1) -> None:
-        self.buffer = pad(first[:, None], (0, 0, 0, capacity - 1))
+        self.buffer: Tensor = pad(first[:, None], (0, 0, 0, capacity - 1))
         self.rows, self.last = self.buffer[:, :1], first
 
     def append(self, rest: Tensor, lengths: Tensor, alive: Sequence[bool]) -> None:

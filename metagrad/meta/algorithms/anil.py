@@ -36,7 +36,7 @@ class ANIL(MAML):
         >>> model = metagrad.models.Conv4(ways=5)
         >>> anil = metagrad.ANIL(model, torch.nn.functional.cross_entropy,
         ...                      inner=metagrad.optim.rules.sgd(lr=0.1), steps=5)
-        >>> task = (torch.zeros(2, 5, 1, 28, 28), torch.arange(5).expand(2, 5))
+        >>> task = (torch.rand(2, 5, 1, 28, 28), torch.arange(5).expand(2, 5))
         >>> {name: tuple(p.shape) for name, p in anil.adapt(task).params.items()}
         {'head.weight': (2, 5, 64), 'head.bias': (2, 5)}
 

@@ -76,7 +76,8 @@ class Leap(TrajectoryLearner):
             raise ValueError(f"Leap(..., power): expected 1, a length, or 2, an energy, got {power!r}.")
         arguments = {**arguments, "examples": examples}
         super().__init__(model, loss_fn, inner=inner, steps=steps, compile=False, **arguments)
-        self.power, self.stabilize = power, stabilize
+        self.power = power
+        self.stabilize: bool = stabilize
 
     def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
         return PathLengthLoop(**vars(inner), joins=joins, power=self.power, stabilize=self.stabilize)

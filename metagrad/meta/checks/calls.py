@@ -46,7 +46,7 @@ class CallStack:
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        self.paths = paths_of(model, loss_fn)
+        self.paths: dict[nn.Module, str] = paths_of(model, loss_fn)
         self.running: list[str] = []
         self._handles: list[Any] = []
 

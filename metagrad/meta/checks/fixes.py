@@ -66,7 +66,9 @@ class ForwardWithin:
     """
 
     def __init__(self, path: str, module: nn.Module, chosen: ForwardContext) -> None:
-        self.path, self.module, self.chosen = path, module, chosen
+        self.path: str = path
+        self.module: nn.Module = module
+        self.chosen: ForwardContext = chosen
         self._handles: list[Any] = []
 
     @property
@@ -117,7 +119,8 @@ class BatchStatistics:
     """
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        self.path, self.module = path, module
+        self.path: str = path
+        self.module: nn.Module = module
         self._before: dict[str, Any] = {}
 
     @property

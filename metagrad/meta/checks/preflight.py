@@ -13,7 +13,7 @@ from metagrad.autograd.checks.lint import HIGHEST_ORDER
 from metagrad.autograd.compile.compiled import Compile
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
-from metagrad.core.modules import refuse_scripted
+from metagrad.core.modules import check_substitutable
 from metagrad.core.structured import restored, structured
 from metagrad.meta.algorithm import Algorithm, MetaOutput
 from metagrad.meta.checks.costs import Costs, meta_costs, plain_costs
@@ -176,7 +176,7 @@ def _request(
         return _of_maml(model, loss_fn if batch is None else batch, order, model.steps)
     if not is_a(model, nn.Module):
         raise TypeError(f"{_CALL}: model must be a torch.nn.Module or a MAML, got {type(model).__name__}.")
-    refuse_scripted(_CALL, model.modules())
+    check_substitutable(_CALL, model.modules())
     if batch is None and isinstance(model, Algorithm):
         return _of_algorithm(model, loss_fn, order)
     if batch is None:

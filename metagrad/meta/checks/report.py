@@ -92,7 +92,9 @@ class Preflight:
     ) -> None:
         self.title = title
         self.order = order
-        self.findings = tuple(sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict)))
+        self.findings: tuple[ModuleFinding, ...] = tuple(
+            sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict))
+        )
         self.memory: dict[str, MemoryCost] = dict(memory)
         self.notes: tuple[str, ...] = tuple(notes)
         self.remedies: tuple[Remedy, ...] = tuple(remedies)

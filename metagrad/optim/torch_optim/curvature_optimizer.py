@@ -15,9 +15,11 @@ from metagrad.autograd.checks.finite import is_finite
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.autograd.derivatives.quick import QuickDerivatives
+from metagrad.core._torch import averaging_wrapper
 from metagrad.core.tape import graph_nodes
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
+from metagrad.distributed.averaged import share_in
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.probes import Generators
 from metagrad.optim.tape_curvature import WeightedLoss
@@ -62,6 +64,12 @@ class LossRecorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if averaging_wrapper() is not None:
+            raise ValueError(
+                "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "
+                "backward pass writes by itself, and no gradient or curvature that is taken here. Call the module in "
+                "it, model.module."
+            )
         if func is Tensor.backward:
             return self._backward(*args, **kwargs)
         if self._note_losses and func in KNOWN_LOSSES:
@@ -140,8 +148,8 @@ class CurvatureOptimizer(RuleOptimizer):
     steps whose rule needs no curvature, nothing of this happens.
 
     What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
-    which cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients; and
-    hooks on a parameter, which see the products with the Hessian too.
+    which cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients, and
+    which is refused in a closure; and hooks on a parameter, which see the products with the Hessian too.
 
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
     unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
@@ -244,10 +252,27 @@ class CurvatureOptimizer(RuleOptimizer):
 
     def _move(self) -> None:
         try:
+            self._refuse_averaged()
             if not hasattr(self, "found_inf") or self._unscaled():
                 super()._move()
         finally:
             self._forget()
+
+    def _refuse_averaged(self) -> None:
+        """Refuse gradients of several processes beside the curvature of one."""
+        if self.group is not None or all(share_in(p.grad) is None for p in self._all_params()):
+            return
+        name = type(self).__name__
+        remedy = "Pass group=torch.distributed.group.WORLD, which averages both."
+        if "group" not in self.options:
+            remedy = "AdaHessian, SophiaH, SophiaG and KFAC have a group=, which averages both."
+        raise ValueError(
+            f"{name}.step: the gradients are means over several processes, and the loss and its curvature are "
+            f"those of this one, so that their parameters would drift apart. {remedy}"
+        )
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _unscaled(self) -> bool:
         """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
+from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import warn
+from metagrad.distributed.averaged import share_in
+from metagrad.distributed.sums import everywhere, sums
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
+from metagrad.optim.probes import Generators
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import (
     CurvatureOptimizer,
     generators_of,
     inverse_of,
+    mixed,
     unknown_loss,
 )
 from metagrad.optim.torch_optim.move import working
-from metagrad.optim.torch_optim.optimizer import Group, Work
+from metagrad.optim.torch_optim.optimizer import GROUP, Group, Option, Work
 from metagrad.sparse.tables.row_sparse import RowSparse
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class DiagonalOptimizer(CurvatureOptimizer):
@@ -27,14 +37,19 @@ class DiagonalOptimizer(CurvatureOptimizer):
 
     The estimate is made in the backward pass, so that of micro-batches one graph is alive at a time; the probes are
     those of the step, and the estimates of micro-batches add up to that of the whole batch.
+
+    Of several processes, ``group``, each takes it of its own loss, and the step is by the mean, of the weights that
+    :func:`metagrad.distributed.average_gradients` has given their gradients. With one seed all have the probes of
+    one process; labels that are drawn are those of each.
     """
+
+    options: ClassVar[Mapping[str, Option]] = {**CurvatureOptimizer.options, "group": GROUP}
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
     ) -> None:
         requests = self._requests()
-        first = self.param_groups[0]
-        generators = generators_of(first["seed"], first["step"])
+        generators = {matrix: self._generators(matrix) for matrix in {request.matrix for request in requests}}
         estimates = dict(self._estimates or {})
         for index, (request, named) in enumerate(requests.items()):
             params = {key: p for key, p in named.items() if p in grads}
@@ -43,12 +58,19 @@ class DiagonalOptimizer(CurvatureOptimizer):
             if request.matrix == "gauss_newton" and not losses:
                 raise ValueError(unknown_loss(type(self).__name__))
             own = {key: grads[p] for key, p in params.items()}
-            curvature = TapeCurvature(params, own, losses=losses, generators=generators)
+            curvature = TapeCurvature(params, own, losses=losses, generators=generators[request.matrix])
             keep = retain_graph or index + 1 < len(requests)
             for key, estimate in curvature.diagonal(request, retain_graph=keep).items():
                 p = params[key]
                 estimates[p] = estimates[p] + estimate if p in estimates else estimate
         self._estimates = estimates
+
+    def _generators(self, matrix: str) -> Generators:
+        first = self.param_groups[0]
+        seed = first["seed"]
+        if matrix == "gauss_newton" and self.group is not None:
+            seed = mixed(seed, self.group.rank())
+        return generators_of(seed, first["step"])
 
     def _requests(self) -> dict[Diagonal, Params]:
         """Return the parameters by what their groups ask for: one estimate serves those that ask for the same."""
@@ -65,19 +87,40 @@ class DiagonalOptimizer(CurvatureOptimizer):
 
     def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
         yield from super()._observed(work)
+        if self.group is not None and needs_curvature(self._rule(work.group), work.group["step"]):
+            self._average(work.params, self.group)
         for key, p in work.params.items():
             if self._estimates and p in self._estimates:
                 yield f"the curvature of {key!r}", self._estimates[p]
+
+    def _average(self, params: Params, group: ProcessGroup) -> None:
+        """Replace the estimates of this process by the means over all of them."""
+        name, estimates, parts = type(self).__name__, dict(self._estimates or {}), {}
+        for key, p in params.items():
+            share = share_in(p.grad)
+            if share is None:
+                raise ValueError(
+                    f"{name}.step: with group= the curvature has the weights of the gradients, and that of {key!r} "
+                    "was not averaged by metagrad.distributed.average_gradients, or was replaced since. Call it "
+                    "after the backward pass."
+                )
+            if share and self._estimates is None:
+                raise self._without_curvature()
+            parts[p] = torch.zeros_like(working(p))
+            if share and p in estimates:
+                if isinstance(estimates[p], RowSparse):
+                    raise ValueError(
+                        f"{name}.step: the gradient of {key!r} is sparse, and the curvature of rows is not averaged "
+                        "over processes. Use nn.Embedding(sparse=False), or SparseAdam for this table."
+                    )
+                parts[p] = working(estimates[p]) * share
+        self._estimates = {**estimates, **dict(zip(parts, sums(list(parts.values()), group), strict=True))}
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
         if not needs_curvature(self._rule(group), group["step"]):
             return KnownDiagonal({})
         if self._estimates is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
-                "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
-                "and returns it, or opt.backward(loss) in place of loss.backward()."
-            )
+            raise self._without_curvature()
         # A parameter that no loss depended on has no curvature, as it has no gradient.
         return KnownDiagonal(
             {
@@ -86,15 +129,22 @@ class DiagonalOptimizer(CurvatureOptimizer):
             }
         )
 
+    def _without_curvature(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
+            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
+            "and returns it, or opt.backward(loss) in place of loss.backward()."
+        )
+
     def _unscaled(self) -> bool:
         """Take the scale off the curvature, too."""
         if not super()._unscaled():
             return False
-        if not self._estimates:
-            return True
-        scale = self._known_scale("curvature")
-        self._estimates = {p: e * inverse_of(scale, p.device) for p, e in self._estimates.items()}
-        if not all(bool(_values(e).isfinite().all()) for e in self._estimates.values()):
+        if self._estimates:
+            scale = self._known_scale("curvature")
+            self._estimates = {p: e * inverse_of(scale, p.device) for p, e in self._estimates.items()}
+        finite = is_finite([_values(estimate) for estimate in (self._estimates or {}).values()])
+        if not (finite if self.group is None else everywhere(finite, self._device(), self.group)):
             warn(
                 f"{type(self).__name__}.step: under the scale of GradScaler the curvature has overflowed, though the "
                 "gradients have not, and the step is skipped. A smaller init_scale leaves room for products with the "

@@ -64,7 +64,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
 
     Of several processes, each with the loss of its own examples, a mean, and gradients that are averaged by
     :func:`metagrad.distributed.average_gradients` with their numbers as weights: with ``group`` the factors are those
-    of the examples of all of them, and each computes a share of the inverses. Without, each has factors of its own.
+    of the examples of all of them, and each computes a share of the inverses. Without, they are refused.
 
     What does not work: ``torch.compile`` of the model. Recurrent use of a layer raises.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from metagrad.core._torch import averaging_wrapper
 from metagrad.optim.kronecker.factors import Sums, added, sums_of
 from metagrad.optim.kronecker.layers import Layer, known_layers, layer_rows, without_base
 from metagrad.optim.rule import Params
@@ -57,6 +58,12 @@ class LayerHook:
         optimizer = None if self.optimizer is None else self.optimizer()
         if optimizer is None or not torch.is_grad_enabled() or not output.requires_grad:
             return None
+        if optimizer.group is None and averaging_wrapper() is not None:
+            raise ValueError(
+                "KFAC(model): DistributedDataParallel averages the gradients, and the factors would be those of this "
+                "process, so that parameters would drift apart. Pass group=torch.distributed.group.WORLD, and give "
+                "every process as many examples."
+            )
         call = optimizer._called(self.name, args[0] if args else kwargs["input"])
         if call is None:
             return None

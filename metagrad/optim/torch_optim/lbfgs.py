@@ -109,6 +109,10 @@ class LBFGS(
         closure = self.__dict__.get("_closure")
         return super()._is_curvature_due() if closure is None else self._known != _code_of(closure)
 
+    def _refuse_averaged(self) -> None:
+        if self._closure is not None:  # else the gradient is all there is
+            super()._refuse_averaged()
+
     def _evaluated(self, closure: Callable[..., Any]) -> Any:
         """Call the closure, and record what it differentiates, unless that is known to be what it returns."""
         is_observed = self._is_curvature_due()

@@ -319,9 +319,6 @@ class NewtonOptimizer(CurvatureOptimizer):
         self._passes: list[BackwardPass] | None = None
         self._curved: list[BackwardPass] | None = None
 
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _groups_by_name(self) -> dict[str, tuple[Group, Tensor]]:
         """Return every parameter with its group; a name that two groups have is made longer."""
         found: dict[str, tuple[Group, Tensor]] = {}
@@ -394,6 +391,7 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _move(self) -> None:
         """Move all groups together; or none, if anything is not finite."""
         try:
+            self._refuse_averaged()
             if hasattr(self, "found_inf") and float(self.found_inf) > 0:
                 return
             self._is_moving = True

@@ -18,6 +18,7 @@ from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import linalg
 from metagrad.core.checks import warn
+from metagrad.core.modules import refuse_sharded
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
@@ -70,8 +71,8 @@ NONFINITE = Option(
 GROUP = Option(
     None,
     "Processes that have the same parameters, and gradients that :func:`~metagrad.distributed.average_gradients` has "
-    "averaged before each step; others are refused. Each computes a share of the matrices, and all have the same "
-    "parameters and state afterwards; what is not finite in one is so in all. None is this one alone.",
+    "averaged before each step; others are refused. All have the same parameters and state afterwards, and what is "
+    "not finite in one is so in all. None is this one alone.",
     "ProcessGroup | None",
 )
 
@@ -463,6 +464,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
         _checked_compile(name, group["compile"])
         rule = self._rule(group)
+        refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
             if not p.is_floating_point():
                 raise TypeError(

@@ -8,7 +8,7 @@ order, costs what the rows cost and not what the table would.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -188,7 +188,10 @@ class RowSparse(Rows):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with _torch.without_torch_function_of_subclasses():
-            return (FUNCTIONS.get(func) or func)(*args, **kwargs or {})
+            handler = FUNCTIONS.get(func)
+            if handler is not None:
+                _refuse_out(func.__name__, kwargs)
+            return (handler or func)(*args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -197,6 +200,7 @@ class RowSparse(Rows):
         handler = OPERATIONS.get(func.overloadpacket)
         if handler is None:
             raise unknown(f"{func.overloadpacket.__name__}(...)", "it is not known to keep to the rows")
+        _refuse_out(func.overloadpacket.__name__, kwargs)
         with torch.no_grad():
             return handler(*args, **kwargs or {})
 
@@ -228,6 +232,11 @@ def unknown(call: str, reason: str) -> TypeError:
         f"{call}: not an operation on RowSparse: {reason}. Work on its .values (those of the kept rows), or make "
         "it dense by .to_dense(), or a COO tensor by .to_coo()."
     )
+
+
+def _refuse_out(name: str, kwargs: Mapping[str, Any] | None) -> None:
+    if kwargs and kwargs.get("out") is not None:
+        raise unknown(f"{name}(..., out)", "it writes into a tensor that is given")
 
 
 def check_range(name: str, ids: Tensor, row_shape: Sequence[int], holes: bool = False) -> None:

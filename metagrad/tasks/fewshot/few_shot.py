@@ -117,7 +117,7 @@ class FewShot:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._call = call = type(self).__name__
-        self.composition = Composition(
+        self.composition: Composition = Composition(
             _checked_count(call, "ways", ways), _checked_count(call, "shots", shots), queries
         )
         check_counts(call, {"queries": queries, "prefetch": prefetch})

@@ -97,7 +97,9 @@ class ImageFolders(Dataset[Any]):
         if mode not in ("RGB", "L"):
             raise ValueError(f"ImageFolders: mode must be 'RGB' or 'L', got {mode!r}.")
         self.root: Path = find_path("ImageFolders", root)
-        self.size, self.transform, self.mode = size, transform, mode
+        self.size: int | None = size
+        self.transform = transform
+        self.mode = mode
         self.cache: int = 0 if cache is None else checked_bytes("ImageFolders", "cache", cache)
         self._kept, self._room = dict[int, np.ndarray](), self.cache
         found = _find(self.root, splits)

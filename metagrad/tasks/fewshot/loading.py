@@ -44,7 +44,8 @@ class Items(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, transform: Callable[[Any], Any] | None) -> None:
-        self.dataset, self.transform = dataset, transform
+        self.dataset: Any = dataset
+        self.transform = transform
 
     def __getitem__(self, index: int) -> Tensor:
         """Return one input, from random numbers that depend on its position alone."""

@@ -241,7 +241,9 @@ class Harmonic(Regression):
         **arguments: Any,
     ) -> None:
         super().__init__(shots, queries, x=x, **arguments)
-        self.ranges = _checked("Harmonic", {"frequency": frequency, "phase1": phase, "phase2": phase})
+        self.ranges: dict[str, Range] = _checked(
+            "Harmonic", {"frequency": frequency, "phase1": phase, "phase2": phase}
+        )
         check_not_negative("Harmonic", "spread", spread)
         self.spread = spread
 

@@ -15,7 +15,7 @@ from torch import nn
 from metagrad.core.tree import tree_leaves
 from metagrad.distributed import average_gradients
 from metagrad.distributed.shares import of_matrices, shares
-from metagrad.optim import KFAC, Shampoo, rules
+from metagrad.optim import KFAC, LBFGS, AdaHessian, NewtonCG, Shampoo, SophiaG, SophiaH, rules
 from metagrad.optim.kronecker import factors, shampoo
 from metagrad.tasks.batch import share_of
 from tests.distributed.threads import in_threads
@@ -26,6 +26,10 @@ OPTIMIZERS = {
     ),
     "Shampoo of adam": lambda model, **group: Shampoo(
         model.parameters(), lr=0.05, graft="adam", decay=0.9, **group
+    ),
+    "AdaHessian": lambda model, **group: AdaHessian(model.parameters(), lr=0.05, seed=0, **group),
+    "SophiaH": lambda model, **group: SophiaH(
+        model.parameters(), lr=0.05, curvature_every=2, seed=0, **group
     ),
     "KFAC": lambda model, **group: KFAC(model, lr=0.05, curvature_every=1, inverse_every=2, **group),
     "EKFAC": lambda model, **group: KFAC(model, eigen=True, curvature_every=1, inverse_every=2, **group),
@@ -48,7 +52,7 @@ def trained(model, opt, x, y, group=None, steps=4):
     """Take steps, and return parameters and the tensors of the state."""
     for _ in range(steps):
         opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        getattr(opt, "backward", torch.Tensor.backward)(F.mse_loss(model(x), y))
         if group is not None:
             average_gradients(model, weight=len(x), group=group)
         opt.step()
@@ -76,7 +80,124 @@ def test_steps_of_uneven_shares_are_those_of_one_process(name, size):
         assert all(map(torch.equal, params, found[0][0]))
 
 
-@pytest.mark.parametrize("name", ["Shampoo", "KFAC"])
+def closure_of(model, opt, x, y, group=None):
+    """Return a closure that averages its gradients, in place of what an optimizer does without one."""
+
+    def closure():
+        opt.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        average_gradients(model, weight=len(x), group=group)
+        return loss
+
+    return closure
+
+
+def test_labels_are_drawn_in_each_process_and_their_curvature_is_averaged():
+    """Of half squared errors and inputs of 1 the Gauss-Newton matrix is 1, whatever the shares are."""
+    shares = 500, 2500
+
+    def process(group):
+        model = nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        opt = SophiaG(model.parameters(), betas=(0.9, 0.0), curvature_every=1, seed=3, group=group)
+        x = torch.ones(shares[group.rank()], 1).double()
+        found = []
+        for _ in range(100):
+            with opt.recording():
+                (F.mse_loss(model(x), x) / 2).backward()
+            own = opt._estimates[model.weight].item()
+            average_gradients(model, weight=len(x), group=group)
+            opt.step()
+            found.append((own, opt.state[model.weight]["hessian"].item()))
+            opt.zero_grad()
+        return torch.tensor(found)
+
+    one, other = in_threads(2, process)
+    torch.testing.assert_close(one[:, 1], (500 * one[:, 0] + 2500 * other[:, 0]) / 3000)
+    assert torch.equal(one[:, 1], other[:, 1])
+    assert not torch.equal(one[:, 0], other[:, 0])
+    assert one[:, 1].mean().item() == pytest.approx(1, abs=0.5)  # of a deviation of 0.12
+
+
+@pytest.mark.parametrize("make", [AdaHessian, SophiaG, SophiaH, NewtonCG, LBFGS, KFAC])
+def test_averaged_gradients_beside_the_curvature_of_one_process_are_refused(make):
+    """Every process would move in its own way, and none would say so."""
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+    models = [network() for _ in range(2)]
+
+    def process(group):
+        model = models[group.rank()]
+        opt = make(model if make is KFAC else model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=f"{make.__name__}.step: the gradients are means over several"):
+            opt.step(closure_of(model, opt, x, y, group))
+        assert all(map(torch.equal, before.values(), model.state_dict().values()))
+
+    in_threads(2, process)
+
+
+@pytest.mark.parametrize("make", [AdaHessian, SophiaG, NewtonCG, LBFGS, KFAC])
+def test_a_wrapper_that_averages_gradients_by_itself_is_refused(make):
+    """No gradient that these optimizers take reaches it, or no factor, and processes drifted apart in silence."""
+    x, y, (group,) = torch.randn(4, 2), torch.randn(4, 1), in_threads(1, lambda group: group)
+    model = nn.Linear(2, 1)
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
+    opt = make(model if make is KFAC else model.parameters())
+
+    def closure():
+        opt.zero_grad()
+        loss = F.mse_loss(wrapped(x), y)
+        loss.backward()
+        return loss
+
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        opt.step(closure)
+    with wrapped.no_sync():
+        opt.step(closure)
+
+
+def test_lbfgs_without_a_closure_takes_averaged_gradients():
+    model, (x, y) = network(), (torch.randn(6, 1, 3, 3).double(), torch.randn(6, 2).double())
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def process(group):
+        own, part = models[group.rank()], share_of(6, group.rank(), 2)
+        return trained(own, LBFGS(own.parameters(), lr=0.1, line_search_fn=None), x[part], y[part], group)[0]
+
+    expected = trained(model, LBFGS(model.parameters(), lr=0.1, line_search_fn=None), x, y)[0]
+    for found in in_threads(2, process):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_process_without_examples_takes_the_curvature_of_the_others():
+    model, (x, y) = network(), (torch.randn(6, 1, 3, 3).double(), torch.randn(6, 2).double())
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def process(group):
+        own = models[group.rank()]
+        opt = OPTIMIZERS["AdaHessian"](own, group=group)
+        if not group.rank():
+            opt.backward(F.mse_loss(own(x), y))
+        average_gradients(own, weight=float(not group.rank()), group=group)
+        opt.step()
+        return [p.detach() for p in own.parameters()]
+
+    expected = trained(model, OPTIMIZERS["AdaHessian"](model), x, y, steps=1)[0]
+    for found in in_threads(2, process):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("make", [AdaHessian, Shampoo])
+def test_sharded_parameters_are_refused(make):
+    w = torch.zeros(2, 2, requires_grad=True)
+    w.device_mesh = "as a DTensor has"
+    with pytest.raises(ValueError, match=rf"{make.__name__}\(params\): the parameter 'w' is a DTensor"):
+        make([("w", w)])
+
+
+@pytest.mark.parametrize("name", ["AdaHessian", "Shampoo", "KFAC"])
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 def test_processes_that_would_drift_apart_are_refused(name, what):
     x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
@@ -87,10 +208,11 @@ def test_processes_that_would_drift_apart_are_refused(name, what):
     def process(group):
         rank = group.rank()
         opt = OPTIMIZERS[name](models[rank], group=group)
-        F.mse_loss(models[rank](x[rank:]), y[rank:]).backward()
+        getattr(opt, "backward", torch.Tensor.backward)(F.mse_loss(models[rank](x[rank:]), y[rank:]))
         if what == "parameters":
             average_gradients(models[rank], group=group)
-        with pytest.raises(ValueError, match=f"{name}.step: parameters and their gradients must be the same"):
+        same = "parameters and their gradients must be the same"
+        with pytest.raises(ValueError, match=rf"{name}.step: ({same}|.* was not averaged by metagrad)"):
             opt.step()
 
     in_threads(2, process)

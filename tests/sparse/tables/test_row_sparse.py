@@ -303,6 +303,8 @@ DENSE = {
     r"add_\(x, y\) of shapes": lambda x: torch.ones(2, V, D, dtype=torch.float64).add_(x),
     r"div\(x, y\)": lambda x: torch.div(x, 2.0, rounding_mode="floor"),
     "permute": lambda x: x.permute(1, 0),
+    r"mul\(..., out\)": lambda x: torch.mul(x, 2.0, out=torch.zeros(V, D, dtype=torch.float64)),
+    r"add\(..., out\)": lambda x: torch.ops.aten.add.out(x.detach(), x.detach(), out=torch.zeros(V, D)),
 }
 
 

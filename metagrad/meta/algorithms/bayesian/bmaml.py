@@ -147,7 +147,8 @@ class BMAML(ParticleLearner):
             raise ValueError(f"BMAML(..., bandwidth): expected None or a positive number, got {bandwidth!r}.")
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names = select_parameters(model, adapt, trained)
-        self.leader_steps, self.bandwidth = leader_steps, bandwidth
+        self.leader_steps: int = leader_steps
+        self.bandwidth: float | None = bandwidth
         super().__init__(
             _stacked(models, names),
             loss_fn,

@@ -210,7 +210,8 @@ class ParticleLearner(MAML):
         **arguments: Any,
     ) -> None:
         self._name = type(self).__name__
-        self.num_particles, self.temperature = particles, temperature
+        self.num_particles: int = particles
+        self.temperature: float = temperature
         super().__init__(
             model,
             loss_fn,

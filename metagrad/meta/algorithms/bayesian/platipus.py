@@ -56,8 +56,8 @@ class StartDistribution(nn.Module):
     def __init__(self, params: Params, std: float, rate: float) -> None:
         super().__init__()
         first = next(iter(params.values()))
-        self.rate = nn.Parameter(first.detach().new_full((), rate))
-        self.log_variances = nn.ParameterList(
+        self.rate: nn.Parameter = nn.Parameter(first.detach().new_full((), rate))
+        self.log_variances: nn.ParameterList = nn.ParameterList(
             [nn.Parameter(torch.full_like(p.detach(), 2 * math.log(std))) for p in params.values()]
         )
 

@@ -83,7 +83,7 @@ class MetaOptNet(HeadAlgorithm):
         if not 0 <= damping < math.inf:
             raise ValueError(f"MetaOptNet(..., damping): expected a number of at least 0, got {damping!r}.")
         self.damping = damping
-        self.scale = nn.Parameter(torch.tensor(float(scale)))
+        self.scale: nn.Parameter = nn.Parameter(torch.tensor(float(scale)))
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the weights ``[tasks, features, ways]``."""

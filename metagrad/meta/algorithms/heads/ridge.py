@@ -94,11 +94,13 @@ class R2D2(HeadAlgorithm):
         **arguments: Any,
     ) -> None:
         super().__init__(model, loss_fn, **arguments)
-        self.log_penalty = nn.Parameter(
+        self.log_penalty: nn.Parameter = nn.Parameter(
             torch.tensor(math.log(checked_positive(self._name, "penalty", penalty)))
         )
-        self.log_scale = nn.Parameter(torch.tensor(math.log(checked_positive(self._name, "scale", scale))))
-        self.bias = nn.Parameter(torch.tensor(float(bias)))
+        self.log_scale: nn.Parameter = nn.Parameter(
+            torch.tensor(math.log(checked_positive(self._name, "scale", scale)))
+        )
+        self.bias: nn.Parameter = nn.Parameter(torch.tensor(float(bias)))
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:
         """Return the weights ``[tasks, features + 1, ways]``."""
