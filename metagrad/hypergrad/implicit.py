@@ -100,14 +100,17 @@ class ImplicitMethod:
         return Estimate(gradient, solution, relative_residual(solution, b))
 
     def _on_the_tape(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
-        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length."""
+        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length.
+
+        The gradient, which is zero at the minimum alone, gives its derivative without its value.
+        """
         with _inner_hessian(problem, values, hyper) as H:
             if any(entry.table is not None for entry in H.space.entries):
                 raise ValueError(
                     f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
                     "sparse, or use embeddings without sparse gradients."
                 )
-            step = self.inverse(H, -H.gradient)
+            step = self.inverse(H, H.gradient.detach() - H.gradient)
             check_solution(CALL, step)
             point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))

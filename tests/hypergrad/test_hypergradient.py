@@ -103,6 +103,21 @@ def test_derivatives_of_the_derivative_are_those_of_the_closed_form_once(method)
         torch.autograd.grad(second.sum(), lam)
 
 
+@pytest.mark.parametrize(
+    "method", [hypergrad.CG(steps=10), hypergrad.Exact(damping=0.1)], ids=["cg", "exact"]
+)
+def test_a_derivative_on_the_tape_is_taken_at_the_same_parameters(method):
+    problem = ridge()
+    away = {name: p + 0.1 for name, p in problem.params.items()}
+    hyper = {name: leaf.clone().requires_grad_() for name, leaf in problem.hyper.items()}
+    found = [
+        mg.hypergradient(problem.outer, problem.inner, away, hyper, method=method, create_graph=create_graph)
+        for create_graph in (True, False)
+    ]
+    assert found[0]["log_penalty"].requires_grad
+    torch.testing.assert_close(found[0]["log_penalty"].detach(), found[1]["log_penalty"])
+
+
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_unroll_has_derivatives_of_any_order(memory):
     problem = ridge(n=6, d=2)
