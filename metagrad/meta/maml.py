@@ -161,6 +161,8 @@ class MAML(nn.Module):
         algorithm 1 and section 5.2 (first order).
     """
 
+    _fixed: Mapping[str, object] = {}
+
     def __init__(
         self,
         model: nn.Module,
@@ -209,6 +211,10 @@ class MAML(nn.Module):
             chain(model, loss_fn)
         self.inner = inner
         self._check_minimum()
+
+    def _fix(self, *names: str) -> None:
+        """Keep attributes as they are: what is assigned later would have no meaning in this algorithm."""
+        self._fixed = {name: getattr(self, name) for name in names}
 
     @property
     def inner(self) -> Rule:
@@ -415,6 +421,12 @@ class MAML(nn.Module):
 
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        for name, value in self._fixed.items():
+            if getattr(self, name) is not value:
+                raise ValueError(
+                    f"{type(self).__name__}(...): {name} stays {value!r}, as it was made, and cannot be assigned, "
+                    f"got {getattr(self, name)!r}. Make another {type(self).__name__}, or take MAML."
+                )
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
         check_memory(self.memory, self._compile, self.sparse)
         check_ends(self.truncate, self.tolerance)
