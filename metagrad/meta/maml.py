@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import is_a, is_integer
+from metagrad.core.checks import check_function, is_a, is_integer
 from metagrad.core.modules import refuse_scripted
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
@@ -187,6 +187,7 @@ class MAML(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(model, steps, order, task_chunk)
+        check_rule("MAML(...)", inner, "inner")
         self.model = model
         self.loss_fn = loss_fn
         self.steps = steps
@@ -421,6 +422,7 @@ class MAML(nn.Module):
 
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        check_function(f"{type(self).__name__}(model, loss_fn, ...)", "loss_fn", self.loss_fn)
         for name, value in self._fixed.items():
             if getattr(self, name) is not value:
                 raise ValueError(

@@ -23,7 +23,7 @@ from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
 from metagrad.core._torch import Context, Function
-from metagrad.core.checks import warn
+from metagrad.core.checks import check_function, warn
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
 
@@ -117,6 +117,7 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         Griewank, Walther, "Algorithm 799: Revolve", TOMS 26(1), 2000; Chen et al., "Training deep nets with
         sublinear memory cost", arXiv:1604.06174.
     """
+    check_function("checkpoint(fn, ...)", "fn", fn)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if (why := cannot_recompute()) is not None:

@@ -15,7 +15,7 @@ from metagrad.autograd.unrolling.compiled import CompiledStep, unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
-from metagrad.core.checks import is_integer, warn
+from metagrad.core.checks import check_function, is_integer, warn
 from metagrad.core.tree import Tree, detached, tree_map
 
 
@@ -101,6 +101,7 @@ def unroll(
         ICML 2015; Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12; Shaban et al., "Truncated
         back-propagation for bilevel optimization", AISTATS 2019 (``truncate``).
     """
+    check_function("unroll(step, ...)", "step", step)
     _check_steps(steps)
     _check_truncate(truncate, steps)
     mode = checked_memory("unroll(...)", memory)
