@@ -29,7 +29,7 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import leaf_names
+from metagrad.core.tree import leaf_names, tree_leaves
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
@@ -192,8 +192,9 @@ def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
 
 
 def _refuse_unused(problem: Problem, direct: Sequence[Tensor | None], mixed: Sequence[Tensor | None]) -> None:
-    for name, *parts in zip(leaf_names(problem.hyper, "hyper"), direct, mixed, strict=True):
-        if all(part is None for part in parts):
+    leaves = tree_leaves(problem.hyper)
+    for name, leaf, *parts in zip(leaf_names(problem.hyper, "hyper"), leaves, direct, mixed, strict=True):
+        if leaf.numel() and all(part is None for part in parts):
             raise ValueError(
                 f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
             )

@@ -454,6 +454,36 @@ def test_sama_takes_parameters_without_elements():
     assert torch.equal(found["lam"], expected["lam"])
 
 
+METHODS = {
+    **EXACT,
+    "nystrom": hypergrad.Nystrom(rank=2),
+    "first order": hypergrad.FirstOrder(scale=0.1),
+    "difference": hypergrad.FiniteDifference(lr=0.1),
+    "sama": hypergrad.SAMA(RULE),
+    "f2sa": hypergrad.F2SA(RULE, steps=5),
+    "bome": hypergrad.BOME(RULE, steps=5, lr=0.1),
+    "evolution": hypergrad.EvolutionStrategies(RULE, steps=2, pairs=2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_derivative_has_the_dtypes_of_hyper_and_an_empty_part_an_empty_one(method):
+    hyper = {
+        "shift": torch.tensor(0.5),
+        "scale": torch.tensor(2.0, dtype=torch.float64),
+        "none": torch.zeros(0),
+    }
+
+    def inner(params, hyper):
+        return (params["w"] - hyper["shift"]).square().sum() * hyper["scale"] + hyper["none"].sum()
+
+    params = {"w": torch.full((2,), 0.5, dtype=torch.float64)}
+    found = mg.hypergradient(
+        lambda p, h: p["w"].exp().sum() * h["scale"], inner, params, hyper, method=method
+    )
+    assert [(g.dtype, g.shape) for g in found.values()] == [(h.dtype, h.shape) for h in hyper.values()]
+
+
 def test_damping_makes_a_hessian_definite():
     found = mg.hypergradient(
         square, indefinite, {"w": torch.ones(2, dtype=torch.float64)}, HYPER, method=hypergrad.CG(damping=3.0)
