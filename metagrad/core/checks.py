@@ -51,6 +51,19 @@ def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
     return isinstance(value, dict)
 
 
+def check_function(call: str, name: str, function: object) -> None:
+    """Refuse what cannot be called: a result, a name, or the class of a module in place of one."""
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise TypeError(
+            f"{call}: {name} must be a function or a module, got the class {function.__name__}. Make one of it: "
+            f"{function.__name__}()."
+        )
+    if not callable(function):
+        raise TypeError(
+            f"{call}: {name} must be a function, not what it returns, got {type(function).__name__}."
+        )
+
+
 def warn(message: str) -> None:
     """Warn, as a ``UserWarning``, of the innermost line that is neither the library's nor torch's."""
     frame, level = sys._getframe(1), 2

@@ -17,6 +17,7 @@ from metagrad.hypergrad.inverses import CG
 from metagrad.hypergrad.problem import Method, Parameters, Problem
 from metagrad.hypergrad.unroll import check_steps, moved_by
 from metagrad.optim.rule import Params, Rule
+from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 CALL = "bilevel(outer_loss, inner_loss, params, hyper)"
@@ -213,6 +214,7 @@ class _Level:
         self.state: Any = None
         self.optimizer: torch.optim.Optimizer | None = None
         if _is_rule(optimizer):
+            check_rule(CALL, optimizer, which)
             self.rule = optimizer
             self.state = optimizer.init(self.values)
         elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):

@@ -14,6 +14,7 @@ from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zero
 from metagrad.hypergrad.unroll import refuse_sparse, refuse_tables, refuse_tape
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rule import Params, Rule
+from metagrad.optim.transforms.chain import check_rule
 
 _DIFFERENCE = "is a difference, which is not put on the tape"
 
@@ -154,6 +155,7 @@ class SAMA:
                 "SAMA(): what moves the parameters is not known. Pass a rule, such as mg.optim.rules.adam(lr=0.01), "
                 "or one as the inner optimizer of bilevel."
             )
+        check_rule("SAMA(rule)", rule)
         if needs_curvature(rule, 0):
             raise ValueError(
                 "SAMA(rule): the rule asks for curvature, on which its update depends too. Take a first-order rule."

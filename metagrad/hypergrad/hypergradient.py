@@ -100,7 +100,7 @@ def completed(problem: Problem, estimate: Estimate) -> Tree:
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)
     leaves = tree_leaves(problem.hyper)
-    found = [zeros_if_none(g, leaf) for g, leaf in zip(estimate.gradient, leaves, strict=True)]
+    found = [zeros_if_none(g, leaf).to(leaf.dtype) for g, leaf in zip(estimate.gradient, leaves, strict=True)]
     for name, gradient in zip(leaf_names(problem.hyper, "hyper"), found, strict=True):
         if not is_finite([gradient]):
             raise ValueError(

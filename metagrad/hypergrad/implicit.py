@@ -29,7 +29,7 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import leaf_names
+from metagrad.core.tree import leaf_names, tree_leaves
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
@@ -100,14 +100,17 @@ class ImplicitMethod:
         return Estimate(gradient, solution, relative_residual(solution, b))
 
     def _on_the_tape(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
-        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length."""
+        """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length.
+
+        The gradient, which is zero at the minimum alone, gives its derivative without its value.
+        """
         with _inner_hessian(problem, values, hyper) as H:
             if any(entry.table is not None for entry in H.space.entries):
                 raise ValueError(
                     f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
                     "sparse, or use embeddings without sparse gradients."
                 )
-            step = self.inverse(H, -H.gradient)
+            step = self.inverse(H, H.gradient.detach() - H.gradient)
             check_solution(CALL, step)
             point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))
@@ -189,8 +192,9 @@ def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
 
 
 def _refuse_unused(problem: Problem, direct: Sequence[Tensor | None], mixed: Sequence[Tensor | None]) -> None:
-    for name, *parts in zip(leaf_names(problem.hyper, "hyper"), direct, mixed, strict=True):
-        if all(part is None for part in parts):
+    leaves = tree_leaves(problem.hyper)
+    for name, leaf, *parts in zip(leaf_names(problem.hyper, "hyper"), leaves, direct, mixed, strict=True):
+        if leaf.numel() and all(part is None for part in parts):
             raise ValueError(
                 f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
             )

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_function, is_a
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.optim.rule import Params, Rule
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -76,7 +76,9 @@ class Problem:
     optimizer: tuple[Rule, Any] | None = None
 
     def __post_init__(self) -> None:
-        ParameterSpace(self.params)  # checks them
+        check_function(CALL, "outer_loss", self.outer_loss)
+        check_function(CALL, "inner_loss", self.inner_loss)
+        check_params(CALL, self.params)
         leaves = tree_leaves(self.hyper)
         for name, leaf in zip(leaf_names(self.hyper, "hyper"), leaves, strict=True):
             if not isinstance(leaf, Tensor) or not is_differentiable(leaf):

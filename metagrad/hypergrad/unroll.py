@@ -18,6 +18,7 @@ from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradient
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params, Rule
+from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -166,7 +167,9 @@ def moved_by(
 
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:
     """Return the rule, made of ``hyper`` if it is a function of that."""
-    return rule if _is_rule(rule) else rule(problem.hyper_of(hyper))
+    made = rule if _is_rule(rule) else rule(problem.hyper_of(hyper))
+    check_rule("hypergradient(..., method)", made)
+    return made
 
 
 def _is_rule(rule: RuleOf) -> TypeIs[Rule]:

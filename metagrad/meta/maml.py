@@ -15,7 +15,7 @@ from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import is_a, is_integer
+from metagrad.core.checks import check_function, is_a, is_integer
 from metagrad.core.modules import check_substitutable
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
@@ -164,6 +164,8 @@ class MAML(nn.Module):
         algorithm 1 and section 5.2 (first order).
     """
 
+    _fixed: Mapping[str, object] = {}
+
     def __init__(
         self,
         model: nn.Module,
@@ -188,6 +190,7 @@ class MAML(nn.Module):
     ) -> None:
         super().__init__()
         check_arguments(model, steps, order, task_chunk)
+        check_rule("MAML(...)", inner, "inner")
         self.model = model
         self.loss_fn = loss_fn
         self.steps = steps
@@ -212,6 +215,10 @@ class MAML(nn.Module):
             chain(model, loss_fn)
         self.inner = inner
         self._check_minimum()
+
+    def _fix(self, *names: str) -> None:
+        """Keep attributes as they are: what is assigned later would have no meaning in this algorithm."""
+        self._fixed = {name: getattr(self, name) for name in names}
 
     @property
     def inner(self) -> Rule:
@@ -424,6 +431,13 @@ class MAML(nn.Module):
 
     def _check(self) -> None:
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
+        check_function(f"{type(self).__name__}(model, loss_fn, ...)", "loss_fn", self.loss_fn)
+        for name, value in self._fixed.items():
+            if getattr(self, name) is not value:
+                raise ValueError(
+                    f"{type(self).__name__}(...): {name} stays {value!r}, as it was made, and cannot be assigned, "
+                    f"got {getattr(self, name)!r}. Make another {type(self).__name__}, or take MAML."
+                )
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
         check_memory(self.memory, self._compile, self.sparse)
         check_ends(self.truncate, self.tolerance)

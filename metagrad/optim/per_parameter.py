@@ -39,7 +39,7 @@ class PerParameter(RuleNode):
 
     def __post_init__(self) -> None:
         betas, default = (getattr(each, "betas", ()) for each in (self, type(self)))
-        if len(betas) != len(default):
+        if not hasattr(betas, "__len__") or len(betas) != len(default):
             raise ValueError(f"{self.call}: betas must be as many as in {default}, got {betas}.")
         for name, value in self._hyperparameters():
             check_hyperparameter(self.call, name, value, below=self.below[name.partition("[")[0]])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_a
+from metagrad.core.checks import check_function, is_a
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -61,6 +61,7 @@ def sharpness_aware(
         Foret, Kleiner, Mobahi, Neyshabur, "Sharpness-aware minimization for efficiently improving generalization",
         ICLR 2021, section 2 and algorithm 1.
     """
+    check_function(_CALL, "loss_fn", loss_fn)
     if order not in (1, 2):
         raise ValueError(f"{_CALL}: order must be 1 or 2, got {order!r}.")
     if not is_a(rho, int, float, Tensor) or (isinstance(rho, Tensor) and rho.numel() != 1) or not rho >= 0:

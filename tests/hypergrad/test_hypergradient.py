@@ -103,6 +103,21 @@ def test_derivatives_of_the_derivative_are_those_of_the_closed_form_once(method)
         torch.autograd.grad(second.sum(), lam)
 
 
+@pytest.mark.parametrize(
+    "method", [hypergrad.CG(steps=10), hypergrad.Exact(damping=0.1)], ids=["cg", "exact"]
+)
+def test_a_derivative_on_the_tape_is_taken_at_the_same_parameters(method):
+    problem = ridge()
+    away = {name: p + 0.1 for name, p in problem.params.items()}
+    hyper = {name: leaf.clone().requires_grad_() for name, leaf in problem.hyper.items()}
+    found = [
+        mg.hypergradient(problem.outer, problem.inner, away, hyper, method=method, create_graph=create_graph)
+        for create_graph in (True, False)
+    ]
+    assert found[0]["log_penalty"].requires_grad
+    torch.testing.assert_close(found[0]["log_penalty"].detach(), found[1]["log_penalty"])
+
+
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_unroll_has_derivatives_of_any_order(memory):
     problem = ridge(n=6, d=2)
@@ -437,6 +452,36 @@ def test_sama_takes_parameters_without_elements():
         for p in (params, {"w": params["w"]})
     )
     assert torch.equal(found["lam"], expected["lam"])
+
+
+METHODS = {
+    **EXACT,
+    "nystrom": hypergrad.Nystrom(rank=2),
+    "first order": hypergrad.FirstOrder(scale=0.1),
+    "difference": hypergrad.FiniteDifference(lr=0.1),
+    "sama": hypergrad.SAMA(RULE),
+    "f2sa": hypergrad.F2SA(RULE, steps=5),
+    "bome": hypergrad.BOME(RULE, steps=5, lr=0.1),
+    "evolution": hypergrad.EvolutionStrategies(RULE, steps=2, pairs=2),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_a_derivative_has_the_dtypes_of_hyper_and_an_empty_part_an_empty_one(method):
+    hyper = {
+        "shift": torch.tensor(0.5),
+        "scale": torch.tensor(2.0, dtype=torch.float64),
+        "none": torch.zeros(0),
+    }
+
+    def inner(params, hyper):
+        return (params["w"] - hyper["shift"]).square().sum() * hyper["scale"] + hyper["none"].sum()
+
+    params = {"w": torch.full((2,), 0.5, dtype=torch.float64)}
+    found = mg.hypergradient(
+        lambda p, h: p["w"].exp().sum() * h["scale"], inner, params, hyper, method=method
+    )
+    assert [(g.dtype, g.shape) for g in found.values()] == [(h.dtype, h.shape) for h in hyper.values()]
 
 
 def test_damping_makes_a_hessian_definite():

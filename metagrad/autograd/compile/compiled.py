@@ -28,7 +28,7 @@ from metagrad.core import _torch, _torch_compiler
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import warn
-from metagrad.core.tree import is_differentiable
+from metagrad.core.tree import Structure, is_differentiable
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class FreeTensorError(ValueError):
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         super().__init__(
             f"{name}: with compile, a tensor of shape {shape} that requires grad is read without being an argument, "
-            "so its gradient would be lost. Pass it as an argument."
+            "so its gradient would be lost. Pass it as an argument, or in a dict, list or tuple that is one."
         )
         self.shape = shape
 
@@ -93,10 +93,12 @@ class Checked(NamedTuple):
     Attributes:
         read: The tensors that it reads and that are no arguments.
         num_calls: How many torch functions it calls.
+        returned: What it returns, without its tensors.
     """
 
     read: list[Tensor]
     num_calls: int
+    returned: Structure
 
 
 def check_compilable(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -> Checked:
@@ -133,7 +135,8 @@ def check_compilable(fn: Callable[..., Any], args: tuple[Any, ...], name: str) -
         )
     for tensor in reads.differentiable:
         raise FreeTensorError(name, tuple(tensor.shape))
-    return Checked([constant.tensor for constant in reads.constants], len(reads.journal.entries))
+    read = [constant.tensor for constant in reads.constants]
+    return Checked(read, len(reads.journal.entries), recording.structure)
 
 
 class _Gate(threading.local):

@@ -114,7 +114,10 @@ def check_params(call: str, params: Tree, leaves: Sequence[object]) -> None:
         return
     for name, leaf in zip(leaf_names(params, "params"), leaves, strict=True):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"{call}: {name} must be a tensor, got {type(leaf).__name__}.")
+            raise TypeError(
+                f"{call}: {name} must be a tensor, got {type(leaf).__name__}. Those of a model by name are "
+                "dict(model.named_parameters())."
+            )
         if not leaf.requires_grad:
             raise ValueError(
                 f"{call}: {name} does not require grad. Call {name}.requires_grad_() before the "

@@ -18,7 +18,7 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.capture import forward_mode
-from metagrad.core.checks import is_a, is_dict
+from metagrad.core.checks import check_function, is_a, is_dict
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
@@ -99,6 +99,7 @@ def hvp(
     """
     if mode not in get_args(Mode):
         raise ValueError(f"hvp(..., mode): expected one of {', '.join(get_args(Mode))}, got {mode!r}.")
+    check_function("hvp(loss_fn, params, v)", "loss_fn", loss_fn)
     leaves, weights = _checked(params, v)
     if is_transformed():
         if mode == "block":

@@ -23,7 +23,7 @@ from metagrad.autograd.recompute.pull import pulled
 from metagrad.autograd.recompute.replay import Call, record
 from metagrad.core import _torch
 from metagrad.core._torch import Context, Function
-from metagrad.core.checks import warn
+from metagrad.core.checks import check_function, warn
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Structure, Tree, fresh_leaf
 
@@ -77,8 +77,8 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
     A call that does what an earlier one did is not run again: where torch functions, constants, shapes and the places
     that tensors come from are the same, so are the operations of the derivative, which are kept.
 
-    A tensor that leaves ``fn`` by another way than its return value (an attribute, a list) keeps its own graph, so
-    that its gradient is right as well; that graph is stored.
+    A tensor that leaves ``fn`` by another way than its return value (an attribute, a list, also one that is an
+    argument) keeps its own graph, so that its gradient is right as well; that graph is stored.
 
     Args:
         fn: A function of trees of tensors, or a module, that repeats its computation when it is called again.
@@ -100,8 +100,8 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         changes, other than by a torch function, in an argument or a result of more than 16384 entries, of which a few
         are compared.
         Numbers are compared bit by bit in one thread of a CPU and under :func:`torch.use_deterministic_algorithms`,
-        and elsewhere to rounding. Side effects of ``fn`` on objects that are no modules (it appends to a list, it
-        counts) happen again at each recomputation.
+        and elsewhere to rounding. Side effects of ``fn`` on objects that are neither modules nor lists and dicts
+        among the arguments (it appends to a list of its own, it counts) happen again at each recomputation.
 
         Inside a ``torch.func`` transform (``vmap``, ``grad``, ...) and in forward mode ``fn`` is called without
         recomputation and its graph is stored, with a warning: put the checkpoint around the transform.
@@ -117,6 +117,7 @@ def checkpoint(fn: Callable[..., T], *args: Tree, **kwargs: Tree) -> T:
         Griewank, Walther, "Algorithm 799: Revolve", TOMS 26(1), 2000; Chen et al., "Training deep nets with
         sublinear memory cost", arXiv:1604.06174.
     """
+    check_function("checkpoint(fn, ...)", "fn", fn)
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     if (why := cannot_recompute()) is not None:

@@ -30,6 +30,7 @@ from metagrad.autograd.recompute.captured_tensors import (
     unrecorded,
     version_of,
 )
+from metagrad.autograd.recompute.containers import Containers
 from metagrad.autograd.recompute.fingerprint import Copy, Fingerprint, is_deterministic
 from metagrad.autograd.recompute.program import Programs, programs_of
 from metagrad.autograd.recompute.signature import signature_of
@@ -162,7 +163,7 @@ def record(
     """Call ``fn(*args, **kwargs)`` and record what it takes to call it again.
 
     The graph of what is returned is dropped. A tensor that leaves by another way, such as a penalty that is appended
-    to a list, keeps its own, which leads to the arguments.
+    to a list, keeps its own, which leads to the arguments; so it does where the list is an argument.
 
     Args:
         fn: Returns a tree of tensors, and does the same when it is run again.
@@ -175,17 +176,25 @@ def record(
         ValueError: ``fn`` writes in place into an argument or a tensor that requires grad, or depends on a tensor
             that requires grad and that no torch function was seen to read.
     """
-    tensors, arguments = dissect((args, kwargs))
-    tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+    given, arguments = dissect((args, kwargs))
+    tensors = [tensor.clone() if tensor.is_inference() else tensor for tensor in given]
     with unrecorded() as enclosing:
         tensors = [shown(tensor, enclosing) for tensor in tensors]
-        recording = _record(fn, tensors, arguments, name, modules, enclosing)
+        recording = _record(fn, _Given((args, kwargs), given), tensors, arguments, name, modules, enclosing)
         tell_recorders(recording.outputs)
     return recording
 
 
+class _Given(NamedTuple):
+    """The arguments of the caller, and the tensors among them."""
+
+    tree: Tree
+    tensors: list[Tensor]
+
+
 def _record(
     fn: Callable[..., Tree],
+    given: _Given,
     tensors: list[Tensor],
     arguments: Structure,
     name: str,
@@ -197,11 +206,13 @@ def _record(
         handed = [t.view_as(t) if t.requires_grad else t.detach() for t in tensors]
         versions = [version_of(tensor) for tensor in handed]
         fresh_args, fresh_kwargs = arguments.fill(handed)
+        containers = Containers(given.tree, (fresh_args, fresh_kwargs))
         with Recorder(call.reads, handed, enclosing) as recorder:
             outputs, structure = dissect(fn(*fresh_args, **fresh_kwargs))
             call.returned = [not recorder.has_made(output) for output in outputs]
             # As the argument of a torch function, they count as read.
             outputs = [t.view_as(t) if read else t for t, read in zip(outputs, call.returned, strict=True)]
+    containers.write_back({id(copy): own for copy, own in zip(handed, given.tensors, strict=True)})
     with unobserved():
         call.reads.random.close()
         call.reads.close(name, handed, versions)

@@ -20,6 +20,7 @@ from metagrad.autograd.compile.compiled import (
     Compiled,
     CompileOptions,
     Fallback,
+    UncompilableError,
     check_compilable,
     checked_before,
     exchanged,
@@ -34,14 +35,17 @@ from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair, stack
 from metagrad.core.budget import Mode
 from metagrad.core.tree import (
+    ATOMS,
     HOLE,
     Structure,
     Tree,
     TreeSpec,
     dissect,
     is_differentiable,
+    leaf_names,
     tree_flatten,
     tree_leaves,
+    tree_unflatten,
 )
 from metagrad.memory import allocator
 
@@ -324,8 +328,14 @@ class _Loop:
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Run the step without compiling it; refuse what compiling would lose."""
         state, shared = self.split([operand(tensor, True) for tensor in tensors])
-        args = (self.layout.state.fill(state), self.numbers[0], *self.layout.args.fill(shared))
-        checked = check_compilable(self.step, args, self.compiled.call)
+        args = self.layout.args.fill(shared)
+        handed = (self.layout.state.fill(state), self.numbers[0], *args)
+        checked = check_compilable(self.step, handed, self.compiled.call)
+        _refuse_changed_constants(self.layout.state, checked.returned)
+        if dissect(args)[1] != self.layout.args:
+            raise UncompilableError(
+                "a list or dict among the arguments is changed, where only values may flow"
+            )
         self.compiled.num_calls = max(checked.num_calls, self.compiled.num_calls or 0)
         self.compiled.reached.note(self.owner, self.step, checked.read)
         self._note_surroundings()
@@ -394,6 +404,18 @@ def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.de
 
 def _structure(leaves: list, spec: TreeSpec) -> Structure:
     return Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def _refuse_changed_constants(state: Structure, returned: Structure) -> None:
+    """Refuse constants of a state that a step changes: from step to step, tensors alone flow."""
+    for place, (old, new) in enumerate(zip(state.leaves, returned.leaves, strict=False)):
+        if old is HOLE or new is old or (type(old) is type(new) and type(old) in ATOMS and new == old):
+            continue
+        name = leaf_names(tree_unflatten(range(len(state.leaves)), state.spec), "state")[place]
+        raise UncompilableError(
+            f"{name}, a constant of type {type(old).__name__}, is another after a step, where only tensors may flow "
+            "(make it one; a tree is made of dicts, lists and tuples)"
+        )
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from metagrad.autograd.unrolling.compiled import CompiledStep, unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
-from metagrad.core.checks import is_integer, warn
+from metagrad.core.checks import check_function, is_integer, warn
 from metagrad.core.tree import Tree, detached, tree_map
 
 
@@ -56,8 +56,8 @@ def unroll(
     there are as many and ``memory="full"``. The step must then be a pure function, which takes its inner gradient by
     :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
     rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
-    data, running statistics) runs uncompiled, with one warning that says why. Second and higher derivatives of the
-    result are computed without compiled code.
+    data, running statistics, other constants of the state that change) runs uncompiled, with one warning that says
+    why. Second and higher derivatives of the result are computed without compiled code.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
@@ -101,6 +101,7 @@ def unroll(
         ICML 2015; Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12; Shaban et al., "Truncated
         back-propagation for bilevel optimization", AISTATS 2019 (``truncate``).
     """
+    check_function("unroll(step, ...)", "step", step)
     _check_steps(steps)
     _check_truncate(truncate, steps)
     mode = checked_memory("unroll(...)", memory)
@@ -165,7 +166,7 @@ def _compiled(
     def compiled() -> tuple[Tree, Tree]:
         pieces = [(torch.no_grad()(loop), without_graphs), (torch.enable_grad()(loop), with_graphs)]
         last, aux = in_turn(pieces, step, state, args)
-        return tree_map(lambda old, new: int(new) if isinstance(old, int) else new, state, last), aux
+        return tree_map(lambda old, new: int(new) if type(old) is int else new, state, last), aux
 
     return compiled_step.attempt(compiled, eager)
 

@@ -233,11 +233,17 @@ class Accumulated(Operator):
         divisor: float | Tensor | None = None
         for batch, operator in self._operators():
             count = self._count(batch, operator)
+            if count is not None and not count:
+                continue  # the mean over no data, as of labels that are all ignored, is nan
             terms = compute(operator, _places(self.space, operator.space, self.call))
             if count is not None:
                 terms = [term * count for term in terms]
                 divisor = count if divisor is None else divisor + count
             totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
+        if not totals:
+            raise ValueError(
+                f"{self.call}: no batch has data that count, so that there is no mean over them."
+            )
         if self._group is not None:
             number = totals[0].new_tensor(0.0 if divisor is None else float(divisor))
             *totals, number = sums([*totals, number], self._group)

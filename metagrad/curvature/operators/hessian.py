@@ -34,7 +34,7 @@ from metagrad.curvature.operators.batches import (
 )
 from metagrad.curvature.operators.objective import BatchLoss, LossFn, Parameters, takes_nothing
 from metagrad.curvature.operators.operator import LossOperator, Named, Operator
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.space import ParameterSpace, check_params
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def hessian(
         Pearlmutter, "Fast exact multiplication by the Hessian", Neural Computation 6(1), 1994; Dagreou, Ablin,
         Vaiter, Moreau, "How to compute Hessian-vector products?", ICLR blog posts 2024.
     """
-    ParameterSpace(params)  # checks them
+    check_params(_CALL, params)
     _check(loss, params, mode)
     options = _checked_compile(compile, loss, mode, create_graph, data)
     size = checked_bytes(_CALL, "chunk", chunk)

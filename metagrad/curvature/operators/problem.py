@@ -14,13 +14,14 @@ from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable, find_variables
 from metagrad.core.capture import RandomState
+from metagrad.core.checks import check_function
 from metagrad.core.modules import check_substitutable
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.space import ParameterSpace, check_params
 from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.sparse.matrix.tensor import SparseTensor
 
@@ -58,7 +59,9 @@ class ModelProblem:
     any_split: bool = False
 
     def __post_init__(self) -> None:
-        ParameterSpace(self.params)  # checks them
+        check_function(self.call, "model", self.model)
+        check_function(self.call, "loss_fn", self.loss_fn)
+        check_params(self.call, self.params)
         refuse_wrapped(self.call, self.model)
         if isinstance(self.model, nn.Module):
             check_substitutable(self.call, self.model.modules())

@@ -116,7 +116,7 @@ class ParameterSpace:
     def __init__(
         self, params: Mapping[str, Tensor | SparseTensor], *, rows: Mapping[str, Tensor] | None = None
     ) -> None:
-        _check_params(params)
+        check_params("ParameterSpace(params)", params)
         first = next(iter(params.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
@@ -273,8 +273,8 @@ def _coordinates(name: str, param: Tensor | SparseTensor, rows: Tensor | None) -
     return Coordinates(name, (len(rows), *shape[1:]), table=TableRows(rows, shape))
 
 
-def _check_params(params: Mapping[str, Tensor | SparseTensor]) -> None:
-    call = "ParameterSpace(params)"
+def check_params(call: str, params: Mapping[str, Tensor | SparseTensor]) -> None:
+    """Refuse what are no parameters by name, real and of one dtype on one device."""
     if not is_mapping(params):
         raise TypeError(
             f"{call}: expected a dict of parameters by name, such as dict(model.named_parameters()), got "
@@ -283,22 +283,22 @@ def _check_params(params: Mapping[str, Tensor | SparseTensor]) -> None:
     if not params:
         raise ValueError(f"{call}: there are no parameters.")
     refuse_sharded(call, params)
-    for name, p in _values(params):
+    for name, p in _values(call, params):
         if not p.dtype.is_floating_point or p.layout != torch.strided:
             raise TypeError(
                 f"{call}: {name!r} must be strided and real floating point, got {p.layout} of {p.dtype}."
             )
     for what in ("dtype", "device"):
-        kinds = {str(getattr(p, what)): name for name, p in _values(params)}
+        kinds = {str(getattr(p, what)): name for name, p in _values(call, params)}
         if len(kinds) > 1:
             got = " and ".join(f"{kind} of {name!r}" for kind, name in kinds.items())
-            raise ValueError(f"{call}: all parameters must have one {what}, got {got}.")
+            raise ValueError(
+                f"{call}: all parameters must have one {what}, got {got}. Bring them to one by .to(...)."
+            )
 
 
-def _values(params: Mapping[str, Tensor | SparseTensor]) -> Iterator[tuple[str, Tensor]]:
+def _values(call: str, params: Mapping[str, Tensor | SparseTensor]) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
         if not is_a(p, Tensor, SparseTensor):
-            raise TypeError(
-                f"ParameterSpace(params): {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}."
-            )
+            raise TypeError(f"{call}: {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}.")
         yield name, p.values if isinstance(p, SparseTensor) else p

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -89,6 +90,8 @@ def checked_damping(damping: float | Tensor) -> float:
         raise ValueError(
             f"solve(..., damping): expected a number or a tensor with one element, got shape {tuple(damping.shape)}."
         )
+    if not isinstance(damping, (numbers.Real, Tensor)):
+        raise TypeError(f"solve(..., damping): expected a number or a tensor, got {type(damping).__name__}.")
     value = float(damping.detach() if isinstance(damping, Tensor) else damping)
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"solve(..., damping): expected 0 or more, got {value}.")

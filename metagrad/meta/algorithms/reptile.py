@@ -47,6 +47,7 @@ class TrajectoryLearner(MAML):
             raise ValueError(f'{self._name}(..., examples): expected "all" or "support", got {examples!r}.')
         fixed = dict.fromkeys(("adapt", "truncate", "query_weights", "proximal", "hypergradient"))
         super().__init__(model, loss_fn, inner=inner, steps=steps, order=1, **fixed, **arguments)
+        self._fix("order", "adapted", "truncate", "query_weights", "proximal", "hypergradient")
         self.examples: Examples = examples
         self._refuse_learned()
         if self._compile is not None and self._compile.whole:

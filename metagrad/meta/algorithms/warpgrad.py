@@ -80,6 +80,7 @@ class WarpGrad(MAML):
         adapt = [f"!{pattern}" for pattern in ([warp] if isinstance(warp, str) else warp)]
         fixed = {"adapt": adapt, "memory": "full", "truncate": None, "query_weights": _one, "compile": False}
         super().__init__(model, loss_fn, inner=inner, steps=steps, **fixed, **arguments)
+        self._fix("adapted", "truncate", "query_weights")
         self.init: Init = init
 
     def _executor(self, steps: int | None, tasks: Tasks) -> TaskExecutor:

@@ -81,6 +81,10 @@ def chain(*links: Transform | Rule) -> Chain:
 
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
     """Refuse what has no ``init`` and ``update``."""
+    if isinstance(rule, type) and hasattr(rule, "update"):
+        raise TypeError(
+            f"{call}: {name} must be a rule, got the class {rule.__name__}. Call it, as in sgd(lr=0.1)."
+        )
     if not hasattr(rule, "init") or not hasattr(rule, "update"):
         raise TypeError(
             f"{call}: {name} must be a rule, such as mg.optim.rules.sgd(lr=0.1), got {type(rule).__name__}."

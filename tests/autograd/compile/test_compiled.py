@@ -293,6 +293,71 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(step, reason):
         torch.testing.assert_close(run(compile=options), expected)
 
 
+def decaying(state, t):
+    w, lr = state
+    return (w - lr * w, lr / 2), None
+
+
+def alternating(state, t):
+    w, is_even = state
+    return (w * 2 if is_even else w + 1, not is_even), None
+
+
+class Plain:
+    """An object that is no tree."""
+
+    def __init__(self, w):
+        self.w = w
+
+
+def in_an_object(state, t):
+    return Plain(state.w * 2), None
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["steps", "whole"])
+@pytest.mark.parametrize(
+    ("step", "state", "reason"),
+    [
+        (decaying, lambda w: (w, 0.5), r"state\[1\], a constant of type float, is another after a step"),
+        (alternating, lambda w: (w, True), r"state\[1\], a constant of type bool"),
+        (in_an_object, Plain, "state, a constant of type Plain"),
+    ],
+    ids=["float", "bool", "object"],
+)
+def test_constants_of_a_state_that_change_are_not_taken_for_the_first(step, state, reason, whole):
+    def run(**how):
+        last, _ = mg.unroll(step, state(torch.tensor([1.0, 3.0])), steps=4, **how)
+        w, other = (last.w, None) if isinstance(last, Plain) else last
+        return w.tolist(), other
+
+    mg.autograd.unrolling.unroll._compiled_step.cache_clear()
+    with pytest.warns(UserWarning, match=reason):
+        assert run(compile={"backend": "eager", "whole": whole}) == run()
+
+
+def test_constants_of_a_state_that_stay_are_compiled():
+    options = {"backend": CompileCounterWithBackend("eager")}
+    state = (torch.tensor([1.0, 3.0]), True, 0.5, "name")
+    last, _ = mg.unroll(
+        lambda s, t: ((s[0] * s[2], bool(s[1]), s[2], s[3]), None), state, steps=2, compile=options
+    )
+    assert last[0].tolist() == [0.25, 0.75]
+    assert last[1:] == (True, 0.5, "name")
+    assert last[1] is True
+    assert options["backend"].frame_count
+
+
+def test_a_list_among_the_arguments_is_appended_to():
+    def step(w, t, seen):
+        seen.append(w)
+        return w * 2, None
+
+    seen: list[torch.Tensor] = []
+    with pytest.warns(UserWarning, match="a list or dict among the arguments is changed"):
+        mg.unroll(step, torch.tensor(1.0), seen, steps=3, compile={"backend": "eager"})
+    assert [w.item() for w in seen] == [1.0, 2.0, 4.0]
+
+
 def test_the_check_before_compiling_draws_nothing_from_a_generator_that_is_handed_over():
     def run(**how):
         generator = torch.Generator().manual_seed(0)

@@ -235,6 +235,19 @@ def test_poolings_that_are_left_to_torch():
     assert not any(map(is_ours, left))
 
 
+@pytest.mark.parametrize("window", [2, (2, 3)])
+def test_of_several_nans_in_a_window_the_gradient_is_that_of_torchs(window):
+    values = drawn(2, 2, 130, 130).detach()
+    values[values > 1] = torch.nan
+    found = []
+    for context in (QuickDerivatives(), contextlib.nullcontext()):
+        x = values.clone().requires_grad_()
+        with context:
+            y = F.max_pool2d(x, window)
+        found.append((y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
 def test_running_statistics_are_those_of_torch():
     x, found = drawn(3, 2, 5), []
     for context in (QuickDerivatives(), contextlib.nullcontext()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -13,6 +14,13 @@ import metagrad as mg
 from metagrad.autograd.recompute.program import forget_programs
 
 MEMORIES = ["step", "sqrt"]
+
+
+def penalised(x: Tensor, found: dict) -> Tensor:
+    """Append to a list, and set an entry of a dict, both of which are arguments."""
+    found["penalties"].append(x.pow(3).sum())
+    found["last"] = x
+    return x * 2
 
 
 @pytest.fixture(autouse=True)
@@ -465,3 +473,35 @@ def test_a_gradient_that_is_zero_to_rounding_may_round_otherwise():
         return torch.autograd.grad(sum(g.square().sum() for g in grads), params, materialize_grads=True)
 
     torch.testing.assert_close(second(mg.checkpoint), second(lambda model, x: model(x)))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_what_a_call_does_to_lists_and_dicts_among_its_arguments_is_done_to_those_of_the_caller(depth):
+    call = penalised
+    for _ in range(depth):
+        call = functools.partial(mg.checkpoint, call)
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    penalties: list[Tensor] = []
+    found = {"penalties": penalties}
+    y = call(x, found)
+    assert found["penalties"] is penalties
+    loss = y.sum() + penalties[0] + found["last"].pow(2).sum()  # type: ignore[attr-defined]
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert g.tolist() == [2 + 3 + 2, 2 + 12 + 4]
+    assert torch.autograd.grad(g.sum(), x)[0].tolist() == [6 + 2, 12 + 2]
+    assert len(penalties) == 1
+
+
+@pytest.mark.parametrize("memory", ["full", *MEMORIES, "1MiB"])
+def test_steps_change_one_list_and_one_state_as_a_plain_loop_does(memory):
+    def step(state, t, found):
+        state["w"] = penalised(state["w"], found)
+        return state, None
+
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    found: dict = {"penalties": []}
+    last, _ = mg.unroll(step, {"w": x}, found, steps=4, memory=memory)
+    assert last["w"].tolist() == [16.0, 32.0]
+    assert [penalty.item() for penalty in found["penalties"]] == [9.0 * 8**t for t in range(4)]
+    (g,) = torch.autograd.grad(sum(found["penalties"]), x)
+    assert g.tolist() == [3 * (1 + 8 + 64 + 512), 12 * (1 + 8 + 64 + 512)]

@@ -81,6 +81,21 @@ def test_known_losses_say_themselves_what_their_mean_is_over(make, loss_fn):
         torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
 
 
+@pytest.mark.parametrize("make", OPERATORS)
+def test_a_batch_of_ignored_labels_counts_for_nothing(make):
+    model, params, x, y = made(12)
+    y[:5] = -100
+    with (
+        make(model, nn.CrossEntropyLoss(), params, (x, y)) as whole,
+        make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)) as parts,
+    ):
+        torch.testing.assert_close(parts.to_dense(), whole.to_dense())
+        torch.testing.assert_close(parts.evaluate()[1], whole.gradient)
+    y[:] = -100
+    with pytest.raises(ValueError, match="no batch has data that count"):
+        make(model, nn.CrossEntropyLoss(), params, cut(x, y, 5, 7)).to_dense()
+
+
 def test_weighted_squares():
     model, params, x, _ = made(6)
     y, weight = randn(6, 3), torch.rand(6, 3).double()

@@ -36,13 +36,10 @@ class _MaxPool(QuickFunction):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[reportIncompatibleMethodOverride]
         (found,) = ctx.saved_tensors
-        (rows, columns), width = found.shape[-2:], ctx.shape[-1]
-        height, span = ctx.window
-        corners = torch.arange(rows).unsqueeze(1) * (height * width) + torch.arange(columns) * span
         like = torch.empty(1, dtype=g.dtype, device=g.device).expand(ctx.shape)  # of which the shape counts
         window = list(ctx.window)
         return _aten.max_pool2d_with_indices_backward(
-            g, like, window, window, [0, 0], [1, 1], False, corners + found
+            g, like, window, window, [0, 0], [1, 1], False, _corners(found, like, window) + found
         ), None
 
 
@@ -63,7 +60,16 @@ def _maxima(x: Tensor, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
     maxima, found = best([i * width + j for i in range(height) for j in range(span)])
     assert isinstance(found, Tensor)
+    if maxima.sum().isnan():  # of several in a window torch takes the last
+        maxima, places = _aten.max_pool2d_with_indices(x, [height, span], [height, span])
+        found = places - _corners(places, x, [height, span])
     return maxima, found
+
+
+def _corners(maxima: Tensor, x: Tensor, window: Sequence[int]) -> Tensor:
+    """Return where in an image the windows begin."""
+    (rows, columns), (height, span) = maxima.shape[-2:], window
+    return torch.arange(rows).unsqueeze(1) * (height * x.shape[-1]) + torch.arange(columns) * span
 
 
 def _pooled(

@@ -226,6 +226,7 @@ class ParticleLearner(MAML):
             hypergradient=None,
             **arguments,
         )
+        self._fix("adapted", "start", "sparse", "query_weights", "proximal", "hypergradient")
         self._check()
 
     def forward(self, batch: BatchLike | Sequence[Any] | Any, *, steps: int | None = None) -> ParticleOutput:

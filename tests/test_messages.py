@@ -1,0 +1,104 @@
+"""Calls with the right thing in the wrong form: a result for a function, a class, a model for its parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import metagrad as mg
+
+rules = mg.optim.rules
+MODEL = nn.Linear(2, 1)
+PARAMS, BATCH = dict(MODEL.named_parameters()), (torch.ones(3, 2), torch.zeros(3, 1))
+W = torch.ones(3, requires_grad=True)
+
+
+def squares(params, *hyper):
+    return params["w"].square().sum()
+
+
+def inner(params, hyper):
+    return (params["w"] - hyper["l"]).square().sum()
+
+
+def hypergradient(outer=squares, params=None, method=None):
+    return mg.hypergradient(outer, inner, params or {"w": W}, {"l": W}, method=method)
+
+
+def loss():
+    return F.mse_loss(MODEL(BATCH[0]), BATCH[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mg.grad(loss(), MODEL), r"grad\(loss, params\): .* got Linear\. .*named_parameters"),
+        (lambda: mg.hvp(W.sum(), W, W), r"hvp\(loss_fn, params, v\): loss_fn must be a function.*got Tensor"),
+        (
+            lambda: mg.checkpoint(MODEL(BATCH[0])),
+            r"checkpoint\(fn, \.\.\.\): fn must be a function, not what",
+        ),
+        (lambda: mg.unroll(W, W, steps=2), r"unroll\(step, \.\.\.\): step must be a function.*got Tensor"),
+        (
+            lambda: mg.optim.sharpness_aware(loss(), PARAMS),
+            r"sharpness_aware\(.*\): loss_fn must be a function",
+        ),
+        (
+            lambda: mg.hessian(loss(), MODEL),
+            r"hessian\(loss, params\): expected a dict of parameters by name",
+        ),
+        (
+            lambda: mg.ggn(MODEL, nn.MSELoss, PARAMS, BATCH),
+            r"ggn\(.*\): loss_fn must be a function or a module, got the class MSELoss",
+        ),
+        (lambda: mg.ggn(PARAMS, F.mse_loss, PARAMS, BATCH), r"ggn\(.*\): model must be a function"),
+        (
+            lambda: mg.MAML(MODEL, nn.MSELoss, inner=rules.sgd(lr=0.1), steps=1),
+            r"MAML\(model, loss_fn, \.\.\.\): .* got the class MSELoss\. Make one of it: MSELoss\(\)",
+        ),
+        (
+            lambda: mg.Reptile(MODEL, "mse", inner=rules.sgd(lr=0.1), steps=1),
+            r"Reptile\(model, loss_fn, \.\.\.\): loss_fn must be a function.*got str",
+        ),
+        (
+            lambda: mg.MAML(MODEL, F.mse_loss, inner=rules.sgd, steps=1),
+            r"MAML\(\.\.\.\): inner must be a rule, got the class SGDRule\. Call it",
+        ),
+        (lambda: hypergradient(outer=W.sum()), r"hypergradient\(.*\): outer_loss must be a function"),
+        (
+            lambda: hypergradient(params={"w": W, "v": W.double()}),
+            r"hypergradient\(.*\): all parameters must have one dtype, .*Bring them to one",
+        ),
+        (
+            lambda: hypergradient(method=mg.hypergrad.Unroll(rules.sgd, steps=2)),
+            r"hypergradient\(\.\.\., method\): rule must be a rule, got the class",
+        ),
+        (
+            lambda: hypergradient(method=mg.hypergrad.SAMA(rules.adam)),
+            r"SAMA\(rule\): .*got the class AdamRule",
+        ),
+        (
+            lambda: mg.bilevel(
+                squares,
+                inner,
+                {"w": W},
+                {"l": W},
+                inner=rules.sgd,
+                outer=rules.sgd(lr=0.1),
+                steps=1,
+                inner_steps=1,
+            ),
+            r"bilevel\(.*\): inner must be a rule, got the class",
+        ),
+        (lambda: rules.adam(lr=0.1, betas=0.9), r"adam\(\.\.\.\): betas must be as many as in .* got 0\.9"),  # type: ignore[arg-type]
+        (
+            lambda: mg.hessian(loss(), PARAMS).solve(torch.ones(3), damping="a"),
+            r"solve\(\.\.\., damping\): expected a number or a tensor, got str",
+        ),
+    ],
+)
+def test_what_has_another_form_is_named_with_what_to_change(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
