@@ -130,6 +130,14 @@ def test_tasks_are_skipped_likewise(calls):
         assert outs[0].skipped.tolist() == outs[1].skipped.tolist()
 
 
+def test_arguments_of_known_forms_are_not_flattened_again(pair, calls, monkeypatch):
+    compiled, _ = pair
+    compiled(slopes())
+    monkeypatch.setattr("metagrad.meta.inner.compiled.dissect", None)
+    compiled(slopes())
+    assert calls[-1] is not None
+
+
 def test_a_gradient_that_overflows_once_it_is_scaled_is_left_to_the_scaler(pair, calls):
     compiled, _ = pair
     (gradient,) = gradients(compiled, slopes(), lambda out: out.loss * 1e308 * 10)

@@ -416,9 +416,9 @@ def graphs_of_meta_batches(maml):
 
 def test_few_small_steps_are_one_graph():
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=3)
-    for how in ({}, {}, {"second": True}, {"steps": 1}, {"steps": 6}):
+    for how in ({}, {}, {"second": True}, {"steps": 6}):
         assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
-    assert graphs_of_meta_batches(compiled) == 2
+    assert graphs_of_meta_batches(compiled) == 1
     torch.testing.assert_close(
         *(maml.adapt(draw_batch().support).params for maml in (compiled, eager)), rtol=1e-12, atol=0
     )
@@ -436,15 +436,14 @@ def test_tasks_that_are_weighted_differently_go_by_steps_from_then_on():
 @pytest.mark.parametrize(
     "how",
     [
-        {"steps": 6},
+        slow({"steps": 6}),
         {"memory": "step"},
-        {"loss_fn": lambda p, y: sum(((p - y) ** 2).mean() for _ in range(30))},
+        slow({"loss_fn": lambda p, y: sum(((p - y) ** 2).mean() for _ in range(30))}),
     ],
 )
 def test_what_is_not_small_or_keeps_less_goes_by_steps(how):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, **{"steps": 2, **how})
-    for _ in range(2):
-        assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
     assert graphs_of_meta_batches(compiled) == 0
 
 
@@ -476,8 +475,7 @@ def rebind_a_buffer(model):
 
 
 @pytest.mark.parametrize("compile", fast(({"whole": True},), ({"whole": True}, {"whole": False})))
-@pytest.mark.parametrize("change", [turn_to_evaluation, set_a_number, rebind_a_buffer])
-def test_what_changes_before_the_backward_pass_changes_no_derivative(change, compile):
+def test_what_changes_before_the_backward_pass_changes_no_derivative(compile):
     torch.manual_seed(0)
     model, batch = Scaled(), draw_batch()
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -494,8 +492,9 @@ def test_what_changes_before_the_backward_pass_changes_no_derivative(change, com
         again = torch.autograd.grad(loss, params, create_graph=True)
         return [*grads, *torch.autograd.grad(sum(g.pow(3).sum() for g in again), params)]
 
-    derivatives(compiled, change)  # compiles
-    assert_same(derivatives(compiled, change), derivatives(eager, lambda model: None))
+    expected = derivatives(eager, lambda model: None)
+    for change in (turn_to_evaluation, set_a_number, rebind_a_buffer):
+        assert_same(derivatives(compiled, change), expected)
 
 
 def test_a_buffer_that_is_written_into_before_the_backward_pass_is_refused():
