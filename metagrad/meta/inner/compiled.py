@@ -148,14 +148,14 @@ class CompiledMAML(CompiledStep):
 
     Attributes:
         output_shape: The shape of the predictions for the support examples of a task, once known.
-        by_steps: Whether a meta-batch is none of one graph, though none was asked for: tasks are not weighted alike.
+        by_steps: Whether even small meta-batches go by steps, since a backward pass has weighted tasks differently.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         super().__init__("MAML(..., compile)", options)
         self.query = ValueAndGrad(self, options.options, 0, _task_by_task)
         self.query_of_shared = ValueAndGrad(self, options.options, 0, _alike)
-        # A graph of other cotangents would be compiled for one backward pass.
+        # Unless one graph was asked for, the first backward pass with other weights is the last with this graph.
         self.meta_batch = ValueAndGrad(
             self, options.options, -1, self._of_mean, compiles_products=options.whole is True
         )

@@ -234,13 +234,13 @@ class InnerLoop:
 
     @property
     def may_be_one_graph(self) -> bool:
-        """Whether a compiled meta-batch may be one graph: as was said, or where nothing else is made of its steps."""
+        """Whether a compiled meta-batch may be one graph: as ``compile`` says, or where no step is needed alone."""
         assert self.compiled is not None
         if self.compiled.options.whole is not None:
             return self.compiled.options.whole
         is_plain = type(self) is InnerLoop and self.start is None and self.hypergradient is None
-        is_looked_at = memory_tracking.current() is not None or self.compiled.by_steps
-        return is_plain and self.memory == "full" and torch.is_grad_enabled() and not is_looked_at
+        goes_by_steps = self.compiled.by_steps or memory_tracking.current() is not None
+        return is_plain and self.memory == "full" and torch.is_grad_enabled() and not goes_by_steps
 
     @property
     def num_differentiated(self) -> int:
