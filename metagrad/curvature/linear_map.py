@@ -9,6 +9,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+FACTORISED = (torch.float32, torch.float64)
+"""The dtypes of which torch factorises matrices."""
+
 
 class LinearMap(Protocol):
     """A symmetric map of n-vectors: all that estimators and solvers need of an operator.
@@ -51,6 +54,15 @@ class OwnMatrices:
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply."""
         return self.products(rows)
+
+
+def refuse_half(call: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype of which torch factorises no matrices."""
+    if dtype not in FACTORISED:
+        raise TypeError(
+            f"{call}: factorises a matrix, which torch does in float32 and float64, got an operator of {dtype}. Take "
+            'method="cg", or parameters of another dtype: {name: p.detach().float() for name, p in params.items()}.'
+        )
 
 
 def checked_size(call: str, operator: LinearMap) -> int:

@@ -22,6 +22,7 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.core.point import Point
 from metagrad.core.tape import is_differentiated
 from metagrad.core.tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 
@@ -119,6 +120,7 @@ class Linearization:
         self._source = loss
         self._has_third = create_graph
         self._together = Together()
+        self._point = Point("hvp(v)", {variable.name: variable.leaf for variable in variables})
         with torch.set_grad_enabled(create_graph):
             gradient = self._tree(coordinates(variables, parts))
         self.gradient: Tree = gradient if create_graph else tree_map(torch.Tensor.detach, gradient)
@@ -140,7 +142,7 @@ class Linearization:
 
         Raises:
             ValueError: Closed; ``v`` has another structure or shape; a product has nan or inf (the parameter is
-                named); or an operation lacks the derivative.
+                named); an operation lacks the derivative; or a parameter was given other memory since.
             TypeError: An entry of ``v`` has another form than the gradient's.
 
         Example:
@@ -177,6 +179,7 @@ class Linearization:
             only: The variables that ``vectors`` and products are of, by number: a diagonal block. None: all.
         """
         self._refuse_closed()
+        self._point.refuse_moved()
         if create_graph and not self._has_third:
             refuse_missing(
                 "hvp(v, create_graph=True)", self._source, order=3, behind=end_nodes(self.variables)
@@ -213,6 +216,7 @@ class Linearization:
             [tensor(6.)]
         """
         self._refuse_closed()
+        self._point.refuse_moved()
         on_tape = self.create_graph if create_graph is None else create_graph
         with torch.set_grad_enabled(on_tape), named_if_missing("mixed(v, others)"):
             outputs, cotangents = self._at_gradient(range(len(self.variables)), [part[None] for part in v])
@@ -231,6 +235,7 @@ class Linearization:
         self.gradient = tree_map(torch.Tensor.detach, self.gradient)
         self.loss = self._source = self.loss.detach()
         self._parts, self.variables = [], []
+        self._point = Point("hvp(v)", {})
 
     def __enter__(self) -> Linearization:
         return self

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
-from metagrad.curvature.estimators.probing import Estimator, Probing
+from metagrad.curvature.estimators.probing import Estimator, Probing, summable
 from metagrad.curvature.rows import inner
 
 
@@ -35,7 +35,7 @@ class Hutchinson(Estimator):
 
     def add(self, probes: Tensor, products: Tensor) -> None:
         """Take probes that were multiplied already, [k, n]."""
-        self._append(_forms(probes, products))
+        self._append(_forms(probes, summable(products)))
 
     def _append(self, found: Tensor) -> None:
         self.samples = torch.cat([self.samples, found[:, 0]])
@@ -72,9 +72,11 @@ class Exact(Estimator):
         probing = self.probing
         for start in range(0, probing.n, probing.rows):
             rows = range(start, min(start + probing.rows, probing.n))
-            units = torch.zeros(len(rows), probing.n, dtype=self.diagonal.dtype, device=self.diagonal.device)
+            units = torch.zeros(
+                len(rows), probing.n, dtype=probing.operator.dtype, device=self.diagonal.device
+            )
             units.diagonal(start).fill_(1)
-            found = probing.products(units)
+            found = summable(probing.products(units))
             self.diagonal = torch.cat([self.diagonal, found.diagonal(start)])
             self.squares = torch.cat([self.squares, found.detach().square().sum(1)])
 

@@ -12,7 +12,6 @@ from metagrad.curvature.estimators.hutchinson import Exact, Hutchinson, HutchPlu
 from metagrad.curvature.estimators.non_adaptive import NonAdaptiveHutchPlusPlus
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import (
-    FACTORISED,
     FIRST,
     LEVEL,
     PROBES,
@@ -24,7 +23,7 @@ from metagrad.curvature.estimators.probing import (
 )
 from metagrad.curvature.estimators.student import student_t
 from metagrad.curvature.estimators.xtrace import XNysTrace, XTrace
-from metagrad.curvature.linear_map import LinearMap, checked_size
+from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_size
 from metagrad.curvature.methods import with_methods
 from metagrad.curvature.rows import inner
 

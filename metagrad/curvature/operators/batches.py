@@ -91,7 +91,8 @@ def accumulated(
     .. math:: A = \sum_b \frac{n_b}{\sum_{b'} n_{b'}} A_b, \qquad\text{or}\qquad A = \sum_b A_b
 
     The first where the losses are means of :math:`n_b` terms each, the second where they are sums. Every product goes
-    through all batches once, however many vectors are multiplied together: multiply many at a time.
+    through all batches once, however many vectors are multiplied together: multiply many at a time. It is taken where
+    the parameters are by then.
 
     Args:
         operator_for: Makes the operator of a batch, which is closed before the next is made.

@@ -310,8 +310,10 @@ class _Evaluated(HessianOperator):
         super().__init__(space, loss, gradient)
         self._objective = objective
         self._how = how
+        self._point = objective.made_at(_CALL)
 
     def _products(self, vectors: Tensor) -> Tensor:
+        self._point.refuse_written()
         on_tape = self._how.create_graph and torch.is_grad_enabled()
         product = self._by_blocks if self._how.mode == "block" else self._forward
         return torch.stack([product(row, on_tape) for row in vectors])
@@ -343,7 +345,7 @@ class _Evaluated(HessianOperator):
         return self.space.join(list(found.product.values()))
 
     def _free(self) -> None:
-        del self._objective
+        del self._objective, self._point
         super()._free()
 
 
@@ -354,6 +356,7 @@ class _Compiled(HessianOperator):
         self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: BatchLoss, how: _How
     ) -> None:
         super().__init__(space, loss, gradient)
+        self._point = objective.made_at(_CALL)
         point = [at.detach() for at in objective.point(space)]
 
         def loss_at(at: list[Tensor]) -> Tensor:
@@ -375,6 +378,7 @@ class _Compiled(HessianOperator):
     def _products(self, vectors: Tensor) -> Tensor:
         if is_transformed():
             raise ValueError(f"{_CALL}: products that are compiled run outside of torch.func transforms.")
+        self._point.refuse_written()
         products = torch.empty_like(vectors, requires_grad=False)
         for row, product in zip(vectors.detach(), products, strict=True):
             for part, place in zip(
@@ -384,7 +388,7 @@ class _Compiled(HessianOperator):
         return products
 
     def _free(self) -> None:
-        del self._product
+        del self._product, self._point
         super()._free()
 
 

@@ -14,8 +14,10 @@ from metagrad.autograd.checks.missing_derivatives import MissingDerivative, name
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
-from metagrad.core.capture import AutocastState, forward_mode
+from metagrad.core.capture import AutocastState, forward_mode, restored
 from metagrad.core.checks import warn
+from metagrad.core.modules import ModuleState, modules_of
+from metagrad.core.point import Point
 from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]
@@ -74,6 +76,10 @@ class Jacobian:
         self.chosen: Sequence[int] = range(len(self.variables))
         self._evaluation = evaluation
         self._autocast = AutocastState()
+        problem = evaluation.problem
+        self._modules = ModuleState([*modules_of(problem.model), *modules_of(problem.loss_fn)])
+        params = {repr(name): v.leaf for name, v in zip(problem.params, self.variables, strict=True)}
+        self._point = Point(mode.call, params, evaluation.batch)
         self._transposed: TransposedProduct | None = None
         if self.create_graph:
             # In forward mode as well: the derivative of layer_norm's product with a tangent is wrong (torch 2.13).
@@ -108,6 +114,7 @@ class Jacobian:
             together: Whether in one backward pass; else m is 1.
             of: Take the Jacobian of these tensors instead, which were computed from the outputs.
         """
+        self._point.refuse_moved()
         return pull_back(
             self.outputs if of is None else of,
             [self.variables[i] for i in self.chosen],
@@ -118,6 +125,7 @@ class Jacobian:
         )
 
     def _reverse(self, vectors: Sequence[Tensor], together: bool) -> list[Tensor]:
+        self._point.refuse_moved()
         cotangents, products = self._record()
         with torch.set_grad_enabled(self.create_graph), named_if_missing(self.mode.call):
             parts = grouped(self.variables, products)
@@ -150,6 +158,7 @@ class Jacobian:
                 f"{self.mode.call}: forward mode would need tangents as large as the tables {', '.join(tables)}. "
                 'Take mode="reverse", or leave them out of params.'
             )
+        self._point.refuse_written()
         rows = [self._tangents([vector[i] for vector in vectors]) for i in range(len(vectors[0]))]
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
@@ -172,8 +181,9 @@ class Jacobian:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Generator[None, None, None]:
-        """Draw the random numbers and cast as the graph did."""
-        with self._evaluation.random.restored(), self._autocast.restored(), unfused_attention, forward_mode():
+        """Draw the random numbers and cast as the graph did, with modules as they were."""
+        states = self._evaluation.random, self._autocast, self._modules
+        with restored(*states), unfused_attention, forward_mode():
             yield
 
 

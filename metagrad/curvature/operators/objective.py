@@ -14,7 +14,9 @@ from torch import Tensor
 from metagrad.autograd.derivatives.lookups import TableRows
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable
-from metagrad.core.capture import AutocastState, RandomState
+from metagrad.core.capture import AutocastState, RandomState, restored
+from metagrad.core.modules import ModuleState, modules_of
+from metagrad.core.point import Point
 from metagrad.core.tree import Tree, tree_leaves
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -30,8 +32,8 @@ Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 class BatchLoss:
     """A loss function, its parameters, and one batch.
 
-    Random numbers are drawn again as they were, and autocast is as it was when the objective was made, so every
-    evaluation is of one and the same function.
+    Random numbers are drawn again as they were, and autocast, and the flags and numbers of modules that the loss
+    reaches, are as they were when the objective was made, so every evaluation is of one and the same function.
 
     Attributes:
         params: The parameters, those that do not require grad replaced by leaves that do.
@@ -47,6 +49,7 @@ class BatchLoss:
         self.padding: dict[str, Tensor] = {}
         self._random = RandomState()
         self._autocast = AutocastState()
+        self._modules = ModuleState(modules_of(loss_fn))
 
     def here(self) -> Tensor:
         """Evaluate the loss at the parameters themselves, on the tape: once, before :meth:`at`."""
@@ -79,6 +82,13 @@ class BatchLoss:
             for entry, leaf in zip(space.entries, leaves, strict=True)
         ]
 
+    def made_at(self, call: str) -> Point:
+        """Return the parameters and the batch as they are now."""
+        params = {
+            repr(name): p.values if isinstance(p, SparseTensor) else p for name, p in self.params.items()
+        }
+        return Point(call, params, self.args)
+
     def _proxy(self, name: str, table: TableRows, values: Tensor) -> Tensor:
         """Return the proxy of a table: its rows, and those of padding, which are constant."""
         padding, whole = self.padding[name], self.params[name]
@@ -89,8 +99,8 @@ class BatchLoss:
 
     @contextlib.contextmanager
     def surroundings(self) -> Generator[None, None, None]:
-        """Draw the same random numbers, cast alike, and take attention that has derivatives."""
-        with self.random_numbers(), self._autocast.restored(), unfused_attention:
+        """Draw the same random numbers, cast alike, keep modules as they were, and attention differentiable."""
+        with self.random_numbers(), restored(self._autocast, self._modules), unfused_attention:
             yield
 
     def random_numbers(self) -> AbstractContextManager[None]:

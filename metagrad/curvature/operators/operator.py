@@ -137,7 +137,7 @@ class Operator:
 
         Raises:
             ValueError: The operator is closed, the shape or the dtype is another, or a product is not finite; the
-                parameter is named.
+                parameter is named. Or parameters or data that the products read were written since it was made.
         """
         self._refuse_closed()
         if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
@@ -147,7 +147,15 @@ class Operator:
             )
         if not len(vectors):
             return vectors
-        products = self._products(vectors)
+        try:
+            products = self._products(vectors)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise ValueError(
+                "H @ v: a parameter or the data was written since H was made, and its products read it. Make a new "
+                f"operator after each step of an optimizer. torch says: {str(error).splitlines()[0]}"
+            ) from error
         self._refuse_nonfinite(vectors, products)
         return products
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.linear_map import OwnMatrices, Rows
+from metagrad.curvature.linear_map import OwnMatrices, Rows, refuse_half
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
@@ -31,6 +31,7 @@ class Dense(Solver):
 
     Raises:
         ValueError: In a solve, a preconditioner is given.
+        TypeError: The operator is of half precision, which torch does not factorise.
 
     Example:
         >>> from types import SimpleNamespace
@@ -54,6 +55,7 @@ class Dense(Solver):
         self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
     ) -> Run:
         """Solve for every row of ``b``."""
+        refuse_half('solve(..., method="dense")', b.dtype)
         x, r = initial(products, b, x0)
         matrices = matrices_of(products, b)
         are_sound = is_finite(matrices.flatten(1))

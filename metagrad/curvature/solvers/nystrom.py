@@ -9,7 +9,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probes import draw
-from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size
+from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size, refuse_half
 from metagrad.curvature.rows import inner, orthonormal
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.iteration import Limits, Run, Solver
@@ -151,6 +151,7 @@ def nystrom(
         positive-semidefinite matrix from streaming data", NeurIPS 2017, algorithm 3 (the shift).
     """
     n = checked_size("nystrom(operator)", operator)
+    refuse_half("nystrom(operator)", operator.dtype)
     if rank is not None and not 1 <= rank <= n:
         raise ValueError(f"nystrom(operator, rank): expected 1 to n = {n}, or None, got {rank}.")
     if not damping >= 0:

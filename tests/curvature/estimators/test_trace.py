@@ -439,3 +439,15 @@ def test_xnystrace_refuses_negative_eigenvalues(dtype):
         trace(operator, method="xnystrace", probes=40, generator=seeded())
     with pytest.raises(ValueError, match="has the eigenvalue -"):
         trace(MatrixMap(-torch.eye(30, dtype=dtype)), method="xnystrace", probes=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_half_precision_overflowed_where_their_terms_did_not(dtype):
+    w = torch.ones(3000, dtype=dtype, requires_grad=True)
+    with mg.curvature.hessian((w.float() ** 2).sum() * 20, {"w": w}) as H:
+        for trace in (mg.curvature.trace(H, probes=4), mg.curvature.trace(H, method="exact")):
+            torch.testing.assert_close(trace.value, torch.tensor(40.0 * 3000))  # above the largest of float16
+        layers = mg.curvature.layer_traces(H, {"w": slice(0, 3000)}, probes=4)
+        torch.testing.assert_close(layers["w"].value, torch.tensor(40.0 * 3000))
+        norm = mg.curvature.frobenius_norm(H, probes=4)
+        torch.testing.assert_close(norm.value, torch.tensor(40.0 * 3000**0.5))

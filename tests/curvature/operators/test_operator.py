@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import metagrad as mg
 from metagrad.curvature.operators.operator import Identity, Operator
@@ -244,3 +247,74 @@ def test_roots_of_preconditioners_are_checked():
         Dense(A).preconditioned(torch.ones(5, dtype=torch.float64))
     with pytest.raises(ValueError, match=call + r"expected .*, got float"):
         Dense(A).preconditioned(2.0)
+
+
+class Quartic(nn.Module):
+    """The output is w^2, and the Hessian of the sum of its squares 12 scale w^2."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        self.scale = 1.0
+
+    def forward(self, x):
+        return self.scale**0.5 * self.w**2 * x
+
+
+def quartic_operators(model, x):
+    params = dict(model.named_parameters())
+
+    def loss_fn(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().sum()
+
+    def squares(output, y):
+        return output.square().sum()
+
+    hessian = functools.partial(mg.hessian, loss_fn, params, (x,))
+    chain = mg.autograd.chain(nn.Sequential(model), squares)
+    renamed = {f"0.{name}": p for name, p in params.items()}
+    return {
+        "reverse": hessian,
+        "forward": lambda: hessian(mode="forward"),
+        "compiled": lambda: hessian(compile={"backend": "eager"}),
+        "block": lambda: mg.hessian(chain, renamed, (x, x), mode="block"),
+        "ggn": lambda: mg.curvature.ggn(model, squares, params, (x, x)),
+        "ggn forward": lambda: mg.curvature.ggn(model, squares, params, (x, x), mode="forward"),
+    }
+
+
+KINDS = ["reverse", "forward", "compiled", "block", "ggn", "ggn forward"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("written", ["parameter", "data"])
+def test_a_product_after_a_step_mixed_two_points(kind, written):
+    model, x = Quartic(), torch.ones(2, dtype=torch.float64)
+    with quartic_operators(model, x)[kind]() as H:
+        H @ torch.ones(2, dtype=torch.float64)
+        with torch.no_grad():
+            (model.w if written == "parameter" else x).add_(1.0)
+        with pytest.raises(ValueError, match="was written since"):
+            H @ torch.ones(2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_after_parameters_got_other_memory_mixed_two_points(kind):
+    model, x = Quartic(), torch.ones(2, dtype=torch.float64)
+    ones = torch.ones(2, dtype=torch.float64)
+    with quartic_operators(model, x)[kind]() as H:
+        H @ ones
+        nn.utils.vector_to_parameters(model.w.detach() + 1.0, [model.w])
+        with pytest.raises(ValueError, match=r"w'.* was written since"):
+            H @ ones
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_after_a_module_changed_was_of_the_changed_module(kind):
+    model, x = Quartic(), torch.ones(2, dtype=torch.float64)
+    ones = torch.ones(2, dtype=torch.float64)
+    with quartic_operators(model, x)[kind]() as H:
+        model.scale = 5.0
+        expected = (8 if kind.startswith("ggn") else 12) * model.w.detach() ** 2
+        torch.testing.assert_close(H @ ones, expected)
+    assert model.scale == 5.0

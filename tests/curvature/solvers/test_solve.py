@@ -706,3 +706,13 @@ def test_results_are_sentences():
         assert result.value.endswith(".")
     assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS", "BOUNDARY"}
     assert MINRES() == MINRES()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("method", ["dense", "nystrom_pcg"])
+def test_factorisations_of_half_precision_ended_in_errors_about_kernels(method, dtype):
+    w = torch.ones(3, dtype=dtype, requires_grad=True)
+    with mg.curvature.hessian((w**2).sum(), {"w": w}) as H:
+        with pytest.raises(TypeError, match=f"factorises a matrix, .* got an operator of {dtype}"):
+            mg.curvature.solve(H, torch.ones(3, dtype=dtype), method=method)
+        assert torch.equal(mg.curvature.solve(H, torch.ones(3, dtype=dtype)).value, torch.full_like(w, 0.5))

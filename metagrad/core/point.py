@@ -1,0 +1,76 @@
+"""Where something was computed: the parameters and data that later products read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from metagrad.core import _torch
+from metagrad.core.tree import Tree, tensors_in
+
+
+class Point:
+    """Tensors that are read again, and the state they were in.
+
+    Products that read other numbers would be of another point than the loss, the gradient and what else was kept.
+
+    Args:
+        call: How errors name the caller.
+        params: Parameters by name, or their coordinates.
+        data: A tree of other tensors.
+    """
+
+    def __init__(self, call: str, params: Mapping[str, Tensor], data: Tree = ()) -> None:
+        self.call = call
+        named = [(f"the parameter {name}", tensor) for name, tensor in params.items()]
+        named += [("a tensor of the data", tensor) for tensor in tensors_in(data)]
+        self._seen = [
+            (what, tensor, tensor._version, _memory(tensor)) for what, tensor in named if _is_known(tensor)
+        ]
+
+    def refuse_written(self) -> None:
+        """Raise if one of the tensors was written in place, or has other memory.
+
+        Raises:
+            ValueError: With its name.
+        """
+        for what, tensor, version, _ in self._seen:
+            if tensor._version != version:
+                raise self._error(what)
+        self.refuse_moved()
+
+    def refuse_moved(self) -> None:
+        """Raise if one of the tensors has other memory; of writes in place torch knows whether a graph reads them.
+
+        A graph may hold a leaf itself, and reads what is put into it by ``leaf.data = values``.
+
+        Raises:
+            ValueError: With its name.
+        """
+        for what, tensor, _, memory in self._seen:
+            if _memory(tensor) != memory:
+                raise self._error(what)
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(
+            f"{self.call}: {what} was written since the gradient was computed, and products would mix two points. "
+            "Compute it anew after each step of an optimizer, and after torch.nn.utils.vector_to_parameters; or of "
+            "copies of the parameters, p.detach().clone()."
+        )
+
+
+def _is_known(tensor: Tensor) -> bool:
+    # While a program is traced, tensors have no memory.
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.is_inference()
+        or tensor.layout != torch.strided
+        or _torch.is_functorch_wrapped(tensor)
+        or isinstance(tensor, _torch.FakeTensor)
+    )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.data_ptr()
