@@ -7,6 +7,7 @@ headers, precompiled as they are, and a meta-gradient of five steps has 36 kerne
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,9 @@ def sharing_files(cache: Any, most: int, future: Callable[[Callable[[], Any]], A
         for sources, module in zip(groups, modules, strict=True):
             first = module()
             for place, source in enumerate(sources):
-                named[source] = _extension(_name(place), first.__file__) if place else first
+                named[source] = (
+                    _extension(f"{_package(first)}.{_name(place)}", first.__file__) if place else first
+                )
 
     class Sharing(cache):
         @classmethod
@@ -90,8 +93,16 @@ def _module(name: str, body: str) -> str:
     return "\n".join([*defined, f"namespace {name}_file {{", body, "}", *forgotten])
 
 
+def _package(first: ModuleType) -> str:
+    """Return what inductor makes of a file: a name that no other has."""
+    assert first.__spec__ is not None
+    return first.__spec__.name.rpartition(".")[0]
+
+
 def _extension(name: str, file: str) -> ModuleType:
-    """Import an extension module of Python."""
+    """Import an extension module of Python, once: Python makes one module of all that are loaded again by a name."""
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no extension module.")

@@ -12,6 +12,7 @@ from torch import Tensor
 from metagrad.autograd.checks.missing_derivatives import named_if_missing, refuse_missing
 from metagrad.autograd.derivatives.batched_vjp import Together
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.point import Point
 from metagrad.autograd.derivatives.variables import (
     Variable,
     coordinates,
@@ -22,7 +23,6 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core import _torch
 from metagrad.core.budget import Bytes, checked_bytes
-from metagrad.core.point import Point
 from metagrad.core.tape import is_differentiated
 from metagrad.core.tree import Tree, TreeSpec, tree_flatten, tree_map, tree_structure, tree_unflatten
 

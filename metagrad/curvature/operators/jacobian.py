@@ -12,12 +12,12 @@ from torch import Tensor
 
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, named_if_missing, refuse_missing
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, transposed_product
+from metagrad.autograd.derivatives.point import Point
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import batched_grad, end_nodes, grouped, inputs_of, pull_back
 from metagrad.core.capture import AutocastState, forward_mode, restored
 from metagrad.core.checks import warn
 from metagrad.core.modules import ModuleState, modules_of
-from metagrad.core.point import Point
 from metagrad.curvature.operators.problem import ModelEvaluation
 
 Mode = Literal["auto", "reverse", "forward"]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.lookups import TableRows
+from metagrad.autograd.derivatives.point import Point
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.capture import AutocastState, RandomState, restored
 from metagrad.core.modules import ModuleState, modules_of
-from metagrad.core.point import Point
 from metagrad.core.tree import Tree, tree_leaves
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor

@@ -1,5 +1,6 @@
 """Kernels in C++ that share files: each is still what it was."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import fresh_inductor_cache
 
+from metagrad.autograd.compile import kernels
 from metagrad.autograd.compile.backend import Backend
-from metagrad.autograd.compile.kernels import divided, one_file
+from metagrad.autograd.compile.kernels import divided, one_file, sharing_files
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,24 @@ def test_headers_come_before_the_modules_and_once():
     lines = one_file([module, module.replace("b.h", "c.h")]).splitlines()
     assert [line.strip() for line in lines[:3]] == ["#include <a.h>", "#include <b.h>", "#include <c.h>"]
     assert not any("#include" in line for line in lines[3:])
+
+
+def test_modules_of_two_files_have_two_names(monkeypatch):
+    """Python makes one module of all that are loaded again by one name: a graph got the kernels of another file."""
+
+    class Cache:
+        @classmethod
+        def load_async(cls, source, *args, **settings):
+            spec = SimpleNamespace(name=f"key{hash(source)}.kernel")
+            return lambda: SimpleNamespace(__spec__=spec, __file__="file")
+
+    imported = []
+    monkeypatch.setattr(kernels, "_extension", lambda name, file: imported.append(name))
+    sharing = sharing_files(Cache, 2, lambda load: load)
+    modules = [sharing.load_async(f"source {k}") for k in range(8)]
+    modules[0]()
+    assert len(imported) == len(set(imported)) == 6
+    assert {name.rpartition(".")[2] for name in imported} == {"kernel_1", "kernel_2", "kernel_3"}
 
 
 @pytest.mark.slow
@@ -52,7 +72,10 @@ def test_kernels_of_both_passes_share_files(threads):
         ) as load,
     ):
         found = slopes(torch.compile(loss, backend=Backend()))
+        torch._dynamo.reset()
+        again = slopes(torch.compile(loss, backend=Backend()))  # the same files, from the cache
     torch.testing.assert_close(found, slopes(loss), rtol=1e-12, atol=1e-12)
-    kernels = [call.args[0].count('extern "C"') for call in load.call_args_list]
-    assert sum(kernels) > 12
-    assert len(kernels) <= 1 + 2 * threads  # an empty one, and those of each pass
+    torch.testing.assert_close(again, found, rtol=0, atol=0)
+    counts = [call.args[0].count('extern "C"') for call in load.call_args_list]
+    assert sum(counts) > 12
+    assert len({call.args[0] for call in load.call_args_list}) <= 1 + 2 * threads  # an empty one; each pass
