@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import without_torch_function
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Generators: TypeAlias = "Callable[[torch.device], torch.Generator | None]"
@@ -48,8 +49,10 @@ def _signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
 @functools.lru_cache
 def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the bits of every byte as signs, ``[256, 8]``."""
-    bits = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
-    return (2 * bits - 1).to(dtype)
+    # A recording that saw how the table is made would miss it in the recomputation.
+    with without_torch_function(), torch.inference_mode(False):
+        bits = (torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)) & 1
+        return (2 * bits - 1).to(dtype)
 
 
 def as_rows(gradient: Tensor) -> Tensor:

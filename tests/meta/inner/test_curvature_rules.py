@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
+from metagrad.optim import probes
 from metagrad.optim.diagonal.adahessian import adahessian
 from metagrad.optim.diagonal.sophia import sophia_g, sophia_h
 from metagrad.optim.kronecker.kfac import kfac
@@ -104,6 +105,12 @@ def test_memory_changes_nothing(name, memory, task_chunk):
     torch.testing.assert_close(
         gradient(name, memory=memory, task_chunk=task_chunk), gradient(name, task_chunk=task_chunk)
     )
+
+
+def test_the_first_probes_of_a_process_can_be_recomputed():
+    expected = gradient("adahessian")
+    probes._signs_of_bytes.cache_clear()
+    torch.testing.assert_close(gradient("adahessian", memory="sqrt"), expected)
 
 
 @pytest.mark.parametrize("name", ["adahessian", "sophia_h"])
