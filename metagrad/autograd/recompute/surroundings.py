@@ -19,21 +19,18 @@ from metagrad.core.modules import ModuleState, modules_of
 
 
 class Surroundings:
-    """What was around a function when it was called.
+    """What was around a function when it was called; until it is known what it reads, that is all buffers.
 
     Args:
         call: How errors name the call.
         reader: What they call the function.
         modules: Which modules it can reach.
-        read: The tensors that it reads and that are no arguments; None takes the buffers of all modules.
     """
 
-    def __init__(
-        self, call: str, reader: str, modules: list[nn.Module], read: Iterable[Tensor] | None = None
-    ) -> None:
+    def __init__(self, call: str, reader: str, modules: list[nn.Module]) -> None:
         self.call, self.reader = call, reader
         self.autocast, self.flags, self.modules = AutocastState(), Flags(), ModuleState(modules)
-        self.note_read(self.modules.buffers() if read is None else read)
+        self.note_read(self.modules.buffers())
 
     def note_read(self, tensors: Iterable[Tensor]) -> None:
         """Note the versions of the tensors that the function reads: to write into them is an error from here on."""
