@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import types
 import unittest.mock
@@ -161,7 +162,28 @@ def passing_code(code: types.CodeType, values: dict[str, object]) -> object | No
     try:
         if torch._dynamo.eval_frame._stance.stance != "default":
             return None
-        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)  # type: ignore[attr-defined]
-        return next((entry.code for entry in entries if entry.guard_manager.check(values)), None)
+        return next((entry.code for entry in _entries(code) if entry.guard_manager.check(values)), None)
     except AttributeError:
         return None
+
+
+def failing_guard(code: types.CodeType, compiled: object, values: dict[str, object]) -> str | None:
+    """Return the guard of compiled code that these arguments fail, unless it is of a setting or of a parameter.
+
+    None where all pass, where the code is gone, or where torch.compile keeps it in another way than in torch 2.13.
+    """
+    try:
+        guards = next((entry.guard_manager for entry in _entries(code) if entry.code is compiled), None)
+        if guards is None or guards.check(values):
+            return None
+        parts = [part.partition("  #")[0].strip() for part in guards.check_verbose(values).verbose_code_parts]
+    except AttributeError:
+        return None
+    return next((part for part in parts if not _OF_SETTING_OR_PARAMETER.search(part)), None)
+
+
+_OF_SETTING_OR_PARAMETER = re.compile(r"^GLOBAL_STATE|^___|\._parameters\[")
+
+
+def _entries(code: types.CodeType) -> list[Any]:
+    return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)  # type: ignore[attr-defined]

@@ -17,11 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core._torch import named_modules
-from metagrad.core.tree import plain_values
+from metagrad.core.tree import ATOMS
 
 _MOST = 1000  # objects to look at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _INTERNAL = {name for name in vars(nn.Module()) if name.startswith("_")}
+_TABLES = [
+    name
+    for name, table in vars(nn.Module()).items()
+    if isinstance(table, dict) and name != "_parameters" and "state_dict" not in name
+]
+"""The dicts of a module that say what a call of it does: buffers, submodules and hooks. Parameters are operands."""
 
 
 def check_substitutable(call: str, modules: Iterable[nn.Module]) -> None:
@@ -122,10 +128,15 @@ def _may_hold(value: object) -> bool:
 
 
 class ModuleState:
-    """The flags, numbers and buffers of modules, as they were when the modules were called."""
+    """The flags, numbers and buffers of modules, and constant tensors, as they were when the modules were called."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.states = [(module, plain_values(module.__dict__), dict(module._buffers)) for module in modules]
+        self.states = [(module, _constants(module), dict(module._buffers)) for module in modules]
+        self.tables: list[dict[str, dict[str, Any]]] = []
+
+    def settle(self) -> None:
+        """Note submodules and hooks too; after a call, since the first one may prepare the others."""
+        self.tables = [_tables(module) for module, *_ in self.states]
 
     def rebound_buffer(self) -> str | None:
         """Return the name of a buffer that is another tensor than it was."""
@@ -140,17 +151,22 @@ class ModuleState:
         return [buffer for _, _, buffers in self.states for buffer in buffers.values() if buffer is not None]
 
     def is_as_now(self) -> bool:
-        """Say whether flags, numbers and buffers are as they were."""
-        return self.rebound_buffer() is None and all(
-            plain_values(module.__dict__) == plain for module, plain, _ in self.states
+        """Say whether all that was noted is as it was."""
+        modules = [module for module, *_ in self.states]
+        return (
+            self.rebound_buffer() is None
+            and all(_hold_same(constants, _constants(module)) for module, constants, _ in self.states)
+            and all(map(_have_same, self.tables, map(_tables, modules)))
         )
 
     def put_back(self) -> None:
         """Set the modules back to what they were."""
-        for module, plain, buffers in self.states:
-            module.__dict__.update(plain)
+        for module, constants, buffers in self.states:
+            module.__dict__.update(constants)
             if buffers:
                 module._buffers.update(buffers)
+        for (module, *_), tables in zip(self.states, self.tables, strict=False):
+            _refill_tables(module, tables)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
@@ -164,20 +180,18 @@ class ModuleState:
 
 
 class ModuleContents:
-    """What modules hold: their attributes, their buffers, and the entries of containers of some kinds."""
+    """What modules hold: their attributes, their ``_TABLES``, and the entries of containers of some kinds."""
 
     def __init__(self, modules: Iterable[nn.Module], kinds: tuple[type, ...] = (list, dict, set)) -> None:
         self.held = [
-            (module, module.__dict__.copy(), module._buffers.copy(), _entries(module, kinds))
-            for module in modules
+            (module, module.__dict__.copy(), _tables(module), _entries(module, kinds)) for module in modules
         ]
 
     def put_back(self) -> None:
         """Set the modules back to these contents."""
-        for module, attributes, buffers, entries in self.held:
+        for module, attributes, tables, entries in self.held:
             _put_back(module.__dict__, attributes)
-            if buffers or module._buffers:
-                _put_back(module._buffers, buffers)
+            _refill_tables(module, tables)
             for name, content in entries.items():
                 _refill(attributes[name], content)
 
@@ -195,8 +209,8 @@ class WatchedModules(ModuleContents):
         self.noted: ModuleContents = self
         self.values = [
             (module, name, buffer, buffer.detach().clone(), buffer._version)
-            for module, _, buffers, _ in self.held
-            for name, buffer in buffers.items()
+            for module, _, tables, _ in self.held
+            for name, buffer in tables.get("_buffers", {}).items()
             if buffer is not None
         ]
 
@@ -230,6 +244,39 @@ class WatchedModules(ModuleContents):
 def buffer_versions(model: nn.Module) -> list[tuple[int, int]]:
     """Return the identities and versions of buffers: they change when one is replaced or written into."""
     return [(id(buffer), buffer._version) for buffer in model.buffers()]
+
+
+def _constants(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are numbers, strings and the like, or tensors without a graph."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if type(value) in ATOMS or (type(value) is Tensor and value.grad_fn is None)
+    }
+
+
+def _tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return copies of the ``_TABLES`` of a module that are not empty."""
+    namespace = module.__dict__
+    return {name: table.copy() for name in _TABLES if (table := namespace.get(name))}
+
+
+def _refill_tables(module: nn.Module, tables: Mapping[str, dict[str, Any]]) -> None:
+    for name in _TABLES:
+        table: dict[str, Any] | None = module.__dict__.get(name)
+        if table is not None and (table or name in tables):
+            _put_back(table, tables.get(name, {}))
+
+
+def _have_same(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> bool:
+    return before.keys() == after.keys() and all(map(_hold_same, before.values(), after.values()))
+
+
+def _hold_same(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Say whether the entries are the same objects, or equal numbers, strings and the like."""
+    return before.keys() == after.keys() and all(
+        value is after[name] or _is_equal(value, after[name]) for name, value in before.items()
+    )
 
 
 def _put_back(namespace: dict[str, Any], values: dict[str, Any]) -> None:

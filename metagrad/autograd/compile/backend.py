@@ -193,19 +193,21 @@ class KeptCall(NamedTuple):
         graph: The graph, as a function of the tensors among the arguments.
         structure: Of what the code returns.
         shares: Whether its tensors have memory in common, with each other or with the arguments.
+        code: The code.
     """
 
     graph: PlacedGraph
     structure: Structure
     shares: bool
+    code: object
 
     def __call__(self, args: tuple[Any, ...]) -> Tree:
         """Return what the code returns for other arguments, for which its guards pass."""
         return self.structure.fill(self.graph(tensors_in(args)))
 
 
-def kept_call(call: GraphCall, args: tuple[Any, ...], result: Tree) -> KeptCall | None:
-    """Return what calls the graph; None unless it takes and returns nothing but tensors among the arguments.
+def kept_call(call: GraphCall, args: tuple[Any, ...], result: Tree, code: object) -> KeptCall | None:
+    """Return what calls the graph of code; None unless it takes and returns nothing but tensors among the arguments.
 
     What else it takes was read from elsewhere, such as a buffer of a module, and must be read again.
     """
@@ -216,7 +218,7 @@ def kept_call(call: GraphCall, args: tuple[Any, ...], result: Tree) -> KeptCall 
     placed = _placed(call, tensors, results)
     if placed is None or placed.constants:
         return None
-    return KeptCall(placed, structure, _share_memory(tensors, results))
+    return KeptCall(placed, structure, _share_memory(tensors, results), code)
 
 
 def _share_memory(tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:

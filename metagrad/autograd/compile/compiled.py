@@ -24,6 +24,7 @@ from torch import Tensor
 from metagrad.autograd.compile.backend import Backend, GraphCall, KeptCall, kept_call, noting
 from metagrad.autograd.compile.guards import guards_of_what_changes
 from metagrad.autograd.recompute.replay import record
+from metagrad.autograd.recompute.surroundings import Surroundings
 from metagrad.core import _torch, _torch_compiler
 from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
@@ -181,19 +182,24 @@ class Compiled:
         )
 
     def __call__(self, check: Callable[[], None], *args: object) -> Any:
-        """Call the function; ``check`` is called first where it has to be compiled, and may raise.
+        """Call the function; ``check`` is called first where it has to be compiled, and may raise."""
+        return self.run(check, *args)[0]
+
+    def run(self, check: Callable[[], None], *args: object) -> tuple[Any, Ran]:
+        """Call the function, and return with its result which code ran.
 
         Where the guards of code that ran before pass, its graph is called: torch.compile, which calls it otherwise,
         takes many times as long for what is around the guards.
         """
         kept = self.kept(*args)
         if kept is not None:
-            return kept(args)
+            return kept(args), Ran(self, kept.code, torch.is_grad_enabled())
         with noting() as calls:
             result = self._called(check, args)
+        code = self._passing(args)
         if self._kept is not None:
-            self._keep(args, calls, result)
-        return result
+            self._keep(args, calls, result, code)
+        return result, Ran(self, code, torch.is_grad_enabled())
 
     @property
     def has_kept(self) -> bool:
@@ -204,21 +210,28 @@ class Compiled:
         """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
         return self._kept.get(self._passing(args)) if self._kept else None
 
-    def _passing(self, args: tuple[Any, ...]) -> object | None:
-        return _torch_compiler.passing_code(self._code, dict(zip(self._names, args, strict=True)))
+    def failing_guard(self, code: object, args: tuple[Any, ...]) -> str | None:
+        """Return the guard of compiled code that fails for these arguments."""
+        return _torch_compiler.failing_guard(self._code, code, self._named(args))
 
-    def _keep(self, args: tuple[Any, ...], calls: Sequence[GraphCall], result: object) -> None:
+    def _passing(self, args: tuple[Any, ...]) -> object | None:
+        return _torch_compiler.passing_code(self._code, self._named(args))
+
+    def _named(self, args: tuple[Any, ...]) -> dict[str, object]:
+        return dict(zip(self._names, args, strict=True))
+
+    def _keep(
+        self, args: tuple[Any, ...], calls: Sequence[GraphCall], result: object, code: object | None
+    ) -> None:
         """Keep the graph that was called; none, from then on, if one is no function of the arguments alone."""
         assert self._kept is not None
-        kept = None if len(calls) != 1 else kept_call(calls[0], args, result)
+        kept = None if len(calls) != 1 else kept_call(calls[0], args, result, code)
         if kept is None:
             self._kept = None
-            return
-        found = self._passing(args)
-        if found is not None:
+        elif code is not None:
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
-            self._kept[found] = kept
+            self._kept[code] = kept
 
     def _called(self, check: Callable[[], None], args: tuple[Any, ...]) -> Any:
         with _what_graphs_keep():
@@ -233,6 +246,45 @@ class Compiled:
             check()
             with compiler_warnings_ignored():
                 return self.function(*args)
+
+
+class Ran(NamedTuple):
+    """The code that ran in a forward pass, to find out before a recomputation whether it would run again.
+
+    Attributes:
+        compiled: The function that was compiled.
+        code: The code; None if it is not known.
+        grad_mode: Whether it ran in grad mode.
+    """
+
+    compiled: Compiled
+    code: object | None
+    grad_mode: bool
+
+    @contextlib.contextmanager
+    def restored(self, surroundings: Surroundings, *args: object) -> Generator[None]:
+        """Set up the surroundings of the forward pass, within a ``with`` block.
+
+        Args:
+            surroundings: Those.
+            *args: What the function was called with, or others of the same shapes and dtypes.
+
+        Raises:
+            RuntimeError: Something that the code reads has changed since, and cannot be restored; this is not found
+                out within modes and transforms, where no compiled code runs.
+        """
+        with surroundings.restored():
+            guard = None
+            if self.code is not None and _why_unavailable() is None:
+                with torch.set_grad_enabled(self.grad_mode):
+                    guard = self.compiled.failing_guard(self.code, args)
+            if guard is not None:
+                raise RuntimeError(
+                    f"{surroundings.call}: what the {surroundings.reader} reads has changed between the forward pass "
+                    f"and the backward pass, which needs it once more: {guard} held then. Change it after the "
+                    "backward pass."
+                )
+            yield
 
 
 def _what_graphs_keep() -> contextlib.AbstractContextManager[object]:

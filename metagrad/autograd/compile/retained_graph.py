@@ -6,6 +6,7 @@ taken of the eager function.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,8 +35,11 @@ def held(
 
     def pull(backward: Backward) -> Sequence[Tensor | None]:
         wanted = [tensor for tensor, need in zip(inputs, backward.needed, strict=True) if need]
-        # Kept as long as the graph that is being walked.
-        grads = iter(graph_vjp(outputs, wanted, backward.cotangents, retain_graph=_torch.keeps_graph()))
+        # Kept as long as the graph that is being walked. Under its default setting torch 2.13 refuses to keep one if
+        # another was walked before it that was not kept, although its code was compiled to donate no buffers.
+        keeps = _torch.keeps_graph()
+        with _torch.functorch_config.patch(donated_buffer=False) if keeps else contextlib.nullcontext():
+            grads = iter(graph_vjp(outputs, wanted, backward.cotangents, retain_graph=keeps))
         return [next(grads) if need else None for need in backward.needed]
 
     return attached(eager, tensors, outputs, pull=pull)

@@ -7,6 +7,7 @@ from the start.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from metagrad.autograd.compile.compiled import (
     Compiled,
     Fallback,
+    Ran,
     checked_before,
     exchanged,
     operand,
@@ -90,24 +92,33 @@ class _Made(NamedTuple):
 
     Attributes:
         losses: The function.
+        place: Where the losses stand among the results.
         wanted: Which of the tensors to differentiate with respect to.
         surroundings: Of the call.
+        ran: The code that was called.
         look: As :meth:`ValueAndGrad.kept` takes it.
         are_finite: Whether the results and the gradient of the losses are known to be finite.
         are_own: Whether it is known that nothing else has the memory of the gradient.
     """
 
     losses: Losses
+    place: int
     wanted: tuple[int, ...]
     surroundings: Surroundings
+    ran: Ran
     look: Look | None = None
     are_finite: bool = False
     are_own: bool = False
 
     def again(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Call the function once more, without compiling it."""
-        with self.surroundings.restored():
+        with self.restored(tensors):
             return self.losses(tensors)
+
+    def restored(self, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Set up the surroundings of the call, within a ``with`` block."""
+        operands = list(map(operand, tensors))
+        return self.ran.restored(self.surroundings, self.losses, self.place, self.wanted, operands)
 
 
 class ValueAndGrad:
@@ -156,10 +167,10 @@ class ValueAndGrad:
         if not wanted or not torch.is_grad_enabled():
             return tuple(self.values(checked, losses, operands))
         with torch.no_grad():
-            found = self.gradient(checked, losses, self.place, wanted, operands)
+            found, ran = self.gradient.run(checked, losses, self.place, wanted, operands)
         surroundings = self._surroundings(losses)
         surroundings.note_read([*surroundings.modules.buffers(), *(self._reached.read(self) or ())])
-        return self._attached(tensors, _Made(losses, wanted, surroundings), found)
+        return self._attached(tensors, _Made(losses, self.place, wanted, surroundings, ran), found)
 
     def kept(
         self, losses: Losses, tensors: Sequence[Tensor], look: Look
@@ -184,7 +195,8 @@ class ValueAndGrad:
                 return None
             found = kept.graph(operands)  # a list of the tensors that are among the arguments to a list
         are_finite = math.isfinite(found[-1].item())
-        made = _Made(losses, wanted, self._surroundings(losses), look, are_finite, not kept.shares)
+        surroundings, ran = self._surroundings(losses), Ran(self.gradient, kept.code, grad_mode=False)
+        made = _Made(losses, self.place, wanted, surroundings, ran, look, are_finite, not kept.shares)
         return self._attached(tensors, made, found), are_finite
 
     def _surroundings(self, losses: Losses) -> Surroundings:
@@ -214,7 +226,7 @@ class ValueAndGrad:
 
         def compiled() -> Sequence[Tensor | None]:
             handed = [operand(tensor) for tensor in tensors], [operand(c) for c in given.values()]
-            with made.surroundings.restored():
+            with made.restored(tensors):
                 return placed(self.pull(checked_before, made.losses, made.wanted, tuple(given), *handed))
 
         products = self.weighted(grads, given)

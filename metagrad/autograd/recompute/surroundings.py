@@ -21,6 +21,9 @@ from metagrad.core.modules import ModuleState, modules_of
 class Surroundings:
     """What was around a function when it was called; until it is known what it reads, that is all buffers.
 
+    Other values of all this are restored. That compiled code reads something else that has changed is told by the
+    guards of the code, see :class:`~metagrad.autograd.compile.compiled.Ran`.
+
     Args:
         call: How errors name the call.
         reader: What they call the function.
@@ -33,11 +36,13 @@ class Surroundings:
         self.note_read(self.modules.buffers())
 
     def note_read(self, tensors: Iterable[Tensor]) -> None:
-        """Note the versions of the tensors that the function reads: to write into them is an error from here on."""
+        """Note, after a call, which tensors the function reads: to write into them is an error from here on."""
+        self.modules.settle()
         self.constants = [Constant.of(tensor) for tensor in tensors]
 
     def forget_written(self) -> None:
         """Leave out the tensors that were written into so far: the function itself writes them."""
+        self.modules.settle()
         self.constants = [constant for constant in self.constants if constant.is_as_read()]
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ from metagrad.autograd.compile.compiled import (
     Compiled,
     CompileOptions,
     Fallback,
+    Ran,
     UncompilableError,
     check_compilable,
     checked_before,
@@ -145,6 +146,14 @@ def _pull(
     return [laid_out(g) for g in of_state], [laid_out(a + b) for a, b in zip(totals, of_args, strict=True)]
 
 
+class _Entered(NamedTuple):
+    """The first call of compiled code by a loop: which code, how many steps, which of its tensors require grad."""
+
+    ran: Ran
+    ahead: range
+    requires_grad: list[bool]
+
+
 class CompiledStep(Fallback):
     """A step, its vector-Jacobian product and a loop of it as compiled code, for all loops of the step.
 
@@ -206,6 +215,7 @@ class _Loop:
         self.numbers = [torch.full((), t, dtype=torch.int64, device=device) for t in times]
         self._note_surroundings()
         self.aux: Structure | None = None
+        self.entered: _Entered | None = None
         self._repeated: dict[range, Repeated] = {}
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -232,8 +242,11 @@ class _Loop:
         self, ahead: range, state: list[Tensor], number: list[Tensor], shared: list[Tensor]
     ) -> list[Tensor]:
         check = functools.partial(self._check, [*state, *shared])
-        advance = self.compiled.advance(ahead)
-        new, aux = advance(check, self.step, self.layout, ahead, state, *number, shared)
+        (new, aux), ran = self.compiled.advance(ahead).run(
+            check, self.step, self.layout, ahead, state, *number, shared
+        )
+        if self.entered is None:
+            self.entered = _Entered(ran, ahead, [tensor.requires_grad for tensor in (*state, *shared)])
         found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
         return [*new, *found]
 
@@ -340,6 +353,18 @@ class _Loop:
         self.compiled.reached.note(self.owner, self.step, checked.read)
         self._note_surroundings()
 
+    def restored(self, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Set up what was around the loop when it was run, within a ``with`` block, for these tensors or others."""
+        if self.entered is None:
+            return self.surroundings.restored()
+        ran, ahead, flags = self.entered
+        state, shared = self.split(
+            [operand(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
+        )
+        with torch.enable_grad():
+            state = [rooted(tensor) if tensor.requires_grad else tensor for tensor in state]
+        return ran.restored(self.surroundings, self.step, self.layout, ahead, state, self.numbers[0], shared)
+
     def _note_surroundings(self) -> None:
         modules = self.compiled.reached.modules(self.owner, self.step)
         self.surroundings = Surroundings(self.compiled.call, "step", modules)
@@ -348,7 +373,7 @@ class _Loop:
         """Run the loop again without compiling it: the last state, and the stacked aux."""
         numbers = dict(zip(self.times, self.numbers, strict=True))
         state, shared = self.split(tensors)
-        with self.surroundings.restored():
+        with self.restored(tensors):
             result = plain(
                 lambda state, t, *args: self.step(state, numbers[t], *args),
                 self.layout.state.fill(state),
@@ -381,7 +406,7 @@ class _Loop:
         self.surroundings.note_read(self.compiled.reached.read(self.owner) or ())
 
         def pull(backward: Backward) -> Sequence[Tensor | None]:
-            with self.surroundings.restored():
+            with self.restored(backward.tensors):
                 return self.compiled.attempt(
                     lambda: self.pull(stride, *backward),
                     lambda: vjp(self.eager, backward.tensors, backward.needed, backward.cotangents),

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from metagrad.autograd.recompute.captured_tensors import REPEAT
 from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
+from metagrad.autograd.recompute.fingerprint import Fingerprint
 from metagrad.autograd.recompute.surroundings import Surroundings
 from metagrad.core import _torch
 from metagrad.core.capture import RandomState, restored
@@ -129,6 +131,7 @@ class _Sweep:
         else:  # which write running statistics after the last step
             self.surroundings.note_read(())
         outputs = [output.requires_grad_(is_differentiable(output)) for output in outputs]
+        self.results = Fingerprint(outputs)
         present = [i for i, total in enumerate(self.totals) if total is not None]
         kept = [total for total in self.totals if total is not None]
         self.totals = []
@@ -168,7 +171,12 @@ class _Sweep:
             buffers = own_buffers([module for part in self.modules for module in part.modules()])
         with restored(self.random, self.surroundings), self.slots.restored(beside), buffers:
             params, tasks = tree_map(other, (self.params, self.tasks))
-            return dissect(inner.follow(params, tasks, lambda t, reports, begin: reports))[0]
+            outputs = dissect(inner.follow(params, tasks, lambda t, reports, begin: reports))[0]
+        if (difference := self.results.difference(outputs, exact=False)) is not None:
+            raise RuntimeError(
+                f"WarpGrad(batch): the steps did not repeat when they were taken again: {difference}. {REPEAT}"
+            )
+        return outputs
 
 
 _QUERY_LOSSES = 2  # among the fields of an evaluation

@@ -119,6 +119,15 @@ def test_second_derivatives_and_those_of_other_results_take_the_steps_again(regr
     assert all(g.any() for g in grads[-2:])
 
 
+def test_steps_that_are_taken_again_must_be_the_same(regression):
+    learner, factors = learner_of(), {"loss": 1.0}
+    learner.loss_fn = lambda prediction, target: F.mse_loss(prediction, target) * factors["loss"]
+    losses = learner(regression).query_losses
+    factors["loss"] = 2.0
+    with pytest.raises(RuntimeError, match=r"^WarpGrad\(batch\): the steps did not repeat"):
+        torch.autograd.grad(losses[0], list(learner.parameters()))
+
+
 def test_learned_rates_and_momentum_get_their_gradient(regression):
     rates = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
     learner = learner_of(inner=sgd(lr=rates, momentum=0.9))

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import metagrad as mg
+from metagrad.core.modules import ModuleContents
 from metagrad.tasks import Batch, Examples
 from tests.marks import fast, slow
 
@@ -448,18 +449,20 @@ def test_what_is_not_small_or_keeps_less_goes_by_steps(how):
 
 
 class Scaled(nn.Module):
-    """A layer whose output depends on a flag, a number and a buffer."""
+    """A layer whose output depends on a flag, a number, a buffer, a submodule, a tensor and an entry of a dict."""
 
     gain: torch.Tensor
 
     def __init__(self):
         super().__init__()
-        self.linear, self.scale = nn.Linear(2, 1), 1.0
+        self.linear, self.activation, self.scale = nn.Linear(2, 1), nn.Tanh(), 1.0
         self.register_buffer("gain", torch.ones(()))
+        self.slope, self.factors = torch.ones((), dtype=torch.float64), {"output": 1.0}
         self.double()
 
     def forward(self, x):
-        return torch.tanh(self.linear(x) * self.scale * self.gain * (3 if self.training else 1))
+        scale = self.scale * self.gain * self.slope * (3 if self.training else 1)
+        return self.activation(self.linear(x) * scale) * self.factors["output"]
 
 
 def turn_to_evaluation(model):
@@ -474,17 +477,30 @@ def rebind_a_buffer(model):
     model.gain = model.gain * 2
 
 
+def rebind_a_tensor(model):
+    model.slope = model.slope * 2
+
+
+def replace_a_module(model):
+    model.activation = nn.Sigmoid()
+
+
+def add_a_hook(model):
+    model.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+CHANGES = (turn_to_evaluation, set_a_number, rebind_a_buffer, rebind_a_tensor, replace_a_module, add_a_hook)
+
+
 @pytest.mark.parametrize("compile", fast(({"whole": True},), ({"whole": True}, {"whole": False})))
 def test_what_changes_before_the_backward_pass_changes_no_derivative(compile):
     torch.manual_seed(0)
     model, batch = Scaled(), draw_batch()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
     compiled, eager = pair(model, rules.sgd(lr=0.1), compile, steps=2)
-    weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
+    weights, contents = torch.linspace(0.1, 1, 4, dtype=torch.float64), ModuleContents(model.modules())
 
     def derivatives(maml, change):
-        model.load_state_dict(start)
-        model.train().scale = 1.0
+        contents.put_back()
         out = maml(batch)
         change(model)
         params, loss = list(maml.parameters()), (out.query_losses * weights).sum()
@@ -493,8 +509,42 @@ def test_what_changes_before_the_backward_pass_changes_no_derivative(compile):
         return [*grads, *torch.autograd.grad(sum(g.pow(3).sum() for g in again), params)]
 
     expected = derivatives(eager, lambda model: None)
-    for change in (turn_to_evaluation, set_a_number, rebind_a_buffer):
+    for change in CHANGES:
         assert_same(derivatives(compiled, change), expected)
+
+
+@pytest.mark.parametrize("how", [{"whole": True}, {"memory": "step"}])
+def test_what_cannot_be_restored_for_the_backward_pass_is_refused(how):
+    model, batch = Scaled(), draw_batch()
+    memory, compile = how.get("memory", "full"), {"whole": how.get("whole", False), "backend": "aot_eager"}
+    maml = mg.MAML(model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=2, memory=memory, compile=compile)
+    losses = maml(batch).query_losses
+    model.factors["output"] = 2.0
+    for create_graph in (False, True):
+        with pytest.raises(RuntimeError, match=r"has changed between .*factors\['output'\] == 1.0 held then"):
+            torch.autograd.grad(
+                losses[0], list(maml.parameters()), retain_graph=True, create_graph=create_graph
+            )
+    model.factors["output"] = 1.0
+    torch.autograd.grad(losses[0], list(maml.parameters()))
+
+
+def test_a_graph_is_kept_after_one_that_was_not():
+    batch, maml = (
+        draw_batch(),
+        mg.MAML(
+            perceptron(),
+            F.mse_loss,
+            inner=rules.sgd(lr=0.1),
+            steps=2,
+            compile={"whole": False, "backend": "aot_eager"},
+        ),
+    )
+    params = list(maml.parameters())
+    expected = torch.autograd.grad(maml(batch).loss, params)
+    loss = maml(batch).loss
+    assert_same(torch.autograd.grad(loss, params, retain_graph=True), expected)
+    assert_same(torch.autograd.grad(loss, params), expected)
 
 
 def test_a_buffer_that_is_written_into_before_the_backward_pass_is_refused():
