@@ -43,16 +43,16 @@ def transpose_in(graph: fx.Graph) -> None:
 
 
 def _can_move(node: Any, reader: fx.Node) -> bool:
-    """Say whether the only reader of a node transposes it, and the transposition can move into its products."""
+    """Say whether what a node computes can be computed transposed, as its only reader takes it."""
     value = node.meta["val"]
-    if value.ndim != 3 or list(node.users) != [reader]:
-        return False
+    if _is_swap(node) or value.ndim != 3 or list(node.users) != [reader]:
+        return _is_swap(node)
     if node.target in _ELEMENTWISE and len(node.args) == 2 and not node.kwargs:
         return all(
             _is_scalar(arg) or (arg.meta["val"].shape == value.shape and _can_move(arg, node))
             for arg in node.args
         )
-    return _is_swap(node) or (node.target is _bmm and not _is_narrow(node, transposed=True))
+    return node.target is _bmm and not _is_narrow(node, transposed=True)
 
 
 def _transposed(graph: fx.Graph, node: Any) -> Any:
@@ -60,7 +60,7 @@ def _transposed(graph: fx.Graph, node: Any) -> Any:
     if _is_swap(node):
         return node.args[0]
     if node.target is _bmm:
-        a, b = (call(graph, _permute, factor, _SWAP) for factor in node.args)
+        a, b = (f.args[0] if _is_swap(f) else call(graph, _permute, f, _SWAP) for f in node.args)
         return call(graph, _bmm, b, a)
     args = (arg if _is_scalar(arg) else _transposed(graph, arg) for arg in node.args)
     return call(graph, node.target, *args)

@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from metagrad.autograd.recompute.signature import kinds
+from metagrad.autograd.recompute.simplify import FILLING, simplify
 from metagrad.core import _torch
 from metagrad.core.tree import tensors_in
 
@@ -30,6 +31,9 @@ _BAKED = {
     torch.Tag.nondeterministic_seeded,
 }
 """Of operations that draw random numbers, or of whose results numbers or shapes may differ in another run."""
+
+_MOST_KEPT = 2**12
+"""Entries of a constant beyond which it is computed again."""
 
 
 class Program(NamedTuple):
@@ -106,8 +110,9 @@ class Tracer(_torch.EagerDispatchMode):
         self.literals: dict[str, Tensor] = {}
         self.is_complete = True
         self._nodes = WeakTensorKeyDictionary()
+        self._constants: dict[fx.Node, str] = {}
         for index, tensor in enumerate(inputs):
-            self._nodes[tensor] = self.graph.placeholder(f"input_{index}")
+            self._name(tensor, self.graph.placeholder(f"input_{index}"))
         self._inputs = [(tensor, tensor._version) for tensor in inputs if not tensor.is_inference()]
 
     def __torch_dispatch__(
@@ -123,7 +128,7 @@ class Tracer(_torch.EagerDispatchMode):
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Note an operation; return whether it does the same whenever it is given tensors of the same kinds."""
         if function is aten.lift_fresh.default:  # a number or a list of numbers, which the journal has
-            self._nodes[result] = self._literal(result)
+            self._name(result, self._literal(result))
             return True
         operands, made = tensors_in((args, kwargs)), tensors_in(result)
         if not _repeats(function, operands, kwargs) or kinds(made) is None:
@@ -136,22 +141,36 @@ class Tracer(_torch.EagerDispatchMode):
         handed = map_aggregate((args, kwargs), self._node_of)
         node = self.graph.call_function(function, *handed)
         if isinstance(result, Tensor):
-            self._nodes[result] = node
+            self._name(result, node)
+            sources = node.all_input_nodes
+            is_constant = bool(sources) and all(source in self._constants for source in sources)
+            if (function in FILLING or is_constant) and result.numel() <= _MOST_KEPT:
+                self._constants[node] = self._keep(result)
         elif isinstance(result, (list, tuple)):
+            node.meta["val"] = None
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    self._nodes[item] = self.graph.call_function(operator.getitem, (node, index))
+                    self._name(item, self.graph.call_function(operator.getitem, (node, index)))
         return True
+
+    def _name(self, tensor: Tensor, node: fx.Node) -> None:
+        """Note that a node computes a tensor, and what kind of tensor that is."""
+        self._nodes[tensor] = node
+        node.meta["val"] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+
+    def _keep(self, tensor: Tensor) -> str:
+        name = f"literal_{len(self.literals)}"
+        self.literals[name] = tensor.clone()
+        return name
 
     def _node_of(self, value: Any) -> Any:
         return self._nodes[value] if isinstance(value, Tensor) else value
 
     def _literal(self, tensor: Tensor) -> fx.Node:
-        name = f"literal_{len(self.literals)}"
-        self.literals[name] = tensor.clone()
-        return self.graph.call_function(
-            aten.clone.default, (self.graph.get_attr(name),)
-        )  # it may be written into
+        # It may be written into.
+        return self.graph.call_function(aten.clone.default, (self.graph.get_attr(self._keep(tensor)),))
 
     def program(self, grads: Sequence[Tensor | None], results: Sequence[Tensor]) -> Program | None:
         """Return the program of what was noted; None if it would not do the same again."""
@@ -164,6 +183,10 @@ class Tracer(_torch.EagerDispatchMode):
         self.graph.eliminate_dead_code()
         # What operations write into, others may read.
         writing = [node for node in self.graph.nodes if node.op == "call_function" and node.is_impure()]
+        if not writing:
+            simplify(self.graph, self._constants)
+            *_, output = self.graph.nodes
+            cotangents, compared = output.args[0]
         unseen = _read_by(self.graph, [*cotangents, *writing]) - _read_by(self.graph, compared)
         return Program(_compiled(self.graph, self.literals), unseen)
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
+from metagrad.autograd.recompute import program
 from metagrad.autograd.recompute.program import forget_programs
 
 
@@ -272,4 +273,46 @@ def test_autocast_inside_is_seen_by_the_dtypes_it_makes():
         x = randn(3, 3).float().detach().requires_grad_()
         (got,) = torch.autograd.grad(mg.checkpoint(function, x, enabled).pow(2).sum(), x)
         (expected,) = torch.autograd.grad(function(x, enabled).pow(2).sum(), x)
-        assert torch.equal(got, expected)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def layers(w, v, b, x):
+    return (torch.baddbmm(b.unsqueeze(1), torch.bmm(x, w.transpose(1, 2)).relu(), v.mT) - x).square()
+
+
+def test_a_program_transposes_fills_and_adds_no_more_than_it_must(monkeypatch):
+    graphs, compiled = [], program._compiled
+    monkeypatch.setattr(
+        program, "_compiled", lambda graph, held: graphs.append(graph) or compiled(graph, held)
+    )
+
+    def function(w, v, b, x):
+        return mg.grad(layers(w, v, b, x).mean(), w, create_graph=True)
+
+    for seed in range(4):
+        given = [randn(*shape, seed=seed) for shape in ((2, 20, 16), (2, 16, 20), (2, 16), (2, 17, 16))]
+        got = torch.autograd.grad(mg.checkpoint(function, *given).pow(3).sum(), given)
+        for one, other in zip(got, torch.autograd.grad(function(*given).pow(3).sum(), given), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    (graph,) = graphs
+    names = [node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function"]
+    assert not {"ones_like", "zeros_like", "transpose"} & set(names)
+    assert not any(transposes_in_vain(node) for node in graph.nodes)
+    assert names.count("baddbmm") >= 4
+
+
+def transposes_in_vain(node):
+    """Say whether a node transposes what was transposed, or a product that nothing else reads."""
+    swap = torch.ops.aten.permute.default
+    if node.target is not swap:
+        return False
+    (source, _) = node.args
+    return source.target is swap or (source.target is torch.ops.aten.bmm.default and len(source.users) == 1)
+
+
+def test_a_gradient_that_is_zero_belongs_to_the_caller():
+    for _ in range(4):
+        x = randn(3)
+        (g,) = torch.autograd.grad(mg.checkpoint(torch.round, x).sum(), x)
+        assert not g.any()
+        g.add_(1)

@@ -1,0 +1,121 @@
+"""Fewer operations for a program: autograd computes what it need not, since it looks at one function at a time.
+
+It transposes what it has transposed, fills tensors with ones to begin from, adds zeros where nothing flows, and adds
+products to sums that a product could have begun from. For small tensors each such operation takes as long as one that
+is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from metagrad.autograd.compile.products import call, transpose_in
+
+aten: Any = torch.ops.aten
+_ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
+FILLING = {
+    *_ZEROS,
+    aten.ones_like.default,
+    aten.new_ones.default,
+    aten.ones.default,
+    aten.scalar_tensor.default,
+}
+"""Operations whose results depend on the kinds of their operands alone."""
+
+_VIEWS = {
+    aten.expand.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+_ADDED = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
+
+
+def simplify(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
+    """Compute the same by fewer operations, none of which writes into a tensor.
+
+    Args:
+        graph: The operations; the ``meta["val"]`` of each is a tensor like its result.
+        constants: The attributes that hold the results which no input has a part in.
+    """
+    _leave_out_zeros(graph)
+    _read_constants(graph, constants)
+    _name_swaps(graph)
+    _share_views(graph)
+    transpose_in(graph)
+    _share_views(graph)
+    _add_to_products(graph)
+
+
+def _leave_out_zeros(graph: fx.Graph) -> None:
+    """Take for a sum with zeros what is added to them."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for zeros, other in (node.args, node.args[::-1]):
+            is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS
+            if is_zero and isinstance(other, fx.Node) and not node.kwargs and _are_alike(other, node):
+                node.replace_all_uses_with(other)
+                break
+    graph.eliminate_dead_code()
+
+
+def _read_constants(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
+    """Read what does not change, unless it is a result, which belongs to whoever gets it."""
+    for node, name in constants.items():
+        readers = [user for user in node.users if user not in constants and user.op != "output"]
+        if readers:
+            with graph.inserting_before(node):
+                kept = graph.get_attr(name)
+            kept.meta = node.meta
+            node.replace_all_uses_with(kept, delete_user_cb=readers.__contains__)
+    graph.eliminate_dead_code()
+
+
+def _name_swaps(graph: fx.Graph) -> None:
+    """Write the transposition of a stack of matrices as inductor does."""
+    for node in graph.find_nodes(op="call_function", target=aten.transpose.int):
+        tensor, *places = node.args
+        if node.meta["val"].ndim == 3 and {place % 3 for place in places} == {1, 2}:
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(call(graph, aten.permute.default, tensor, [0, 2, 1]))
+    graph.eliminate_dead_code()
+
+
+def _share_views(graph: fx.Graph) -> None:
+    """Make each view once."""
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in _VIEWS and not node.kwargs:
+            first = known.setdefault((node.target, repr(node.args)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+    graph.eliminate_dead_code()
+
+
+def _add_to_products(graph: fx.Graph) -> None:
+    """Begin a product from what it is added to."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for other, product in (node.args, node.args[::-1]):
+            if (
+                isinstance(product, fx.Node)
+                and product.target in _ADDED
+                and isinstance(other, fx.Node)
+                and other.meta["val"].ndim > 0  # that may be on another device
+                and list(product.users) == [node]
+                and not node.kwargs
+                and _are_alike(product, node)
+                and other.meta["val"].dtype == node.meta["val"].dtype
+            ):
+                with graph.inserting_before(node):
+                    node.replace_all_uses_with(call(graph, _ADDED[product.target], other, *product.args))
+                break
+    graph.eliminate_dead_code()
+
+
+def _are_alike(first: fx.Node, second: fx.Node) -> bool:
+    a, b = first.meta["val"], second.meta["val"]
+    return isinstance(a, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
