@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metagrad.core._torch import named_modules
+from metagrad.core._torch import FakeTensor, is_functorch_wrapped, named_modules, without_torch_function
 from metagrad.core.tree import ATOMS
 
 _MOST = 1000  # objects to look at
@@ -58,9 +58,47 @@ def refuse_sharded(call: str, params: Mapping[str, Any]) -> None:
         if is_sharded(param):
             raise ValueError(
                 f"{call}: the parameter {name!r} is a DTensor, as fully_shard makes them, of which this process has "
-                "a part. Pass the model as it was before fully_shard, give each process a share of the data, and "
-                "average the gradients by metagrad.distributed.average_gradients; curvature operators take a group=."
+                f"a part. {_UNSHARDED}"
             )
+
+
+def refuse_freed(call: str, params: Mapping[str, Any]) -> None:
+    """Refuse parameters whose memory was given back, as fully_shard does once their gradients are there.
+
+    Raises:
+        ValueError: A parameter is one.
+    """
+    for name, param in params.items():
+        if is_freed(param):
+            raise ValueError(
+                f"{call}: the memory of the parameter {name!r} is freed, as fully_shard does in a backward pass, and "
+                f"second derivatives read it again. {_UNSHARDED}"
+            )
+
+
+_UNSHARDED = (
+    "Pass the model as it was before fully_shard, give each process a share of the data, and average the gradients "
+    "by metagrad.distributed.average_gradients; curvature operators take a group=."
+)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Say whether a tensor has elements, and its storage has none."""
+    if torch.compiler.is_compiling():
+        return False
+    with without_torch_function():  # who records a call would expect writes to the storage
+        return has_memory(tensor) and tensor.numel() > 0 and not tensor.untyped_storage().size()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Say whether a tensor has memory of its own, as those of transforms, traces and sparse layouts have not."""
+    return not (
+        torch.compiler.is_compiling()
+        or tensor.is_inference()
+        or tensor.layout != torch.strided
+        or is_functorch_wrapped(tensor)
+        or isinstance(tensor, FakeTensor)
+    )
 
 
 def is_sharded(tensor: object) -> bool:

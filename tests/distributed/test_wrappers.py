@@ -65,6 +65,46 @@ def test_tables_by_rows_are_refused_in_a_wrapper_that_averages_gradients():
     assert isinstance(model[0].weight.grad, mg.sparse.RowSparse)
 
 
+def freed():
+    """Return a loss of a parameter whose memory is freed in a backward pass, as fully_shard does."""
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    loss = (w**3).sum()
+
+    def free(_):
+        w.untyped_storage().resize_(0)
+
+    w.register_hook(free)
+    return loss, {"w": w}
+
+
+@pytest.mark.parametrize(
+    ("call", "use"),
+    [
+        ("hessian", mg.hessian),
+        ("linearize", mg.linearize),
+        ("hessian", lambda loss, params: mg.hessian(lambda: loss, params)),
+        ("grad", lambda loss, params: mg.grad(loss, params, create_graph=True)),
+    ],
+    ids=["hessian", "linearize", "hessian of a function", "grad"],
+)
+def test_parameters_that_a_backward_pass_frees_are_refused(call, use):
+    """Of a model in fully_shard, whose parameters are whole after a call, it ended in an error about storages."""
+    with pytest.raises(
+        ValueError, match=rf"^{call}\(.*: the memory of the parameter .*w.* is freed, as fully_shard"
+    ):
+        use(*freed())
+
+
+def test_products_with_sharded_parameters_are_refused():
+    """Modules in fully_shard compute with parameters of their own: gradient and product were zero."""
+    w = torch.ones(2)
+    w.device_mesh = "as a DTensor has"
+    with pytest.raises(
+        ValueError, match=r"hvp\(loss_fn, params, v\): the parameter \"params\['w'\]\" is a DTensor"
+    ):
+        mg.hvp(lambda p: p["w"].sum(), {"w": w}, {"w": w})
+
+
 LEARNERS = """
 import itertools, warnings
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -114,6 +154,23 @@ for learner, wrapper in itertools.product(make.values(), wrap.values()):
         wrapped.unshard()
         found = wrapped.adapt(batch.support)(batch.query.x)
         torch.testing.assert_close(found, whole.adapt(batch.support)(batch.query.x), rtol=1e-9, atol=1e-12)
+
+model = fully_shard(mg.models.MLP([1, 8, 1]), mesh=mesh)
+x = torch.randn(4, 1)
+sharded = dict(model.named_parameters())
+loss = model(x).square().mean()  # the parameters are whole after it
+gathered = dict(model.named_parameters())
+tries = {
+    "is freed": lambda: mg.hessian(loss, gathered),
+    "is a DTensor": lambda: mg.hessian(loss, sharded),
+}
+for message, attempt in tries.items():
+    try:
+        attempt()
+    except ValueError as error:
+        assert message in str(error) and "before fully_shard" in str(error), error
+    else:
+        raise AssertionError(message)
 print("equal")
 dist.destroy_process_group()
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.core._torch import gradients_or_none
 from metagrad.core.checks import is_a
+from metagrad.core.modules import is_freed, refuse_freed
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
 
@@ -66,6 +67,9 @@ def grad(
         retain_graph=retain_graph,
         allow_unused=True,
     )
+    if create_graph and any(map(is_freed, leaves)):
+        names = leaf_names(params, "params")
+        refuse_freed("grad(loss, params, create_graph=True)", dict(zip(names, leaves, strict=True)))
     unused = [index for index, gradient in enumerate(grads) if gradient is None]
     if unused and not materialize_grads:
         names = leaf_names(params, "params")

@@ -19,6 +19,7 @@ from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a, is_dict
+from metagrad.core.modules import refuse_sharded
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
@@ -249,6 +250,7 @@ def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:
                 raise TypeError(
                     f"hvp(loss_fn, params, v): {name} must be a floating point tensor, got {got}."
                 )
+    refuse_sharded("hvp(loss_fn, params, v)", dict(zip(leaf_names(params, "params"), leaves, strict=True)))
     for name, leaf, weight in zip(leaf_names(v, "v"), leaves, weights, strict=True):
         expected, got = (tuple(leaf.shape), leaf.dtype), (tuple(weight.shape), weight.dtype)
         if got != expected:

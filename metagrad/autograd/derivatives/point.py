@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from metagrad.core import _torch
+from metagrad.core.modules import has_memory, refuse_freed
 from metagrad.core.tree import Tree, tensors_in
 
 
@@ -24,10 +23,11 @@ class Point:
 
     def __init__(self, call: str, params: Mapping[str, Tensor], data: Tree = ()) -> None:
         self.call = call
+        self._params = params
         named = [(f"the parameter {name}", tensor) for name, tensor in params.items()]
         named += [("a tensor of the data", tensor) for tensor in tensors_in(data)]
         self._seen = [
-            (what, tensor, tensor._version, _memory(tensor)) for what, tensor in named if _is_known(tensor)
+            (what, tensor, tensor._version, _memory(tensor)) for what, tensor in named if has_memory(tensor)
         ]
 
     def refuse_written(self) -> None:
@@ -51,6 +51,7 @@ class Point:
         """
         for what, tensor, _, memory in self._seen:
             if _memory(tensor) != memory:
+                refuse_freed(self.call, self._params)
                 raise self._error(what)
 
     def _error(self, what: str) -> ValueError:
@@ -59,17 +60,6 @@ class Point:
             "Compute it anew after each step of an optimizer, and after torch.nn.utils.vector_to_parameters; or of "
             "copies of the parameters, p.detach().clone()."
         )
-
-
-def _is_known(tensor: Tensor) -> bool:
-    # While a program is traced, tensors have no memory.
-    return not (
-        torch.compiler.is_compiling()
-        or tensor.is_inference()
-        or tensor.layout != torch.strided
-        or _torch.is_functorch_wrapped(tensor)
-        or isinstance(tensor, _torch.FakeTensor)
-    )
 
 
 def _memory(tensor: Tensor) -> int:

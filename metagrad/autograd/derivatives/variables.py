@@ -13,7 +13,7 @@ from metagrad.autograd.checks.missing_derivatives import named_if_missing
 from metagrad.autograd.derivatives.grad import check_loss, check_params
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.lookups import Lookups, find_lookups, lookup_nodes
-from metagrad.core.modules import refuse_sharded
+from metagrad.core.modules import refuse_freed, refuse_sharded
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -180,6 +180,7 @@ def differentiated(
                 create_graph=create_graph,
                 allow_unused=True,
             )
+    refuse_freed(call, {variable.name: variable.leaf for variable in variables})
     parts = grouped(variables, found)
     _refuse_sparse(call, variables, parts)
     unused = [v.name for v, came in zip(variables, parts, strict=True) if all(part is None for part in came)]

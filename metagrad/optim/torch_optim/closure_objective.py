@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
+from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.objective import fisher_products
 from metagrad.optim.probes import Generators, drawn_like, torchs_own
@@ -37,6 +38,9 @@ class BackwardPass(NamedTuple):
     parts: Sequence[KnownPart]
 
 
+_ALONE = Mean()
+
+
 class GraphCurvature:
     """The curvature of a sum of losses whose graphs are alive, in some of the parameters.
 
@@ -45,7 +49,12 @@ class GraphCurvature:
         passes: The losses.
         curved: Those whose curvature is taken, if others: of a part of the data.
         inverse_scale: What undoes the scale of the losses.
+        mean: Over processes, of losses that each has of its own.
+        curved_mean: That of ``curved``.
         generators: Where the random numbers of estimates come from.
+
+    Attributes:
+        value: The sum of the losses.
     """
 
     def __init__(
@@ -55,34 +64,37 @@ class GraphCurvature:
         curved: Sequence[BackwardPass] | None = None,
         *,
         inverse_scale: float = 1.0,
+        mean: Mean = _ALONE,
+        curved_mean: Mean = _ALONE,
         generators: Generators = torchs_own,
     ) -> None:
         self._params = params
         self._passes = passes
         self._curved = passes if curved is None else curved
         self._inverse_scale = inverse_scale
+        self._mean = mean
+        self._curved_mean = mean if curved is None else curved_mean
         self._generators = generators
         self._sums: list[Tensor] = []  # of each product
-
-    @property
-    def value(self) -> Tensor:
-        """The sum of the losses."""
-        return self._inverse_scale * torch.stack([working(one.value) for one in self._passes]).sum()
+        values = [working(one.value) for one in passes]
+        own = torch.stack(values).sum() if values else self._zero()
+        (self.value,) = mean.of([inverse_scale * own])
 
     @property
     def total(self) -> Tensor:
         """The sum of the elements of all products so far, which is finite if they are."""
-        return (
-            torch.stack(self._sums).sum() if self._sums else next(iter(self._params.values())).new_zeros(())
-        )
+        return torch.stack(self._sums).sum() if self._sums else self._zero()
 
     def products(self, v: Params) -> Params:
         """Return the Hessian times ``v``."""
+        return self._averaged(self._own_products(v))
+
+    def _own_products(self, v: Params) -> Params:
         return self._added(tape.products(_in_dtypes_of(params, v)) for params, tape in self._tapes)
 
     def product_of_vector(self, v: Tensor) -> Tensor | None:
         """Return the Hessian times all elements in one vector; None where :meth:`products` is to be asked."""
-        is_plain = len(self._tapes) == 1 and self._inverse_scale == 1
+        is_plain = len(self._tapes) == 1 and self._inverse_scale == 1 and self._curved_mean.group is None
         if not is_plain or len(self._tapes[0][0]) < len(self._params):
             return None
         tape = self._tapes[0][1]
@@ -119,16 +131,16 @@ class GraphCurvature:
                 key: drawn_like(zero, request.distribution, self._generators(zero.device))
                 for key, zero in total.items()
             }
-            product = self.products(probe)
+            product = self._own_products(probe)
             total = {key: total[key] + probe[key] * product[key] / request.samples for key in total}
-        return total
+        return self._averaged(total)  # not the products, since the seeds of processes may differ
 
     def _zeros(self) -> Params:
         return {key: torch.zeros_like(working(p)) for key, p in self._params.items()}
 
     def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
         """Sum the results for each loss of known form, in the parameters that it depends on."""
-        return self._added(result(tape, params) for params, tape in self._tapes_of_parts)
+        return self._averaged(self._added(result(tape, params) for params, tape in self._tapes_of_parts))
 
     @functools.cached_property
     def _tapes_of_parts(self) -> list[tuple[Params, TapeCurvature]]:
@@ -148,13 +160,22 @@ class GraphCurvature:
         for products in parts:
             for key, product in products.items():
                 product = working(product)
-                product = product if self._inverse_scale == 1 else self._inverse_scale * product
-                self._sums.append(product.detach().sum())
                 total[key] = total[key] + product if key in total else product
         return {
             key: total[key] if key in total else torch.zeros_like(working(p))
             for key, p in self._params.items()
         }
+
+    def _averaged(self, own: Params) -> Params:
+        """Return the mean over processes of what the losses of this one add up to, without their scale."""
+        if self._inverse_scale != 1:
+            own = {key: self._inverse_scale * values for key, values in own.items()}
+        found = dict(zip(own, self._curved_mean.of(list(own.values())), strict=True))
+        self._sums += [values.detach().sum() for values in found.values()]
+        return found
+
+    def _zero(self) -> Tensor:
+        return working(next(iter(self._params.values()))).new_zeros(())
 
 
 def _in_dtypes_of(params: Params, v: Params) -> Params:
@@ -172,6 +193,8 @@ class ClosureObjective(GraphCurvature):
         every: All parameters of the optimizer, and what else has gradients of the losses; ``.grad`` is left alone.
         random: The states of random numbers that the closure began with, so that dropout is that of the step.
         buffers: Of the modules that it calls, which move with its first call alone.
+        mean: Over processes, of losses that each has of its own.
+        curved_mean: That of ``curved``.
         generators: Where the random numbers of estimates come from.
     """
 
@@ -184,9 +207,12 @@ class ClosureObjective(GraphCurvature):
         every: Sequence[Tensor],
         random: RandomState,
         buffers: ModuleBuffers,
+        *,
+        mean: Mean = _ALONE,
+        curved_mean: Mean = _ALONE,
         generators: Generators = torchs_own,
     ) -> None:
-        super().__init__(params, passes, curved, generators=generators)
+        super().__init__(params, passes, curved, mean=mean, curved_mean=curved_mean, generators=generators)
         self._closure = closure
         self._every = every
         self._random = random
@@ -201,7 +227,10 @@ class ClosureObjective(GraphCurvature):
         return self._evaluated(params, with_gradient=True)
 
     def called(self, params: Params) -> tuple[Tensor, Params]:
-        """Return the loss that the closure returns at other parameters, and the gradients that it leaves there."""
+        """Return the loss that the closure returns at other parameters, and the gradients that it leaves there.
+
+        Both are those of this process alone.
+        """
         with self._elsewhere(params):
             value = cast(Tensor, self._closure())
             found = {key: self._params[key].grad for key in params}
@@ -240,7 +269,8 @@ class ClosureObjective(GraphCurvature):
 
         with self._elsewhere(params), LossRecorder(backward, note_losses=False):
             self._closure()
-        return total, grads
+        total, *found = self._mean.of([total, *(grads.values() if with_gradient else ())])
+        return total, dict(zip(grads, found, strict=True)) if with_gradient else grads
 
 
 _CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"

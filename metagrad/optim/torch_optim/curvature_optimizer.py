@@ -23,7 +23,7 @@ from metagrad.distributed.averaged import share_in
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.probes import Generators
 from metagrad.optim.tape_curvature import WeightedLoss
-from metagrad.optim.torch_optim.optimizer import Option, ParameterGroups, RuleOptimizer
+from metagrad.optim.torch_optim.optimizer import GROUP, Option, ParameterGroups, RuleOptimizer
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -160,7 +160,7 @@ class CurvatureOptimizer(RuleOptimizer):
     has seen in ``_curvature``.
     """
 
-    options: ClassVar[Mapping[str, Option]] = {**RuleOptimizer.options, "seed": SEED}
+    options: ClassVar[Mapping[str, Option]] = {**RuleOptimizer.options, "seed": SEED, "group": GROUP}
     notes_losses = False
     """Whether the losses that a closure computes are noted, of which the Gauss-Newton matrix is made."""
     differentiates_twice = True
@@ -262,14 +262,30 @@ class CurvatureOptimizer(RuleOptimizer):
         """Refuse gradients of several processes beside the curvature of one."""
         if self.group is not None or all(share_in(p.grad) is None for p in self._all_params()):
             return
-        name = type(self).__name__
-        remedy = "Pass group=torch.distributed.group.WORLD, which averages both."
-        if "group" not in self.options:
-            remedy = "AdaHessian, SophiaH, SophiaG and KFAC have a group=, which averages both."
         raise ValueError(
-            f"{name}.step: the gradients are means over several processes, and the loss and its curvature are "
-            f"those of this one, so that their parameters would drift apart. {remedy}"
+            f"{type(self).__name__}.step: the gradients are means over several processes, and the loss and its "
+            "curvature are those of this one, so that their parameters would drift apart. Pass "
+            "group=torch.distributed.group.WORLD, which averages both."
         )
+
+    def _share_in(self, key: str, param: Tensor) -> float:
+        """Return the share of this process in a gradient, with which it enters the curvature too."""
+        share = share_in(param.grad)
+        if share is None:
+            raise ValueError(
+                f"{type(self).__name__}.step: with group= the curvature has the weights of the gradients, and that "
+                f"of {key!r} was not averaged by metagrad.distributed.average_gradients, or was replaced since. Call "
+                "it after the backward pass."
+            )
+        return share
+
+    def _generators(self, *, draws_labels: bool) -> Generators:
+        """Return where random numbers of this step come from: probes are those of one process, labels of each."""
+        first = self.param_groups[0]
+        seed = first["seed"]
+        if draws_labels and self.group is not None:
+            seed = mixed(seed, self.group.rank())
+        return generators_of(seed, first["step"])
 
     def _all_params(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

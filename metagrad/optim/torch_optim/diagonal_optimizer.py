@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import warn
-from metagrad.distributed.averaged import share_in
 from metagrad.distributed.sums import everywhere, sums
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
-from metagrad.optim.probes import Generators
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import (
     CurvatureOptimizer,
-    generators_of,
     inverse_of,
-    mixed,
     unknown_loss,
 )
 from metagrad.optim.torch_optim.move import working
-from metagrad.optim.torch_optim.optimizer import GROUP, Group, Option, Work
+from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -43,13 +39,14 @@ class DiagonalOptimizer(CurvatureOptimizer):
     one process; labels that are drawn are those of each.
     """
 
-    options: ClassVar[Mapping[str, Option]] = {**CurvatureOptimizer.options, "group": GROUP}
-
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
     ) -> None:
         requests = self._requests()
-        generators = {matrix: self._generators(matrix) for matrix in {request.matrix for request in requests}}
+        generators = {
+            matrix: self._generators(draws_labels=matrix == "gauss_newton")
+            for matrix in {request.matrix for request in requests}
+        }
         estimates = dict(self._estimates or {})
         for index, (request, named) in enumerate(requests.items()):
             params = {key: p for key, p in named.items() if p in grads}
@@ -64,13 +61,6 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 p = params[key]
                 estimates[p] = estimates[p] + estimate if p in estimates else estimate
         self._estimates = estimates
-
-    def _generators(self, matrix: str) -> Generators:
-        first = self.param_groups[0]
-        seed = first["seed"]
-        if matrix == "gauss_newton" and self.group is not None:
-            seed = mixed(seed, self.group.rank())
-        return generators_of(seed, first["step"])
 
     def _requests(self) -> dict[Diagonal, Params]:
         """Return the parameters by what their groups ask for: one estimate serves those that ask for the same."""
@@ -97,13 +87,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
         """Replace the estimates of this process by the means over all of them."""
         name, estimates, parts = type(self).__name__, dict(self._estimates or {}), {}
         for key, p in params.items():
-            share = share_in(p.grad)
-            if share is None:
-                raise ValueError(
-                    f"{name}.step: with group= the curvature has the weights of the gradients, and that of {key!r} "
-                    "was not averaged by metagrad.distributed.average_gradients, or was replaced since. Call it "
-                    "after the backward pass."
-                )
+            share = self._share_in(key, p)
             if share and self._estimates is None:
                 raise self._without_curvature()
             parts[p] = torch.zeros_like(working(p))

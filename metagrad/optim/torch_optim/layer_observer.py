@@ -15,7 +15,7 @@ from metagrad.optim.kronecker.factors import Sums, added, sums_of
 from metagrad.optim.kronecker.layers import Layer, known_layers, layer_rows, without_base
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
-from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer, generators_of, mixed
+from metagrad.optim.torch_optim.curvature_optimizer import SEED, CurvatureOptimizer
 from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option
 
 
@@ -232,9 +232,7 @@ class LayerOptimizer(CurvatureOptimizer):
                 "F.gaussian_nll_loss, F.binary_cross_entropy or F.binary_cross_entropy_with_logits, reduced to a "
                 "mean or a sum."
             )
-        first = self.param_groups[0]
-        seed = first["seed"] if self.group is None else mixed(first["seed"], self.group.rank())
-        generators = generators_of(seed, first["step"])
+        generators = self._generators(draws_labels=True)
         weights = [layer.weight for layer in self._layers.values() if layer.weight in grads]
         if not weights:
             return

@@ -15,7 +15,7 @@ from metagrad.core.checks import is_integer
 from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
-from metagrad.optim.torch_optim.closure_objective import BackwardPass, scalar_of
+from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature, scalar_of
 from metagrad.optim.torch_optim.curvature_optimizer import leaves_behind
 from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Options, flat
 from metagrad.optim.torch_optim.move import Change, working
@@ -162,11 +162,13 @@ class LBFGS(
 
     def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
         """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
-        if self._closure is None or self._passes is None:
+        mean = self._mean()
+        if self._closure is None or (self._passes is None and mean.share):
             self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
             return math.nan, None
         evaluation = functools.cache(lambda: self._evaluation(params))  # observed when it is asked for
-        return sum(one.value.item() for one in self._passes), lambda at: evaluation()(at)
+        value = GraphCurvature(params, self._passes or [], mean=mean).value.item()
+        return value, lambda at: evaluation()(at)
 
     def _evaluation(self, params: Params) -> Evaluate:
         """Return what calls the closure at other parameters, for its loss and its gradients."""
@@ -175,7 +177,8 @@ class LBFGS(
         objective = self._objective(params, torchs_own, every)
         # Hooks that see what is accumulated see it once a step.
         has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in every)
-        return objective.gradient if self._known is None or has_hooks else objective.called
+        is_own = self._known is None or has_hooks or self.group is not None
+        return objective.gradient if is_own else objective.called
 
     def _options(self, values: Params, is_single: bool) -> Options:
         first, rules = self.param_groups[0], [self._rule(group) for group in self.param_groups]

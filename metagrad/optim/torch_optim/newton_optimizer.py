@@ -15,6 +15,7 @@ from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import RandomState
 from metagrad.curvature import Result
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.newton.second_order import check_uniform, endings
 from metagrad.optim.probes import Generators, as_rows
@@ -33,12 +34,11 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
     SEED,
     CurvatureOptimizer,
     NotedLoss,
-    generators_of,
     leaves_behind,
     unknown_loss,
 )
 from metagrad.optim.torch_optim.move import Change, working
-from metagrad.optim.torch_optim.optimizer import NONFINITE, Group, Option, as_number
+from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option, Work, as_number
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -103,6 +103,7 @@ MINIBATCH_OPTIONS: Mapping[str, Option] = {
     "curvature_fraction": FRACTION,
     "nonfinite": NONFINITE,
     "seed": SEED,
+    "group": GROUP,
 }
 """Those of an optimizer whose products may be of fewer data than its gradients."""
 
@@ -139,13 +140,27 @@ class NewtonOptimizer(CurvatureOptimizer):
     Weight decay :math:`\gamma` is of the objective, which is the loss with :math:`\gamma |w|^2 / 2`: it enters
     gradient, matrix and ratio. What ``step`` returns is the loss alone.
 
+    Of several processes, ``group``, each has the loss of its own examples, and the closure averages the gradients::
+
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            metagrad.distributed.average_gradients(model, weight=len(x))
+            return loss
+
+    The objective is then the mean of the losses with these weights, of which a step is that of one process with all
+    examples: its products, and its values and gradients at other parameters, are averaged as they are computed. All
+    processes call their closures equally often; what ``step`` returns is the loss of this one. A closure of a part of
+    the data averages with weights of its own. Labels that are drawn, for a preconditioner, are those of each.
+
     With a ``GradScaler`` there is no closure, hence nothing to adapt by: ``adapt=False`` (or ``line_search_fn=None``)
     and ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are unscaled. If
     ``scaler.unscale_(opt)`` is called before, to clip gradients: ``opt.backward(loss, scaler=scaler)``.
     """
 
     elementwise = False
-    options: ClassVar[Mapping[str, Option]] = {"nonfinite": NONFINITE}
+    options: ClassVar[Mapping[str, Option]] = {"nonfinite": NONFINITE, "group": GROUP}
     adapted: ClassVar[str | None] = None
     """The hyper-parameter that the state of the rule has a factor of."""
     implied: ClassVar[tuple[str, ...]] = ()
@@ -282,17 +297,17 @@ class NewtonOptimizer(CurvatureOptimizer):
             part = functools.partial(closure, fraction=fraction)
         with self._buffers.noticed():
             result = super()._evaluated(closure)
-        if self._passes is not None and part is not None and self._is_multiplying():
+        if part is not None and self._is_multiplying():
             self._curved = self._passes_of(part)
         return result
 
-    def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass] | None:
-        """Return the backward passes of another closure, of which nothing else is kept."""
+    def _passes_of(self, closure: Callable[[], Any]) -> tuple[list[BackwardPass] | None, Mean]:
+        """Return the backward passes of another closure, of which nothing else is kept, and the mean they enter."""
         kept, self._passes, self._is_moving = self._passes, None, True
         try:
             with without_gradients(self._all_params()), self._buffers.kept():
                 super()._evaluated(closure)
-            return self._passes
+                return self._passes, self._mean()
         finally:
             self._passes, self._is_moving = kept, False
 
@@ -317,7 +332,21 @@ class NewtonOptimizer(CurvatureOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._passes: list[BackwardPass] | None = None
-        self._curved: list[BackwardPass] | None = None
+        self._curved: tuple[list[BackwardPass] | None, Mean] | None = None
+
+    def _mean(self) -> Mean:
+        """Return the mean over processes that the gradients are, as loss and curvature are to be."""
+        if self.group is None:
+            return Mean()
+        named = self._groups_by_name().items()
+        shares = {self._share_in(key, p) for key, (_, p) in named if p.grad is not None}
+        if len(shares) > 1:
+            raise ValueError(
+                f"{type(self).__name__}.step: all gradients are of one loss, which has one weight in each process, "
+                f"but they were averaged with several: those of this process are {sorted(shares)} of the sum. Call "
+                "metagrad.distributed.average_gradients once, for all parameters."
+            )
+        return Mean(max(shares, default=1.0), self.group)
 
     def _groups_by_name(self) -> dict[str, tuple[Group, Tensor]]:
         """Return every parameter with its group; a name that two groups have is made longer."""
@@ -342,13 +371,14 @@ class NewtonOptimizer(CurvatureOptimizer):
         rule, name = self._rule(group), type(self).__name__
         if not needs_curvature(rule, group["step"]):
             return None
-        if self._passes is None:
+        mean = self._mean()
+        if self._passes is None and mean.share:
             raise RuntimeError(
                 f"{name}.step: there are gradients, but no curvature: loss.backward() outside of a closure gives "
                 "none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and returns "
                 "it, or, where nothing is adapted, opt.backward(loss) in place of loss.backward()."
             )
-        generators, fraction = generators_of(group["seed"], group["step"]), self._fraction(group)
+        generators, fraction = self._generators(draws_labels=self.notes_losses), self._fraction(group)
         if self._closure is not None:
             return self._objective(params, generators)
         option = next((o for o in ("adapt", "line_search_fn") if group.get(o)), None)
@@ -363,24 +393,37 @@ class NewtonOptimizer(CurvatureOptimizer):
                 "a closure is called. Call opt.step(closure), or set curvature_fraction=1."
             )
         return GraphCurvature(
-            params, self._passes, inverse_scale=self._inverse_scale(), generators=generators
+            params,
+            self._passes or [],
+            inverse_scale=self._inverse_scale(),
+            mean=mean,
+            generators=generators,
         )
 
     def _objective(
         self, params: Params, generators: Generators, every: Sequence[Tensor] | None = None
     ) -> ClosureObjective:
         """Return the loss of the closure, here and at other parameters; ``every`` adds to what has gradients."""
-        assert self._passes is not None
         assert self._closure is not None
+        mean = self._mean()
+        passes = self._passes or []
+        curved, curved_mean = (passes, mean) if self._curved is None else self._curved
+        if curved is None and curved_mean.share:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: the closure that the curvature is taken of calls no backward. Call "
+                "loss.backward() in it, as in the closure of all data."
+            )
         return ClosureObjective(
             params,
-            self._passes,
-            self._curved,
+            passes,
+            curved or [],
             self._closure,
             self._all_params() if every is None else every,
             self._random,
             self._buffers,
-            generators,
+            mean=mean,
+            curved_mean=curved_mean,
+            generators=generators,
         )
 
     def _inverse_scale(self) -> float:
@@ -401,6 +444,8 @@ class NewtonOptimizer(CurvatureOptimizer):
             gradients = [(f"the gradient of {key!r}", g) for key, g in grads.items()]
             if not self._are_finite([*self._seen_losses(), *gradients]):
                 return
+            if self.group is not None:
+                self._refuse_different([Work(self.param_groups[0], params, grads)], self.group)
             found = self._factorised(
                 lambda: self._changed(params, grads) if params else (Change({}, {}, {}), None)
             )

@@ -71,8 +71,8 @@ NONFINITE = Option(
 GROUP = Option(
     None,
     "Processes that have the same parameters, and gradients that :func:`~metagrad.distributed.average_gradients` has "
-    "averaged before each step; others are refused. All have the same parameters and state afterwards, and what is "
-    "not finite in one is so in all. None is this one alone.",
+    "averaged, in the closure if there is one; others are refused. All have the same parameters and state "
+    "afterwards, and what is not finite in one is so in all. None is this one alone.",
     "ProcessGroup | None",
 )
 

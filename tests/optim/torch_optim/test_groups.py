@@ -13,9 +13,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from metagrad.core.tree import tree_leaves
-from metagrad.distributed import average_gradients
+from metagrad.distributed import GradientAverager, average_gradients
 from metagrad.distributed.shares import of_matrices, shares
-from metagrad.optim import KFAC, LBFGS, AdaHessian, NewtonCG, Shampoo, SophiaG, SophiaH, rules
+from metagrad.optim import (
+    KFAC,
+    LBFGS,
+    AdaHessian,
+    CubicNewton,
+    GaussNewton,
+    NaturalGradient,
+    NewtonCG,
+    Shampoo,
+    SophiaG,
+    SophiaH,
+    TrustRegionNewton,
+    rules,
+)
 from metagrad.optim.kronecker import factors, shampoo
 from metagrad.tasks.batch import share_of
 from tests.distributed.threads import in_threads
@@ -33,6 +46,8 @@ OPTIMIZERS = {
     ),
     "KFAC": lambda model, **group: KFAC(model, lr=0.05, curvature_every=1, inverse_every=2, **group),
     "EKFAC": lambda model, **group: KFAC(model, eigen=True, curvature_every=1, inverse_every=2, **group),
+    "NewtonCG": lambda model, **group: NewtonCG(model.parameters(), adapt=False, damping=2.0, **group),
+    "TrustRegionNewton": lambda model, **group: TrustRegionNewton(model.parameters(), adapt=False, **group),
 }
 
 
@@ -197,7 +212,7 @@ def test_sharded_parameters_are_refused(make):
         make([("w", w)])
 
 
-@pytest.mark.parametrize("name", ["AdaHessian", "Shampoo", "KFAC"])
+@pytest.mark.parametrize("name", ["AdaHessian", "Shampoo", "KFAC", "NewtonCG"])
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
 def test_processes_that_would_drift_apart_are_refused(name, what):
     x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
@@ -348,6 +363,240 @@ def test_roots_that_others_compute_have_no_derivative():
             ValueError, match=r"shampoo\(...\).update: what other processes compute has no graph"
         ):
             rule.update({"w": w * w}, rule.init({"w": w}), {"w": w})
+
+    in_threads(2, process)
+
+
+# Those that compute the loss again
+
+SOLVER = {"damping": 0.1, "max_steps": 6}  # more steps of conjugate gradients would multiply rounding
+NEWTON = {
+    "NewtonCG": (NewtonCG, SOLVER),
+    "NewtonCG, preconditioned": (
+        NewtonCG,
+        {**SOLVER, "preconditioner": "diagonal", "samples": 2, "curvature_every": 2, "seed": 0},
+    ),
+    "GaussNewton": (GaussNewton, SOLVER),
+    "NaturalGradient": (NaturalGradient, {**SOLVER, "max_divergence": 0.1}),
+    "CubicNewton": (CubicNewton, {}),
+    "TrustRegionNewton": (TrustRegionNewton, {"weight_decay": 0.01}),
+    "LBFGS": (LBFGS, {"max_iter": 3}),
+}
+
+
+def stepped(make, options, model, data, group=None, steps=4, loss_fn=F.mse_loss, part=None):
+    """Take steps by a closure, and return parameters, tensors of the state and what was said of each step."""
+
+    def closure_of(x, y):
+        def closure():
+            opt.zero_grad()
+            loss = loss_fn(model(x), y) if len(x) else torch.zeros(())
+            if len(x):
+                loss.backward()
+            if group is not None:
+                average_gradients(model, weight=len(x), group=group)
+            return loss
+
+        return closure
+
+    opt, said = make(model.parameters(), **options, group=group), []
+    for _ in range(steps):
+        curved = {} if part is None else {"curvature": closure_of(*part)}
+        opt.step(closure_of(*data), **curved)
+        said.append(str(opt.stats))
+    state = [leaf for leaf in tree_leaves(opt.state_dict()["state"]) if isinstance(leaf, torch.Tensor)]
+    return [p.detach() for p in model.parameters()], state, said
+
+
+def assert_all_equal(found):
+    """Assert that all processes have the same bits, and say the same."""
+    for params, state, said in found:
+        assert all(map(torch.equal, params, found[0][0]))
+        assert all(map(torch.equal, state, found[0][1]))
+        assert said == found[0][2]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", NEWTON)
+def test_newton_steps_of_uneven_shares_are_those_of_one_process(name, size):
+    """Lengths, dampings, radii and regularisations follow the mean of the losses, and so do line searches."""
+    whole, (x, y) = network(), (torch.randn(41, 1, 3, 3).double(), torch.randn(41, 2).double())
+    (make, options), models = NEWTON[name], [copy.deepcopy(whole) for _ in range(size)]
+
+    def process(group):
+        part = share_of(41, group.rank(), size)
+        return stepped(make, options, models[group.rank()], (x[part], y[part]), group)
+
+    found, expected = in_threads(size, process), stepped(make, options, whole, (x, y))
+    assert_all_equal(found)
+    torch.testing.assert_close(found[0][0], expected[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["NewtonCG", "GaussNewton"])
+def test_the_curvature_of_a_part_has_weights_of_its_own(name):
+    """Here that of examples of the first process alone, and the others do not even call backward."""
+    whole, (x, y) = network(), (torch.randn(12, 1, 3, 3).double(), torch.randn(12, 2).double())
+    (make, options), models = NEWTON[name], [copy.deepcopy(whole) for _ in range(2)]
+
+    def process(group):
+        share, part = share_of(12, group.rank(), 2), slice(0, 0 if group.rank() else 5)
+        data = x[share], y[share]
+        return stepped(make, options, models[group.rank()], data, group, part=(x[part], y[part]))
+
+    found = in_threads(2, process)
+    expected = stepped(make, options, whole, (x, y), part=(x[:5], y[:5]))
+    assert_all_equal(found)
+    torch.testing.assert_close(found[0][0], expected[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NEWTON)
+def test_a_process_without_examples_takes_the_newton_steps_of_the_others(name):
+    whole, (x, y) = network(), (torch.randn(6, 1, 3, 3).double(), torch.randn(6, 2).double())
+    (make, options), models = NEWTON[name], [copy.deepcopy(whole) for _ in range(2)]
+
+    def process(group):
+        part = slice(0, 0 if group.rank() else 6)
+        return stepped(make, options, models[group.rank()], (x[part], y[part]), group, steps=2)
+
+    found, expected = in_threads(2, process), stepped(make, options, whole, (x, y), steps=2)
+    assert_all_equal(found)
+    torch.testing.assert_close(found[0][0], expected[0], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [NewtonCG, NaturalGradient])
+def test_preconditioners_are_means_of_what_each_process_draws(make):
+    """The probes of processes with other seeds, and labels, differ; parameters do not."""
+    models, options = [network() for _ in range(2)], {"preconditioner": "diagonal", "damping": 0.1}
+    models[1].load_state_dict(models[0].state_dict())
+    x, y = torch.randn(12, 1, 3, 3).double(), torch.randn(12, 2).double()
+
+    def process(group):
+        part, seed = share_of(12, group.rank(), 2), group.rank() if make is NewtonCG else 0
+        return stepped(make, {**options, "seed": seed}, models[group.rank()], (x[part], y[part]), group)
+
+    assert_all_equal(in_threads(2, process))
+
+
+@pytest.mark.parametrize("make", [NewtonCG, LBFGS])
+def test_a_loss_that_is_not_finite_elsewhere_in_one_process_shortens_the_steps_of_all(make):
+    """Where the logarithm is of a negative number, of the examples of one process."""
+    x = [torch.tensor([1.0, 2.0]).double(), torch.tensor([-1.0]).double()]
+
+    def process(group):
+        model = nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        own = x[group.rank()][:, None]
+
+        def barrier(output, _):
+            return 0.1 * output.square().mean() - output.mean() - (1 + 3 * output).log().sum() / 100
+
+        if not group.rank():
+            return stepped(
+                make, {}, model, (own, own), group, steps=3, loss_fn=lambda z, _: (z - 8).square().mean()
+            )
+        return stepped(make, {}, model, (own / 4, own), group, steps=3, loss_fn=barrier)
+
+    found = in_threads(2, process)
+    assert_all_equal(found)
+    assert all(p.isfinite().all() for p in found[0][0])
+    assert "'length': 1.0" not in found[0][2][0]
+
+
+def test_gradients_that_are_averaged_during_the_backward_pass_are_those_of_newtons_steps():
+    whole, (x, y) = network(), (torch.randn(12, 1, 3, 3).double(), torch.randn(12, 2).double())
+    models = [copy.deepcopy(whole) for _ in range(2)]
+
+    def process(group):
+        model, part = models[group.rank()], share_of(12, group.rank(), 2)
+        opt, averager = (
+            NewtonCG(model.parameters(), **SOLVER, group=group),
+            GradientAverager(model, group=group),
+        )
+
+        def closure():
+            opt.zero_grad()
+            loss = F.mse_loss(model(x[part]), y[part])
+            with averager.averaging(weight=6):
+                loss.backward()
+            return loss
+
+        for _ in range(3):
+            opt.step(closure)
+        return [p.detach() for p in model.parameters()]
+
+    expected = stepped(NewtonCG, SOLVER, whole, (x, y), steps=3)[0]
+    for found in in_threads(2, process):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_gradients_of_one_loss_with_several_weights_are_refused():
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+    models = [network() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def process(group):
+        model = models[group.rank()]
+        opt = NewtonCG(model.parameters(), group=group)
+
+        def closure():
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            average_gradients(model[0], weight=1 + group.rank(), group=group)
+            average_gradients(model[3:], weight=1, group=group)
+            return loss
+
+        with pytest.raises(
+            ValueError, match=r"NewtonCG.step: all gradients are of one loss, which has one w"
+        ):
+            opt.step(closure)
+
+    in_threads(2, process)
+
+
+@pytest.mark.parametrize("group_of", [lambda group: group, lambda group: None])
+def test_a_part_without_a_backward_pass_is_refused(group_of):
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+    models = [network() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def process(group):
+        model, group = models[group.rank()], group_of(group)
+        opt = NewtonCG(model.parameters(), group=group)
+
+        def closure():
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            if group is not None:
+                average_gradients(model, group=group)
+            return loss
+
+        with pytest.raises(
+            RuntimeError, match=r"NewtonCG.step: the closure that the curvature is taken of calls no"
+        ):
+            opt.step(closure, curvature=lambda: F.mse_loss(model(x), y))
+
+    in_threads(2, process)
+
+
+def test_a_part_that_is_not_averaged_is_refused():
+    x, y = torch.randn(4, 1, 3, 3).double(), torch.randn(4, 2).double()
+    models = [network() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def process(group):
+        model = models[group.rank()]
+        opt = NewtonCG(model.parameters(), group=group)
+
+        def part():
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        with pytest.raises(ValueError, match="was not averaged by metagrad"):
+            opt.step(closure_of(model, opt, x, y, group), curvature=part)
 
     in_threads(2, process)
 
