@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Iterable, Mapping
 
 from torch import Tensor
 
@@ -19,27 +20,36 @@ class Point:
         call: How errors name the caller.
         params: Parameters by name, or their coordinates.
         data: A tree of other tensors.
+        buffers: Of modules; functions that are evaluated again may write into these, as to count.
     """
 
-    def __init__(self, call: str, params: Mapping[str, Tensor], data: Tree = ()) -> None:
+    def __init__(
+        self, call: str, params: Mapping[str, Tensor], data: Tree = (), buffers: Iterable[Tensor] = ()
+    ) -> None:
         self.call = call
         self._params = params
         named = [(f"the parameter {name}", tensor) for name, tensor in params.items()]
         named += [("a tensor of the data", tensor) for tensor in tensors_in(data)]
-        self._seen = [
-            (what, tensor, tensor._version, _memory(tensor)) for what, tensor in named if has_memory(tensor)
-        ]
+        named += [("a buffer of a module", tensor) for tensor in buffers]
+        self._named = [(what, tensor) for what, tensor in named if has_memory(tensor)]
+        self._note()
 
-    def refuse_written(self) -> None:
-        """Raise if one of the tensors was written in place, or has other memory.
+    def _note(self) -> None:
+        self._seen = [(what, tensor, tensor._version, _memory(tensor)) for what, tensor in self._named]
+
+    @contextlib.contextmanager
+    def read_again(self) -> Generator[None]:
+        """Evaluate a function of the tensors once more, within a ``with`` block.
 
         Raises:
-            ValueError: With its name.
+            ValueError: One of the tensors was written in place, or has other memory; with its name.
         """
         for what, tensor, version, _ in self._seen:
             if tensor._version != version:
                 raise self._error(what)
         self.refuse_moved()
+        yield
+        self._note()
 
     def refuse_moved(self) -> None:
         """Raise if one of the tensors has other memory; of writes in place torch knows whether a graph reads them.

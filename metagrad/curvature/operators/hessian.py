@@ -313,10 +313,10 @@ class _Evaluated(HessianOperator):
         self._point = objective.made_at(_CALL)
 
     def _products(self, vectors: Tensor) -> Tensor:
-        self._point.refuse_written()
         on_tape = self._how.create_graph and torch.is_grad_enabled()
         product = self._by_blocks if self._how.mode == "block" else self._forward
-        return torch.stack([product(row, on_tape) for row in vectors])
+        with self._point.read_again():
+            return torch.stack([product(row, on_tape) for row in vectors])
 
     def _forward(self, vector: Tensor, on_tape: bool) -> Tensor:
         objective, space = self._objective, self.space
@@ -378,13 +378,12 @@ class _Compiled(HessianOperator):
     def _products(self, vectors: Tensor) -> Tensor:
         if is_transformed():
             raise ValueError(f"{_CALL}: products that are compiled run outside of torch.func transforms.")
-        self._point.refuse_written()
         products = torch.empty_like(vectors, requires_grad=False)
-        for row, product in zip(vectors.detach(), products, strict=True):
-            for part, place in zip(
-                self._product(self.space.split(row)), self.space.split(product), strict=True
-            ):
-                place.copy_(part)
+        with self._point.read_again():
+            for row, product in zip(vectors.detach(), products, strict=True):
+                parts = self._product(self.space.split(row))
+                for part, place in zip(parts, self.space.split(product), strict=True):
+                    place.copy_(part)
         return products
 
     def _free(self) -> None:

@@ -79,7 +79,7 @@ class Jacobian:
         problem = evaluation.problem
         self._modules = ModuleState([*modules_of(problem.model), *modules_of(problem.loss_fn)])
         params = {repr(name): v.leaf for name, v in zip(problem.params, self.variables, strict=True)}
-        self._point = Point(mode.call, params, evaluation.batch)
+        self._point = Point(mode.call, params, evaluation.batch, self._modules.buffers())
         self._transposed: TransposedProduct | None = None
         if self.create_graph:
             # In forward mode as well: the derivative of layer_norm's product with a tangent is wrong (torch 2.13).
@@ -158,8 +158,8 @@ class Jacobian:
                 f"{self.mode.call}: forward mode would need tangents as large as the tables {', '.join(tables)}. "
                 'Take mode="reverse", or leave them out of params.'
             )
-        self._point.refuse_written()
-        rows = [self._tangents([vector[i] for vector in vectors]) for i in range(len(vectors[0]))]
+        with self._point.read_again():
+            rows = [self._tangents([vector[i] for vector in vectors]) for i in range(len(vectors[0]))]
         return [torch.stack(parts) for parts in zip(*rows, strict=True)]
 
     def _tangents(self, tangents: list[Tensor]) -> list[Tensor]:

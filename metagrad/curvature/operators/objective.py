@@ -83,11 +83,11 @@ class BatchLoss:
         ]
 
     def made_at(self, call: str) -> Point:
-        """Return the parameters and the batch as they are now."""
+        """Return the parameters, the batch and the buffers as they are now."""
         params = {
             repr(name): p.values if isinstance(p, SparseTensor) else p for name, p in self.params.items()
         }
-        return Point(call, params, self.args)
+        return Point(call, params, self.args, self._modules.buffers())
 
     def _proxy(self, name: str, table: TableRows, values: Tensor) -> Tensor:
         """Return the proxy of a table: its rows, and those of padding, which are constant."""
