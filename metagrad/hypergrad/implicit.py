@@ -29,12 +29,11 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import leaf_names, tree_leaves
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus, zeros_for_none
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
@@ -89,13 +88,12 @@ class ImplicitMethod:
     def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Estimate:
         variables, slopes, direct = _outer_gradients(problem, values, hyper)
         if self.is_zero:
-            return Estimate(direct)
+            return Estimate(zeros_for_none(direct, hyper))
         with _inner_hessian(problem, values, hyper) as H:
             pairs = zip(H.space.entries, variables, slopes, strict=True)
             b = H.space.join([_at_entry(entry, variable, slope) for entry, variable, slope in pairs])
             solution = self.inverse(H, b)
             mixed = H.mixed(solution.value, hyper)
-        _refuse_unused(problem, direct, mixed)
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
         return Estimate(gradient, solution, relative_residual(solution, b))
 
@@ -189,12 +187,3 @@ def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
     place = torch.searchsorted(own, entry.rows).clamp_(max=len(own) - 1)
     known = (own[place] == entry.rows).view(-1, *[1] * (slope.ndim - 1))
     return torch.where(known, slope.index_select(0, place), 0.0)
-
-
-def _refuse_unused(problem: Problem, direct: Sequence[Tensor | None], mixed: Sequence[Tensor | None]) -> None:
-    leaves = tree_leaves(problem.hyper)
-    for name, leaf, *parts in zip(leaf_names(problem.hyper, "hyper"), leaves, direct, mixed, strict=True):
-        if leaf.numel() and all(part is None for part in parts):
-            raise ValueError(
-                f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
-            )
