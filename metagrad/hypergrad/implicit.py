@@ -61,6 +61,11 @@ class ImplicitMethod:
         """Whether u is zero: the minimum is treated as a constant."""
         return False
 
+    @property
+    def undamped(self) -> ImplicitMethod:
+        """What solves the system itself, by which a minimum depends on ``hyper``, however damped u is."""
+        return self
+
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve for rows, with the Hessian; with gradients enabled, on the tape if the products are.
 
@@ -108,7 +113,7 @@ class ImplicitMethod:
                     f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
                     "sparse, or use embeddings without sparse gradients."
                 )
-            step = self.inverse(H, H.gradient.detach() - H.gradient)
+            step = self.undamped.inverse(H, H.gradient.detach() - H.gradient)
             check_solution(CALL, step)
             point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))

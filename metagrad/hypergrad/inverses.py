@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import KW_ONLY, dataclass
 
@@ -64,6 +65,11 @@ class CG(ImplicitMethod):
     def is_exact(self) -> bool:
         """As far as it converges."""
         return True
+
+    @property
+    def undamped(self) -> CG:
+        """The same without damping."""
+        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -151,6 +157,11 @@ class Exact(ImplicitMethod):
     def is_exact(self) -> bool:
         """It is."""
         return True
+
+    @property
+    def undamped(self) -> Exact:
+        """The same without damping."""
+        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""

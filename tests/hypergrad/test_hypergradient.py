@@ -118,6 +118,32 @@ def test_a_derivative_on_the_tape_is_taken_at_the_same_parameters(method):
     torch.testing.assert_close(found[0]["log_penalty"].detach(), found[1]["log_penalty"])
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+@pytest.mark.parametrize("make", [hypergrad.CG, hypergrad.Exact])
+def test_the_derivative_of_a_damped_derivative_is_that_of_its_formula(make, damping):
+    """At the minimum of p^4 / 4 + (p - lam)^2 / 2, whose slope in lam is 1 / (3 p^2 + 1), whatever the damping."""
+
+    def inner(params, hyper):
+        return params["p"] ** 4 / 4 + (params["p"] - hyper["lam"]) ** 2 / 2
+
+    def outer(params, hyper):
+        return params["p"] ** 3 + hyper["lam"] * params["p"]
+
+    p = torch.tensor(0.8, dtype=torch.float64)
+    lam = (p**3 + p).requires_grad_()
+    found = mg.hypergradient(
+        outer, inner, {"p": p}, {"lam": lam}, method=make(damping=damping), create_graph=True
+    )["lam"]
+
+    def formula(p):
+        lam, curvature = p**3 + p, 3 * p**2 + 1
+        return p + (3 * p**2 + lam) / (curvature + damping)
+
+    assert found.item() == pytest.approx(formula(p).item())
+    (second,) = torch.autograd.grad(found, lam)
+    assert second.item() == pytest.approx((torch.func.grad(formula)(p) / (3 * p**2 + 1)).item())
+
+
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_unroll_has_derivatives_of_any_order(memory):
     problem = ridge(n=6, d=2)
