@@ -121,7 +121,8 @@ class ImplicitMethod:
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
     """Return the largest residual among those of the rows, relative to their right-hand sides."""
-    size = linalg.vector_norm(b.detach(), dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
+    b = b.detach().to(torch.promote_types(b.dtype, torch.float32))
+    size = linalg.vector_norm(b, dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 
 

@@ -155,6 +155,18 @@ def test_parameters_that_are_none_are_refused(params, error, message):
         attach(square, params, method=hypergrad.CG())
 
 
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_cotangents_of_any_size_are_solved_for(size, dtype):
+    """The squares of small and large ones are zero and infinite in float16, where nothing was left to solve."""
+    lam = torch.ones(60, dtype=dtype, requires_grad=True)
+    weights = torch.linspace(1, 4, 60).to(dtype)
+    params = {"phi": lam.detach()}
+    found = attach(lambda p: (weights * (p["phi"] - lam).square()).sum() / 2, params, method=hypergrad.CG())
+    (gradient,) = torch.autograd.grad(found["phi"], lam, torch.full((60,), size, dtype=dtype))
+    torch.testing.assert_close(gradient, torch.full_like(gradient, size), rtol=5e-2, atol=0)
+
+
 @pytest.mark.parametrize(
     "method",
     [hypergrad.CG(), hypergrad.Exact(), hypergrad.Neumann(steps=100), hypergrad.FirstOrder(scale=0.5)],
