@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from metagrad.core._torch import Function
+from metagrad.core.checks import check_function, is_a
+from metagrad.core.tape import graph_nodes, is_transformed
+from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.operators.stacked import Hessians, stacked
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
@@ -44,7 +48,8 @@ def attach(
     Args:
         inner_loss: ``inner_loss(params)``, one number; or losses ``[tasks]`` of stacked parameters, of which each
             depends on its own. Then the Hessians of all tasks are inverted together, each by itself.
-        params: The minimum by name, strided floating point tensors; for stacked tasks ``[tasks, ...]`` each.
+        params: The minimum by name, strided floating point tensors of one dtype; for stacked tasks ``[tasks, ...]``
+            each. One that the loss does not depend on is a constant.
         method: An inverse of the Hessian: CG, Neumann, Exact or FirstOrder with a scale.
         call: How errors name the caller.
 
@@ -52,7 +57,7 @@ def attach(
         The same numbers, differentiable once where grad mode is on; a second derivative raises.
 
     Raises:
-        TypeError: ``method`` is not an inverse of the Hessian.
+        TypeError: ``method`` is not an inverse of the Hessian, or ``params`` are no such tensors.
         ValueError: The losses are neither one number nor one for each task, an operation lacks a second derivative,
             or the method is one without an inverse.
         SolveError: In the backward pass, the Hessian is not positive definite.
@@ -73,13 +78,28 @@ def attach(
         Walther, "Evaluating derivatives", 2008, section 15.1.
     """
     check_inverse(call, method)
+    check_function(call, "inner_loss", inner_loss)
+    check_params(call, params)
     if not torch.is_grad_enabled():
         return {name: p.detach() for name, p in params.items()}
+    if is_transformed():
+        raise ValueError(
+            f"{call}: inside a torch.func transform there is no tape, on which the minimum could be put. "
+            "Differentiate by backward() or torch.autograd.grad."
+        )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-    hessians = stacked(call, inner_loss(leaves), leaves, allow_unused=True)
+    losses = inner_loss(leaves)
+    hessians = stacked(call, losses, _entering(losses, leaves) or leaves)
     minimum = _Minimum(call, method, hessians)
     rows = _Attached.apply(hessians.flatten(leaves).detach(), hessians.gradient_on_tape(), minimum)
-    return hessians.unflatten(rows)
+    found = hessians.unflatten(rows)
+    return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
+
+
+def _entering(losses: object, leaves: Params) -> Params:
+    """Return the leaves that losses were computed from; the others have no minimum, and stay constants."""
+    nodes: set[Node] = set(graph_nodes([losses])) if is_a(losses, Tensor) else set()
+    return {name: leaf for name, leaf in leaves.items() if get_gradient_edge(leaf).node in nodes}
 
 
 def check_inverse(call: str, method: object) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
-from metagrad.hypergrad.unroll import refuse_sparse, refuse_tables, refuse_tape
+from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_for_none, zeros_if_none
+from metagrad.hypergrad.unroll import refuse_half, refuse_sparse, refuse_tables, refuse_tape
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -67,9 +67,10 @@ class FiniteDifference:
         """Take the step, and two gradients beside it."""
         refuse_tables(problem, "FiniteDifference")
         refuse_tape(problem, "FiniteDifference", _DIFFERENCE)
+        refuse_half(problem, "FiniteDifference")
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
-            return Estimate(problem.direct(values, hyper)[1])
+            return Estimate(zeros_for_none(problem.direct(values, hyper)[1], hyper))
         slopes = _slopes(problem, values, hyper)
         moved = {name: _leaf(v - self.lr * slopes[name]) for name, v in values.items()}
         direction, direct = problem.direct(moved, hyper)
@@ -127,6 +128,7 @@ class SAMA:
         """Differentiate the update, and take two gradients along what comes of it."""
         refuse_tables(problem, "SAMA")
         refuse_tape(problem, "SAMA", _DIFFERENCE)
+        refuse_half(problem, "SAMA")
         rule, state = self._optimizer(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         slopes = {name: _leaf(g) for name, g in _slopes(problem, values, hyper).items()}
@@ -169,7 +171,7 @@ def mixed_difference(
     r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
     norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
     if not bool(norm > 0):
-        return [None] * len(hyper)
+        return zeros_for_none([None] * len(hyper), hyper)
     epsilon = length / norm
     ends: list[list[Tensor | None]] = []
     for sign in (1, -1):

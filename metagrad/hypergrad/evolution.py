@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from metagrad.hypergrad.problem import Estimate, Problem
-from metagrad.hypergrad.unroll import RuleOf, check_steps, descend, refuse_tables, refuse_tape, rule_for
+from metagrad.hypergrad.unroll import (
+    RuleOf,
+    check_steps,
+    descend,
+    refuse_half,
+    refuse_tables,
+    refuse_tape,
+    rule_for,
+)
 from metagrad.optim.rule import Params
 
 _DRAWN = "draws random numbers, and has no graph"
@@ -75,6 +83,7 @@ class EvolutionStrategies:
         """Unroll both ends of every pair."""
         refuse_tables(problem, "EvolutionStrategies")
         refuse_tape(problem, "EvolutionStrategies", _DRAWN)
+        refuse_half(problem, "EvolutionStrategies")
         leaves = [leaf.detach() for leaf in problem.hyper_leaves()]
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for _ in range(self.pairs):
@@ -178,6 +187,7 @@ class PersistentES:
         """Run one truncation of particles, or, without any, all of a horizon."""
         refuse_tables(problem, "PersistentES")
         refuse_tape(problem, "PersistentES", _DRAWN)
+        refuse_half(problem, "PersistentES")
         if carry is not None:
             particles = self.begin(problem) if carry.step >= self.horizon else carry
             found, particles = self._truncation(problem, particles)

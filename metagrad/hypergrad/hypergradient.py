@@ -96,12 +96,17 @@ def checked(method: Method) -> Method:
 
 
 def completed(problem: Problem, estimate: Estimate) -> Tree:
-    """Return an estimate as a tree like ``hyper``; refuse a failed solve and what is not finite."""
+    """Return an estimate as a tree like ``hyper``; refuse a failed solve, what is unused and what is not finite."""
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)
-    leaves = tree_leaves(problem.hyper)
+    leaves, names = tree_leaves(problem.hyper), leaf_names(problem.hyper, "hyper")
+    for name, leaf, gradient in zip(names, leaves, estimate.gradient, strict=True):
+        if leaf.numel() and gradient is None:
+            raise ValueError(
+                f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
+            )
     found = [zeros_if_none(g, leaf).to(leaf.dtype) for g, leaf in zip(estimate.gradient, leaves, strict=True)]
-    for name, gradient in zip(leaf_names(problem.hyper, "hyper"), found, strict=True):
+    for name, gradient in zip(names, found, strict=True):
         if not is_finite([gradient]):
             raise ValueError(
                 f"{CALL}: the derivative of {name} has nan or inf. Look for them in the losses at params, and in "

@@ -29,12 +29,11 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import leaf_names, tree_leaves
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus, zeros_for_none
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
@@ -61,6 +60,11 @@ class ImplicitMethod:
     def is_zero(self) -> bool:
         """Whether u is zero: the minimum is treated as a constant."""
         return False
+
+    @property
+    def undamped(self) -> ImplicitMethod:
+        """What solves the system itself, by which a minimum depends on ``hyper``, however damped u is."""
+        return self
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve for rows, with the Hessian; with gradients enabled, on the tape if the products are.
@@ -89,13 +93,12 @@ class ImplicitMethod:
     def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Estimate:
         variables, slopes, direct = _outer_gradients(problem, values, hyper)
         if self.is_zero:
-            return Estimate(direct)
+            return Estimate(zeros_for_none(direct, hyper))
         with _inner_hessian(problem, values, hyper) as H:
             pairs = zip(H.space.entries, variables, slopes, strict=True)
             b = H.space.join([_at_entry(entry, variable, slope) for entry, variable, slope in pairs])
             solution = self.inverse(H, b)
             mixed = H.mixed(solution.value, hyper)
-        _refuse_unused(problem, direct, mixed)
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
         return Estimate(gradient, solution, relative_residual(solution, b))
 
@@ -110,7 +113,7 @@ class ImplicitMethod:
                     f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
                     "sparse, or use embeddings without sparse gradients."
                 )
-            step = self.inverse(H, H.gradient.detach() - H.gradient)
+            step = self.undamped.inverse(H, H.gradient.detach() - H.gradient)
             check_solution(CALL, step)
             point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))
@@ -118,7 +121,8 @@ class ImplicitMethod:
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
     """Return the largest residual among those of the rows, relative to their right-hand sides."""
-    size = linalg.vector_norm(b.detach(), dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
+    b = b.detach().to(torch.promote_types(b.dtype, torch.float32))
+    size = linalg.vector_norm(b, dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 
 
@@ -189,12 +193,3 @@ def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
     place = torch.searchsorted(own, entry.rows).clamp_(max=len(own) - 1)
     known = (own[place] == entry.rows).view(-1, *[1] * (slope.ndim - 1))
     return torch.where(known, slope.index_select(0, place), 0.0)
-
-
-def _refuse_unused(problem: Problem, direct: Sequence[Tensor | None], mixed: Sequence[Tensor | None]) -> None:
-    leaves = tree_leaves(problem.hyper)
-    for name, leaf, *parts in zip(leaf_names(problem.hyper, "hyper"), leaves, direct, mixed, strict=True):
-        if leaf.numel() and all(part is None for part in parts):
-            raise ValueError(
-                f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import KW_ONLY, dataclass
 
@@ -64,6 +65,11 @@ class CG(ImplicitMethod):
     def is_exact(self) -> bool:
         """As far as it converges."""
         return True
+
+    @property
+    def undamped(self) -> CG:
+        """The same without damping."""
+        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -151,6 +157,11 @@ class Exact(ImplicitMethod):
     def is_exact(self) -> bool:
         """It is."""
         return True
+
+    @property
+    def undamped(self) -> Exact:
+        """The same without damping."""
+        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -304,9 +315,11 @@ def _solved(
     generator: torch.Generator | None = None,
 ) -> Solution:
     """Solve once differentiably: one derivative more than the hypergradient has itself."""
-    return solve(
+    # Rows of size one: the squares of others may vanish, or overflow, as those of 1e-4 and 300 do in float16.
+    scale = _largest(b)
+    solution = solve(
         operator,
-        b,
+        b / scale,
         method=solver,
         damping=damping,
         rtol=rtol,
@@ -315,6 +328,15 @@ def _solved(
         order=1,
         check_symmetry=False,
     )
+    residual_norms = solution.stats.residual_norms.to(torch.promote_types(b.dtype, torch.float32))
+    stats = dataclasses.replace(solution.stats, residual_norms=residual_norms * scale.squeeze(-1))
+    return dataclasses.replace(solution, value=solution.value * scale, stats=stats)
+
+
+def _largest(b: Tensor) -> Tensor:
+    """Return the size of the largest element of each row, 1 where all are zero."""
+    size = b.detach().abs().amax(-1, keepdim=True) if b.shape[-1] else b.new_zeros(())
+    return torch.where(size > 0, size, 1.0)
 
 
 def _check_count(call: str, value: object) -> None:

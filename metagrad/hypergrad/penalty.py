@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
-from metagrad.hypergrad.unroll import Loss, RuleOf, check_steps, descend, refuse_tables, refuse_tape, rule_for
+from metagrad.hypergrad.unroll import (
+    Loss,
+    RuleOf,
+    check_steps,
+    descend,
+    refuse_half,
+    refuse_tables,
+    refuse_tape,
+    rule_for,
+)
 from metagrad.optim.rule import Params
 
 _STEPS = "finds what it compares by steps that are constants"
@@ -67,6 +76,7 @@ class F2SA:
         """Seek both minima, and compare gradients there."""
         refuse_tables(problem, "F2SA")
         refuse_tape(problem, "F2SA", _STEPS)
+        refuse_half(problem, "F2SA")
         hyper = problem.hyper_leaves()
         rule = rule_for(self.rule, problem, [leaf.detach() for leaf in hyper])
 
@@ -139,6 +149,7 @@ class BOME:
         """Move the parameters, and return the direction of ``hyper``."""
         refuse_tables(problem, "BOME")
         refuse_tape(problem, "BOME", _STEPS)
+        refuse_half(problem, "BOME")
         hyper = problem.hyper_leaves()
         constants = [leaf.detach() for leaf in hyper]
         values = problem.variables()

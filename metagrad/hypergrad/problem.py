@@ -76,6 +76,8 @@ class Problem:
     optimizer: tuple[Rule, Any] | None = None
 
     def __post_init__(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ValueError(f"{CALL}: inside torch.inference_mode() there is no tape. Call it outside.")
         check_function(CALL, "outer_loss", self.outer_loss)
         check_function(CALL, "inner_loss", self.inner_loss)
         check_params(CALL, self.params)
@@ -92,9 +94,16 @@ class Problem:
         return {name: _values(p).detach().requires_grad_() for name, p in self.params.items()}
 
     def hyper_leaves(self) -> list[Tensor]:
-        """Return the leaves of ``hyper``, themselves where the derivative goes on the tape, else new ones."""
+        """Return variables with the numbers of ``hyper``, on its tape where the derivative goes there.
+
+        They are others than the leaves themselves: a partial derivative does not go through a second place where a
+        tensor stands, or through one that was computed from another.
+        """
         leaves = tree_leaves(self.hyper)
-        return [leaf if self.create_graph and leaf.requires_grad else _fresh(leaf) for leaf in leaves]
+        return [
+            leaf.view_as(leaf) if self.create_graph and leaf.requires_grad else _fresh(leaf)
+            for leaf in leaves
+        ]
 
     def outer(self, values: Params, hyper: Sequence[Tensor]) -> Tensor:
         """Evaluate the outer loss on leaves."""
@@ -149,6 +158,11 @@ def gradients(
 def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient, of zeros where there is none."""
     return torch.zeros_like(like) if gradient is None else gradient
+
+
+def zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients, of zeros where there are none."""
+    return [zeros_if_none(gradient, tensor) for gradient, tensor in zip(gradients, like, strict=True)]
 
 
 def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import is_integer
-from metagrad.core.tree import Tree
+from metagrad.core.tree import Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradients
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
@@ -154,7 +154,8 @@ def moved_by(
 ) -> tuple[Params, Any]:
     """Take the step of a rule whose number is ``t``."""
     is_due = needs_curvature(rule, t)
-    value = loss(values)
+    with torch.enable_grad():
+        value = loss(values)
     slopes = grad(value, values, create_graph=create_graph or is_due, materialize_grads=True)
     refuse_sparse(slopes)
     curvature = None
@@ -199,6 +200,20 @@ def refuse_tape(problem: Problem, method: str, why: str) -> None:
     """Refuse ``create_graph`` for a method whose result has no graph."""
     if problem.create_graph:
         raise ValueError(f"{CREATE}: {method} {why}. Take CG, Exact or Unroll.")
+
+
+def refuse_half(problem: Problem, method: str) -> None:
+    """Refuse numbers of half precision for a method that compares losses or gradients at two close points."""
+    named = [
+        *problem.params.items(),
+        *zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True),
+    ]
+    for name, value in named:
+        if value.dtype in (torch.float16, torch.bfloat16):
+            raise TypeError(
+                f"{CALL}: {method} takes differences that are below the rounding of {value.dtype}, which {name!r} "
+                "has. Pass float32, or take CG or Unroll."
+            )
 
 
 def check_steps(call: str, steps: object) -> None:

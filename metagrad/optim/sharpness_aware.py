@@ -69,9 +69,11 @@ def sharpness_aware(
     gradient, spec = tree_flatten(grad(loss_fn(params, *args), params, create_graph=order == 2))
     leaves = tree_flatten(params)[0]
     _refuse_sparse(params, gradient)
-    norm = linalg.vector_norm(torch.stack([linalg.vector_norm(part) for part in gradient]))
-    length = rho / torch.where(norm == 0, 1, norm)
-    uphill = [leaf + length * part for leaf, part in zip(leaves, gradient, strict=True)]
+    # The norm of what float16 can hold may be more than it can.
+    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in gradient]
+    norm = linalg.vector_norm(torch.stack([linalg.vector_norm(part) for part in wide]))
+    length = (rho.reshape(()) if isinstance(rho, Tensor) else rho) / torch.where(norm == 0, 1, norm)
+    uphill = [leaf + (length * part).to(leaf.dtype) for leaf, part in zip(leaves, wide, strict=True)]
     return loss_fn(tree_unflatten(uphill, spec), *args)
 
 

@@ -129,11 +129,65 @@ def square(params):
         (lambda p: p["phi"] ** 2 * torch.ones(2, 2), hypergrad.CG(), ValueError, r"got \(2, 2\)"),
         (lambda p: p["phi"].square().sum() * torch.ones(3), hypergrad.CG(), ValueError, "there are 3 losses"),
         (lambda p: torch.zeros(()), hypergrad.CG(), ValueError, "with a graph"),
+        (torch.ones(()), hypergrad.CG(), TypeError, "inner_loss must be a function"),
     ],
 )
 def test_bad_input_is_refused(inner, method, error, message):
     with pytest.raises(error, match=message):
         attach(inner, {"phi": torch.ones(2)}, method=method)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({}, ValueError, r"attach\(inner_loss, params\): there are no parameters"),
+        ((torch.ones(2),), TypeError, "expected a dict of parameters by name.*got tuple"),
+        ({"phi": torch.arange(2)}, TypeError, "'phi' must be strided and real floating point, got .*int64"),
+        (
+            {"phi": torch.ones(2), "b": torch.ones(2, dtype=torch.float64)},
+            ValueError,
+            "must have one dtype, got torch.float32 of 'phi' and torch.float64 of 'b'",
+        ),
+    ],
+)
+def test_parameters_that_are_none_are_refused(params, error, message):
+    with pytest.raises(error, match=message):
+        attach(square, params, method=hypergrad.CG())
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_cotangents_of_any_size_are_solved_for(size, dtype):
+    """The squares of small and large ones are zero and infinite in float16, where nothing was left to solve."""
+    lam = torch.ones(60, dtype=dtype, requires_grad=True)
+    weights = torch.linspace(1, 4, 60).to(dtype)
+    params = {"phi": lam.detach()}
+    found = attach(lambda p: (weights * (p["phi"] - lam).square()).sum() / 2, params, method=hypergrad.CG())
+    (gradient,) = torch.autograd.grad(found["phi"], lam, torch.full((60,), size, dtype=dtype))
+    torch.testing.assert_close(gradient, torch.full_like(gradient, size), rtol=5e-2, atol=0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [hypergrad.CG(), hypergrad.Exact(), hypergrad.Neumann(steps=100), hypergrad.FirstOrder(scale=0.5)],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_parameter_that_the_loss_does_not_depend_on_is_a_constant(method):
+    lam = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    params = {"none": torch.ones(3, dtype=torch.float64), "phi": lam.detach() ** 2}
+    found = attach(lambda p: (p["phi"] - lam**2).square().sum(), params, method=method)
+    (gradient,) = torch.autograd.grad(found["phi"].sum() + found["none"].prod(), lam)
+    assert torch.allclose(gradient, 2 * lam)
+    assert torch.equal(found["none"], params["none"])
+
+
+def test_transforms_of_torch_func_are_refused():
+    def value(lam):
+        found = attach(lambda p: (p["phi"] - lam) ** 2, {"phi": torch.ones(())}, method=hypergrad.CG())
+        return found["phi"]
+
+    with pytest.raises(ValueError, match="transform there is no tape"):
+        torch.func.grad(value)(torch.ones(()))
 
 
 def test_tasks_have_no_nystrom_approximation():

@@ -46,6 +46,17 @@ def test_optimizers_of_torch_do_what_rules_do(inner, outer, steps):
     assert torch.equal(problem.hyper["log_penalty"], ridge().hyper["log_penalty"])
 
 
+@pytest.mark.parametrize(
+    "inner", [SGD, functools.partial(torch.optim.SGD, lr=0.3)], ids=["rule", "torch.optim"]
+)
+def test_without_grad_mode_it_is_the_same(inner):
+    problem = ridge()
+    expected = run(problem, inner=inner)
+    with torch.no_grad():
+        found = run(problem, inner=inner)
+    assert torch.equal(found.hyper["log_penalty"], expected.hyper["log_penalty"])
+
+
 @pytest.mark.filterwarnings("ignore:.*left a residual")
 def test_without_a_warm_start_each_outer_step_begins_again():
     problem = ridge()

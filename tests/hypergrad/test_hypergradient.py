@@ -118,6 +118,32 @@ def test_a_derivative_on_the_tape_is_taken_at_the_same_parameters(method):
     torch.testing.assert_close(found[0]["log_penalty"].detach(), found[1]["log_penalty"])
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.5])
+@pytest.mark.parametrize("make", [hypergrad.CG, hypergrad.Exact])
+def test_the_derivative_of_a_damped_derivative_is_that_of_its_formula(make, damping):
+    """At the minimum of p^4 / 4 + (p - lam)^2 / 2, whose slope in lam is 1 / (3 p^2 + 1), whatever the damping."""
+
+    def inner(params, hyper):
+        return params["p"] ** 4 / 4 + (params["p"] - hyper["lam"]) ** 2 / 2
+
+    def outer(params, hyper):
+        return params["p"] ** 3 + hyper["lam"] * params["p"]
+
+    p = torch.tensor(0.8, dtype=torch.float64)
+    lam = (p**3 + p).requires_grad_()
+    found = mg.hypergradient(
+        outer, inner, {"p": p}, {"lam": lam}, method=make(damping=damping), create_graph=True
+    )["lam"]
+
+    def formula(p):
+        lam, curvature = p**3 + p, 3 * p**2 + 1
+        return p + (3 * p**2 + lam) / (curvature + damping)
+
+    assert found.item() == pytest.approx(formula(p).item())
+    (second,) = torch.autograd.grad(found, lam)
+    assert second.item() == pytest.approx((torch.func.grad(formula)(p) / (3 * p**2 + 1)).item())
+
+
 @pytest.mark.parametrize("memory", ["full", "step"])
 def test_unroll_has_derivatives_of_any_order(memory):
     problem = ridge(n=6, d=2)
@@ -464,6 +490,71 @@ METHODS = {
     "bome": hypergrad.BOME(RULE, steps=5, lr=0.1),
     "evolution": hypergrad.EvolutionStrategies(RULE, steps=2, pairs=2),
 }
+
+
+@pytest.mark.parametrize(
+    "method", [m for name, m in METHODS.items() if name != "evolution"], ids=lambda m: type(m).__name__
+)
+def test_what_no_loss_depends_on_is_refused_by_every_method_with_derivatives(method):
+    with pytest.raises(ValueError, match=r"neither loss depends on hyper\['none'\]"):
+        mg.hypergradient(
+            square,
+            lambda p, h: (p["w"] - h["lam"]).square().sum(),
+            {"w": torch.ones(2, dtype=torch.float64)},
+            {**HYPER, "none": torch.ones(2)},
+            method=method,
+        )
+
+
+@pytest.mark.parametrize(
+    "method", [hypergrad.Unroll(RULE, 3), hypergrad.CG(), hypergrad.Exact()], ids=lambda m: type(m).__name__
+)
+@pytest.mark.parametrize("second", [lambda lam: lam, lambda lam: 2 * lam], ids=["tied", "computed"])
+def test_derivatives_of_hyperparameters_are_partial_on_the_tape_too(method, second):
+    lam = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    hyper = {"a": lam, "b": second(lam)}
+
+    def inner(params, hyper):
+        return (params["w"] - hyper["a"] ** 2 - hyper["b"] ** 3).square().sum()
+
+    params = {"w": (hyper["a"] ** 2 + hyper["b"] ** 3).detach().expand(2)}
+    found, taped = (
+        mg.hypergradient(square, inner, params, hyper, method=method, create_graph=create_graph)
+        for create_graph in (False, True)
+    )
+    assert {name: g.item() for name, g in taped.items()} == pytest.approx(
+        {name: g.item() for name, g in found.items()}
+    )
+
+
+HALF = {name: METHODS[name] for name in ("difference", "sama", "f2sa", "bome", "evolution")}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [*HALF.values(), hypergrad.PersistentES(RULE, steps=1, horizon=2)],
+    ids=lambda m: type(m).__name__,
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_differences_of_half_precision_are_refused(method, dtype):
+    hyper = {"lam": torch.tensor(3.0, dtype=dtype)}
+    for params in (torch.full((2,), 9.0, dtype=dtype), torch.full((2,), 9.0)):
+        with pytest.raises(
+            TypeError, match=r"takes differences that are below the rounding of torch\.b?float16"
+        ):
+            mg.hypergradient(
+                square,
+                lambda p, h: (p["w"] - h["lam"] ** 2).square().sum(),
+                {"w": params},
+                hyper,
+                method=method,
+            )
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_inference_mode_is_refused(method):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"inside torch\.inference_mode"):
+        mg.hypergradient(square, indefinite, POINT, HYPER, method=method)
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

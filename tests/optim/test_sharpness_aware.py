@@ -59,6 +59,32 @@ def test_at_a_stationary_point_it_is_the_loss(order):
     assert torch.equal(torch.autograd.grad(loss, w)[0], torch.zeros(3))
 
 
+def test_a_gradient_whose_norm_is_beyond_half_precision_leads_uphill():
+    seen = []
+
+    def loss_fn(params):
+        seen.append(params["w"].detach())
+        return (params["w"] * 20000).sum()
+
+    sharpness_aware(loss_fn, {"w": torch.ones(25, dtype=torch.float16, requires_grad=True)}, rho=5.0)
+    assert torch.equal(seen[-1], torch.full((25,), 2.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("rho", [torch.tensor(0.5, dtype=torch.float64), torch.tensor([0.5]), 0.5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_number_keeps_its_dtype_and_shape_whatever_rho_has(rho, dtype):
+    seen = []
+
+    def loss_fn(params):
+        seen.append(params["w"])
+        return params["w"].square()
+
+    w = torch.tensor(1.0, dtype=dtype, requires_grad=True)
+    loss = sharpness_aware(loss_fn, {"w": w}, rho=rho)
+    assert [(value.dtype, value.shape) for value in (*seen, loss)] == [(dtype, ())] * 3
+    assert loss.item() == 2.25
+
+
 def test_other_arguments_are_passed_on(params):
     assert sharpness_aware(loss_fn, params, 3.0, rho=0.0).item() == pytest.approx(3 * loss_fn(params).item())
 

@@ -72,7 +72,8 @@ def compose(stages: Iterable[Stage], operands: Sequence[Tensor]) -> Tensor:
     """Run all stages on one tape; return the loss."""
     values: Sequence[Tensor] = []
     for stage in stages:
-        values = stage.call(stage.gather(operands, values))
+        # A tensor that a block returns twice is two inputs of the next, as when that was recorded.
+        values = [value.view_as(value) for value in stage.call(stage.gather(operands, values))]
     (loss,) = values
     return loss
 

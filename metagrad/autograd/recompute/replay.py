@@ -76,6 +76,7 @@ class Call:
         self.num_arguments = num_arguments
         self.results: Fingerprint | Copy | None = None
         self.constants: list[tuple[Any, ...]] = []
+        self.differentiated: list[bool] = []  # which tensors required grad
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
         self.compared: list[int] = []  # results, by which a repetition is known
         self.programs: Programs | None = None  # of calls with the same derivative
@@ -142,7 +143,10 @@ class Call:
         self.verify_results([outputs[i] for i in self.compared], is_deterministic())
         if self.constants:
             inputs = {node for tensor in tensors if (node := tensor.grad_fn) is not None}
-            if self.constants != _constants_in(graph_nodes(outputs, inputs)):
+            found = _constants_in(graph_nodes(outputs, inputs))
+            # Where fewer derivatives are taken, the graph is a part of the recorded one.
+            whole = torch.is_grad_enabled() and [t.requires_grad for t in tensors] == self.differentiated
+            if found != self.constants if whole else any(each not in self.constants for each in found):
                 self._refuse("a custom autograd.Function kept other numbers for its backward")
 
     def _refuse(self, difference: str | None) -> None:
@@ -219,6 +223,7 @@ def _record(
         nodes = list(graph_nodes(outputs, recorder.inputs()))
         recorder.refuse_unseen(name, nodes)
         call.constants = _constants_in(nodes)
+        call.differentiated = [t.requires_grad for t in (*handed, *call.reads.differentiable)]
         plain = not any(map(_is_custom, nodes)) and call.has_plain_surroundings()
         signature = signature_of(recorder, outputs, call.flags.key()) if plain else None
         call.know_again(programs_of(signature), recorder.operands(), outputs)

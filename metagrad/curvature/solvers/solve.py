@@ -12,7 +12,13 @@ from metagrad.core._torch import to_list
 from metagrad.core.checks import warn
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.implicit import Inverse, attach, check_transforms, refuse_derivatives
+from metagrad.curvature.solvers.implicit import (
+    Inverse,
+    attach,
+    check_transforms,
+    is_batched,
+    refuse_derivatives,
+)
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.preconditioner import (
     Preconditioner,
@@ -94,7 +100,7 @@ def solve(
 
     Raises:
         ValueError: An argument is out of its range, ``b`` or ``x0`` does not fit or is not finite, ``preconditioner``
-            does not go with ``method``, or a map is not symmetric.
+            does not go with ``method``, a map is not symmetric, or the norm of ``b`` is beyond half precision.
         TypeError: The operator is no linear map, or a dtype is another than the operator's.
         SolveError: The solve failed and ``throw`` is set; or a solve of a derivative failed.
 
@@ -134,6 +140,7 @@ def solve(
     solver, precondition = _solver(method, preconditioner is not None).set_up(system, precondition)
     rows = b if b.ndim == 2 else b[None]
     start = None if x0 is None else _start(x0 if x0.ndim == 2 else x0[None], rows)
+    _refuse_norms_out_of_range(rows)
     limits = Limits((rtol * length(rows)).clamp_min(atol), max_steps or min(10 * n, 10_000))
     work = _Work(system, solver, precondition)
     if differentiate == "implicit":
@@ -153,6 +160,19 @@ def solve(
     if throw:
         raise_failure(CALL, stats)
     return Solution(x, overall(results), stats)
+
+
+def _refuse_norms_out_of_range(b: Tensor) -> None:
+    """Refuse rows of half precision whose norm overflows or vanishes: 0 would be the solution, to any tolerance."""
+    if b.dtype not in (torch.float16, torch.bfloat16) or is_batched(b):
+        return
+    b = b.detach()
+    norms = length(b)
+    if bool((((norms == 0) & b.any(-1)) | (norms.isinf() & b.isfinite().all(-1))).any()):
+        raise ValueError(
+            f"{CALL}: the norm of b is out of the range of {b.dtype}. Divide b by b.abs().max() and multiply the "
+            "solution with it, or take parameters and b in float32."
+        )
 
 
 def _start(x0: Tensor, b: Tensor) -> Tensor:

@@ -127,7 +127,9 @@ class PathLengthLoop(TrajectoryLoop):
             grads: Of the loss, where the step begins.
             moves: Of the parameters, back.
         """
-        length = (rise.square() + task_norms(moves, rise.ndim).square()).sqrt()
+        norms = task_norms(moves, rise.ndim)
+        rise = rise.to(norms.dtype)
+        length = (rise.square() + norms.square()).sqrt()
         # Where nothing moved: the derivative of a norm at zero is taken as zero.
         factor = self.power * torch.where(length > 0, length ** (self.power - 2), 0)
         rise = -rise.abs() if self.stabilize else rise

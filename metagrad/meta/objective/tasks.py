@@ -198,8 +198,12 @@ def num_tasks(value: Nested) -> int:
 
 
 def task_squares(values: Iterable[Tensor], num_axes: int) -> Tensor:
-    """Return the sum of the squares of all elements, for each task where the first axis counts them."""
-    return torch.stack([v.unsqueeze(-1).flatten(num_axes).square().sum(-1) for v in values]).sum(0)
+    """Return the sum of the squares of all elements, for each task where the first axis counts them.
+
+    Of half precision in float32: in float16 the squares of small numbers are zero, and those of large ones infinite.
+    """
+    wide = (v.to(torch.promote_types(v.dtype, torch.float32)) for v in values)
+    return torch.stack([v.unsqueeze(-1).flatten(num_axes).square().sum(-1) for v in wide]).sum(0)
 
 
 def _first_tensor(value: Nested) -> Tensor:

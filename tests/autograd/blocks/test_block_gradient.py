@@ -127,6 +127,55 @@ def masked():
     return Case(nn.Sequential(Masked(3), Masked(3)), loss_fn, x, randn(4, 3, seed=1))
 
 
+class Twice(nn.Module):
+    """A block that returns one tensor in two places."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, pair):
+        x = torch.tanh(self.linear(pair[0]) * pair[1])
+        return x, x
+
+
+def one_tensor_twice():
+    def loss_fn(prediction, y):
+        return squares(prediction[0] * prediction[1], y)
+
+    x = randn(4, 3).requires_grad_()
+    return Case(nn.Sequential(Twice(3), Twice(3)), loss_fn, (x, x), randn(4, 3, seed=1))
+
+
+class Scale(torch.autograd.Function):
+    """A square times a number that is kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        ctx.save_for_backward(x)
+        return factor * x.square()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return 2 * ctx.factor * ctx.saved_tensors[0] * cotangent, None
+
+
+class Scaled(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return Scale.apply(self.linear(x), 0.5) * Scale.apply(self.weight, 0.3)
+
+
+def custom_functions():
+    model = nn.Sequential(Scaled(3), Scaled(3), nn.Linear(3, 2))
+    return Case(model, squares, randn(4, 3), randn(4, 2, seed=1))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +206,8 @@ CASES = [
     dropout,
     batch_norm,
     masked,
+    one_tensor_twice,
+    custom_functions,
     recurrent,
     one_block,
 ]
@@ -211,6 +262,18 @@ def test_every_order_equals_that_of_one_tape(case):
     loss = chain(model, loss_fn)
     expected = derivatives(ordinary, loss, params, x, y, order)
     assert_same(derivatives(block_gradient, loss, params, x, y, order), expected)
+
+
+def test_the_derivative_of_a_part_of_the_gradient_through_custom_functions():
+    (model, loss_fn, x, y, _), params = made(custom_functions)
+    for part in params:
+        _, grads = block_gradient(chain(model, loss_fn), params, x, y)
+        _, expected = ordinary(chain(model, loss_fn), params, x, y)
+        found, reference = (
+            torch.autograd.grad(g[part].pow(3).sum(), list(params.values()), materialize_grads=True)
+            for g in (grads, expected)
+        )
+        assert_same(found, reference)
 
 
 @pytest.mark.parametrize("memory", ["full", "step", "sqrt"])

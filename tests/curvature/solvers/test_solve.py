@@ -716,3 +716,12 @@ def test_factorisations_of_half_precision_ended_in_errors_about_kernels(method, 
         with pytest.raises(TypeError, match=f"factorises a matrix, .* got an operator of {dtype}"):
             mg.curvature.solve(H, torch.ones(3, dtype=dtype), method=method)
         assert torch.equal(mg.curvature.solve(H, torch.ones(3, dtype=dtype)).value, torch.full_like(w, 0.5))
+
+
+@pytest.mark.parametrize("size", [1e-5, 2e4])
+def test_norms_out_of_the_range_of_float16_are_refused(size):
+    x = torch.zeros(60, dtype=torch.float16, requires_grad=True)
+    with mg.hessian(x.square().sum() / 2, {"x": x}) as H:
+        with pytest.raises(ValueError, match=r"the norm of b is out of the range of torch\.float16"):
+            H.solve(torch.full((60,), size, dtype=torch.float16), method="cg")
+        assert not H.solve(torch.zeros(60, dtype=torch.float16), method="cg").value.any()

@@ -131,6 +131,19 @@ def test_a_path_that_goes_nowhere_has_no_gradient(regression):
     assert not any(g.any() for g in gradients(learner(regression, steps=0).loss, learner))
 
 
+def test_lengths_of_float16_are_those_of_float64():
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        model = nn.Linear(4000, 1, bias=False).to(dtype)
+        nn.init.zeros_(model.weight)
+        x, y = torch.full((2, 4, 4000), 1e-2, dtype=dtype), torch.full((2, 4, 1), 1e-2, dtype=dtype)
+        leap = mg.Leap(model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=3)
+        leap(((x, y), (x, y))).loss.backward()
+        found.append(model.weight.grad)
+        assert model.weight.grad.dtype == dtype
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_rows_of_tables_count_once(task_chunk):
     torch.manual_seed(0)

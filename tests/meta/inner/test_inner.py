@@ -82,6 +82,17 @@ def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
     )
 
 
+def test_norms_of_float16_are_compared_with_the_tolerance():
+    steps = []
+    for dtype in (torch.float16, torch.float64):
+        model = torch.nn.Linear(4000, 1, bias=False).to(dtype)
+        torch.nn.init.zeros_(model.weight)
+        x, y = torch.full((2, 4, 4000), 1e-2, dtype=dtype), torch.full((2, 4, 1), 1e-2, dtype=dtype)
+        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, tolerance=1e-3)
+        steps.append(maml(((x, y), (x, y))).steps)
+    assert torch.equal(*steps)
+
+
 def test_without_a_tolerance_all_steps_are_used(regression):
     maml = mg.MAML(mlp(), F.mse_loss, inner=sgd(lr=0.1), steps=3)
     assert maml(regression).steps.tolist() == [3] * 4

@@ -57,13 +57,16 @@ class SVGD(RuleNode):
         def direction(gradient: Tensor, place: Tensor) -> Tensor:
             k = kernel.to(place.dtype)
             moves = k @ place - k.sum(-1, keepdim=True) * place
-            return (k @ gradient.reshape(place.shape) + slope.to(place.dtype) * moves).reshape(gradient.shape)
+            found = k @ gradient.reshape(place.shape).to(place.dtype) + slope.to(place.dtype) * moves
+            return found.reshape(gradient.shape).to(gradient.dtype)
 
         return {name: direction(g, centred[name]) for name, g in grads.items()}, state
 
     def _centred(self, param: Tensor) -> Tensor:
         """Return the particles about their mean, ``[..., M, D]``: distances are sums of few large numbers then."""
         flat = param.reshape(*param.shape[: self.batch_ndim], -1)
+        # In half precision distances would be zero or infinite.
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         return flat - flat.mean(-2, keepdim=True)
 
 

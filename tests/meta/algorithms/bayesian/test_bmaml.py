@@ -327,6 +327,20 @@ def test_the_memory_of_every_step_is_reported(regression):
     assert [record.index for record in tracker.records() if record.name == "inner"] == [0, 1, 0, 1]
 
 
+def test_particles_of_float16_move_as_those_of_float64():
+    torch.manual_seed(0)
+    places, gradients = (
+        1e-4 * torch.randn(3, 20, dtype=torch.float64),
+        torch.randn(3, 20, dtype=torch.float64),
+    )
+    found = []
+    for dtype in (torch.float64, torch.float16):
+        params, grads = {"w": places.to(dtype)}, {"w": gradients.to(dtype)}
+        found.append(SVGD(1.0).transform(grads, (), params)[0]["w"])
+    assert found[1].dtype == torch.float16
+    assert (found[1].double() - found[0]).norm() < 0.05 * found[0].norm()
+
+
 def test_a_width_where_most_particles_are_one():
     params = {"w": torch.tensor([[0.0], [0.0], [0.0], [1.0]]).double()}
     found, _ = SVGD(1.0).transform({"w": torch.ones(4, 1).double()}, (), params)
