@@ -11,7 +11,7 @@ import re
 import threading
 import types
 import unittest.mock
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Container, Generator
 from typing import Any
 
 import torch
@@ -119,6 +119,23 @@ def graph_pass(change: Callable[[fx.Graph], None], *files: str) -> Any:
     return GraphPass()
 
 
+def size_inputs(module: fx.GraphModule) -> dict[int, tuple[int, int]]:
+    """Return which inputs of a graph of Dynamo's are sizes of others: their places, those of the others, the axes."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    try:
+        sources = [node.meta["grapharg"].source for node in nodes]
+        places = {source.name: place for place, source in enumerate(sources)}
+        return {
+            place: (places[source.base.name], source.idx)
+            for place, (node, source) in enumerate(zip(nodes, sources, strict=True))
+            if isinstance(node.meta["example_value"], torch.SymInt)
+            and source.prop.name == "SIZE"
+            and source.base.name in places
+        }
+    except (AttributeError, KeyError):
+        return {}
+
+
 def changes_objects() -> bool:
     """Say whether the function that is being compiled may also change objects of Python's, which its graph does not.
 
@@ -151,18 +168,27 @@ def _is_as_before(variable: Any) -> bool:
     return is_dict and not variable.has_new_items()
 
 
-def passing_code(code: types.CodeType, values: dict[str, object]) -> object | None:
+def passing_code(
+    code: types.CodeType, values: dict[str, object], among: Container[object] | None = None
+) -> object | None:
     """Return the compiled code of a function whose guards pass for these arguments, as torch.compile finds it.
 
-    None where there is none, where torch.compile is told not to run it (``torch.compiler.set_stance``), or where its
-    cache is kept in another way than in torch 2.13.
+    Args:
+        code: Of the function.
+        values: The arguments by name.
+        among: The compiled code to look at; None looks at all.
+
+    Returns:
+        The code; None where there is none, where torch.compile is told not to run it (``torch.compiler.set_stance``),
+        or where its cache is kept in another way than in torch 2.13.
     """
     import torch._dynamo.eval_frame
 
     try:
         if torch._dynamo.eval_frame._stance.stance != "default":
             return None
-        return next((entry.code for entry in _entries(code) if entry.guard_manager.check(values)), None)
+        entries = (entry for entry in _entries(code) if among is None or entry.code in among)
+        return next((entry.code for entry in entries if entry.guard_manager.check(values)), None)
     except AttributeError:
         return None
 

@@ -63,6 +63,36 @@ def _noted_call(graph: Graph, *inputs: object) -> Sequence[Tensor]:
     return outputs
 
 
+class _WithSizes(NamedTuple):
+    """A graph some of whose inputs are sizes of others, as a function of the others.
+
+    Attributes:
+        graph: The graph.
+        sizes: The places of these inputs, of the tensors whose sizes they are, and the axes.
+    """
+
+    graph: Graph
+    sizes: dict[int, tuple[int, int]]
+
+    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+        """Call the graph."""
+        others = iter(inputs)
+        given: list[Any] = [
+            None if place in self.sizes else next(others) for place in range(len(inputs) + len(self.sizes))
+        ]
+        for place, (tensor, axis) in self.sizes.items():
+            given[place] = given[tensor].shape[axis]
+        return self.graph(*given)
+
+    def noted(self, *inputs: object) -> Sequence[Tensor]:
+        """Call the graph with the sizes among the inputs, and note the call without them."""
+        outputs = self.graph(*inputs)
+        if _noted.calls is not None:
+            others = [value for place, value in enumerate(inputs) if place not in self.sizes]
+            _noted.calls.append(GraphCall(self, tuple(others), outputs))
+        return outputs
+
+
 class Backend:
     """A backend of torch.compile whose graphs are noted as they run.
 
@@ -96,8 +126,11 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph that Dynamo has made."""
+        sizes = _torch_compiler.size_inputs(module)
         graph = self.compiled(module, examples)
-        return graph if _torch_compiler.changes_objects() else functools.partial(_noted_call, graph)
+        if _torch_compiler.changes_objects():
+            return graph
+        return _WithSizes(graph, sizes).noted if sizes else functools.partial(_noted_call, graph)
 
     def compiled(self, module: fx.GraphModule, examples: list[Tensor]) -> Graph:
         """Compile a graph."""
@@ -169,7 +202,7 @@ class PlacedGraph(NamedTuple):
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Call the graph."""
-        given = [*tensors, *self.constants] if self.constants else tensors
+        given: list[Any] = [*tensors, *self.constants] if self.constants else tensors
         outputs = _noted_call(self.graph, *map(given.__getitem__, self.inputs))
         return list(map([*outputs, *tensors].__getitem__, self.results))
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from metagrad.autograd.compile.backend import Backend, GraphCall, KeptCall, kept_call, noting
+from metagrad.autograd.compile.backend import Backend, KeptCall, kept_call, noting
 from metagrad.autograd.compile.guards import guards_of_what_changes
 from metagrad.autograd.recompute.replay import record
 from metagrad.autograd.recompute.surroundings import Surroundings
@@ -196,9 +196,9 @@ class Compiled:
             return kept(args), Ran(self, kept.code, torch.is_grad_enabled())
         with noting() as calls:
             result = self._called(check, args)
-        code = self._passing(args)
-        if self._kept is not None:
-            self._keep(args, calls, result, code)
+        code = _torch_compiler.passing_code(self._code, self._named(args))
+        if self._kept is not None and code is not None and len(calls) == 1:
+            self._keep(kept_call(calls[0], args, result, code))
         return result, Ran(self, code, torch.is_grad_enabled())
 
     @property
@@ -208,30 +208,24 @@ class Compiled:
 
     def kept(self, *args: object) -> KeptCall | None:
         """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
-        return self._kept.get(self._passing(args)) if self._kept else None
+        if not self._kept:
+            return None
+        code = _torch_compiler.passing_code(self._code, self._named(args), self._kept)
+        return None if code is None else self._kept[code]
 
     def failing_guard(self, code: object, args: tuple[Any, ...]) -> str | None:
         """Return the guard of compiled code that fails for these arguments."""
         return _torch_compiler.failing_guard(self._code, code, self._named(args))
 
-    def _passing(self, args: tuple[Any, ...]) -> object | None:
-        return _torch_compiler.passing_code(self._code, self._named(args))
-
     def _named(self, args: tuple[Any, ...]) -> dict[str, object]:
         return dict(zip(self._names, args, strict=True))
 
-    def _keep(
-        self, args: tuple[Any, ...], calls: Sequence[GraphCall], result: object, code: object | None
-    ) -> None:
-        """Keep the graph that was called; none, from then on, if one is no function of the arguments alone."""
-        assert self._kept is not None
-        kept = None if len(calls) != 1 else kept_call(calls[0], args, result, code)
-        if kept is None:
-            self._kept = None
-        elif code is not None:
+    def _keep(self, kept: KeptCall | None) -> None:
+        """Keep a graph that was called, if it is a function of the tensors among the arguments alone."""
+        if kept is not None and self._kept is not None:
             if len(self._kept) == _MOST_KEPT:
                 self._kept.clear()
-            self._kept[code] = kept
+            self._kept[kept.code] = kept
 
     def _called(self, check: Callable[[], None], args: tuple[Any, ...]) -> Any:
         with _what_graphs_keep():

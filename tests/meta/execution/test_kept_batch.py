@@ -68,6 +68,17 @@ def gradients(maml, batch, weigh):
     return torch.autograd.grad(weigh(maml(batch)), list(maml.parameters()))
 
 
+def test_batches_of_other_sizes_are_calls_of_code_that_ran_before(calls):
+    compiled, eager = prepared()
+    for tasks in (4, 3, 3, 4):
+        batch = Batch(
+            *(Examples(*(t[:tasks] for t in (part.x, part.y))) for part in (slopes().support, slopes().query))
+        )
+        got, expected = (gradients(maml, batch, lambda out: out.loss) for maml in (compiled, eager))
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+    assert [call is not None for call in calls] == [True, False, True, True]
+
+
 WEIGHS = {
     "the loss": lambda out: out.loss,
     "the loss, scaled": lambda out: -3 * out.loss,
