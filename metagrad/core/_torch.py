@@ -126,6 +126,13 @@ function_of = operator.attrgetter("_forward_cls")
 kernel_of = operator.attrgetter("_op")
 """An operation of ``torch.ops`` without the Python around it, which takes as long as a small operation."""
 
+
+def returns_views(function: Any) -> bool:
+    """Say whether what an operation of ``torch.ops`` returns has the memory of an operand; no for other functions."""
+    schema = getattr(function, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """A tensor without memory, as torch.compile makes them while it traces."""
 

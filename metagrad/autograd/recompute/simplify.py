@@ -7,6 +7,7 @@ is needed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from metagrad.autograd.compile.products import call, transpose_in
+from metagrad.core import _torch
 
 aten: Any = torch.ops.aten
 _ZEROS = {aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default}
@@ -53,20 +55,21 @@ def simplify(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
 
 
 def _leave_out_zeros(graph: fx.Graph) -> None:
-    """Take for a sum with zeros what is added to them."""
+    """Take for a sum with zeros what is added to them; but no part of an input is a gradient."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for zeros, other in (node.args, node.args[::-1]):
-            is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS
-            if is_zero and isinstance(other, fx.Node) and not node.kwargs and _are_alike(other, node):
+            is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS and not node.kwargs
+            if is_zero and _are_alike(other, node) and not _is_part_of_input(other):
                 node.replace_all_uses_with(other)
                 break
     graph.eliminate_dead_code()
 
 
 def _read_constants(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
-    """Read what does not change, unless it is a result, which belongs to whoever gets it."""
+    """Read what does not change, unless it is a result, or is made one by a view: that belongs to whoever gets it."""
     for node, name in constants.items():
-        readers = [user for user in node.users if user not in constants and user.op != "output"]
+        others = (user for user in node.users if user not in constants)
+        readers = [user for user in others if user.op != "output" and not _is_view(user)]
         if readers:
             with graph.inserting_before(node):
                 kept = graph.get_attr(name)
@@ -89,7 +92,7 @@ def _share_views(graph: fx.Graph) -> None:
     """Make each view once."""
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _VIEWS and not node.kwargs:
+        if _is_view(node) and not node.kwargs:
             first = known.setdefault((node.target, repr(node.args)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
@@ -116,6 +119,17 @@ def _add_to_products(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _are_alike(first: fx.Node, second: fx.Node) -> bool:
-    a, b = first.meta["val"], second.meta["val"]
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and _torch.returns_views(node.target)
+
+
+def _is_part_of_input(node: fx.Node) -> bool:
+    """Say whether what a node computes has the memory of an input, or may have it."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op != "call_function" or node.target is operator.getitem
+
+
+def _are_alike(first: Any, second: fx.Node) -> bool:
+    a, b = first.meta["val"] if isinstance(first, fx.Node) else None, second.meta["val"]
     return isinstance(a, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
