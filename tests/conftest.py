@@ -8,6 +8,7 @@ library, and those that a test passes to it as an argument, stay as they are. 0 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -76,6 +77,10 @@ def pytest_configure(config):
     if SEED:
         hypothesis.core.global_force_seed = SEED
         shift_seeds()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported and collected is looked through for garbage no more
 
 
 def pytest_report_header():
