@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
@@ -66,8 +67,9 @@ SCHEMAS: dict[str, dict[str, type]] = {
 }
 
 
+@functools.cache
 def register() -> None:
-    """Store the schemas where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`.
+    """Store the schemas, once, where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`.
 
     Those of optimizers are options by themselves, with the defaults of the library, where `conf/` has no file of the
     name.

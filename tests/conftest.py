@@ -8,6 +8,8 @@ library, and those that a test passes to it as an argument, stay as they are. 0 
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 import sys
@@ -53,12 +55,32 @@ def with_shifted_seed(function):
     return call
 
 
+def seed_no_absent_devices() -> None:
+    """Spare each `torch.manual_seed` the stack that torch formats for each kind of device that is not there."""
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+def let_loggers_propagate() -> None:
+    """Let what pytest hangs on the root hear torch's loggers: else it is hung on each of them, anew for each test."""
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
+
+
 def pytest_configure(config):
+    seed_no_absent_devices()
+    let_loggers_propagate()
     hypothesis.settings.register_profile("suite", derandomize=SEED == 0, deadline=None, database=None)
     hypothesis.settings.load_profile("suite")
     if SEED:
         hypothesis.core.global_force_seed = SEED
         shift_seeds()
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported and collected is looked through for garbage no more
 
 
 def pytest_report_header():

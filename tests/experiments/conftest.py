@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 
 from experiments.config import register, typed
 from experiments.train import run_job
@@ -28,6 +29,13 @@ FAST = ("debug=fast", "logger=none", "device=cpu", "threads=1")
 def pytest_configure(config):
     # wandb's generated protobuf modules are older than the protobuf that is installed with it.
     config.addinivalue_line("filterwarnings", "ignore:.*google.protobuf.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_store():
+    """Spare each composition a copy of the whole store, a third of its time: what is loaded is a copy anyhow."""
+    with mock.patch.object(ConfigStore, "__deepcopy__", lambda self, memo: self, create=True):
+        yield
 
 
 @pytest.fixture(scope="session")

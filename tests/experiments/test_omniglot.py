@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def omniglot_run(run, tmp_path_factory):
-    settings = ["iterations=2", "model.hidden=8", "task.queries=3", "plots.steps=3", "evaluate.every=2"]
+    settings = ["iterations=1", "model.hidden=4", "task.queries=3", "plots.steps=1", "evaluate.every=1"]
+    settings += ["evaluate.tasks=2", "evaluate.validation_tasks=2"]
     return run(tmp_path_factory.mktemp("omniglot"), "experiment=omniglot_5way1shot", *settings, plots=True)
 
 

@@ -16,7 +16,15 @@ from torch.utils.data import TensorDataset
 from experiments.build import build_splits, generator
 from tests.marks import slow
 
-SMALL = ("model.hidden=4", "model.norm=group", "model.pool=stride", "task.queries=2")
+SHORT = (
+    "iterations=1",
+    "meta_batch=1",
+    "algorithm.steps=1",
+    "evaluate.steps=1",
+    "evaluate.tasks=2",
+    "evaluate.validation_tasks=2",
+)
+SMALL = ("model.hidden=4", "model.norm=group", "model.pool=stride", "task.queries=2", *SHORT)
 CSV = "boy,age,height\n" + "".join(
     f"{boy},{age},{100 + boy + 6 * age}\n" for boy in range(20) for age in range(9)
 )
@@ -91,7 +99,15 @@ def images(tmp_path):
 
 
 def test_folders_of_images(run, tmp_path, images):
-    folder = run(tmp_path / "run", "task=folder", *images, "task.dataset.size=28", "model=conv4", *SMALL)
+    folder = run(
+        tmp_path / "run",
+        "task=folder",
+        *images,
+        "task.dataset.size=16",
+        "model=conv4",
+        "model.image_size=16",
+        *SMALL,
+    )
     assert result_of(folder)["protocol"]["tasks"] == (
         "FewShot 2-way 1-shot, 2 queries per class, test split: 4 classes of ImageFolders"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -490,6 +491,7 @@ def test_parameters_that_are_not_used_have_zeros():
 WIDTH = 16
 
 
+@functools.cache
 def peak(blockwise: bool, blocks: int, examples: int) -> int:
     """Return the peak bytes of a gradient and of its derivative in a direction."""
     torch.manual_seed(0)

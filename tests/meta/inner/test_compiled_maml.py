@@ -176,7 +176,7 @@ def test_no_steps():
 
 def test_first_order():
     for options in ({}, {"whole": True}):
-        compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=3, order=1)
+        compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=2, order=1)
         assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
 
 
@@ -197,7 +197,7 @@ def test_outputs_and_adaptation_equal_eager(options):
 
 @pytest.mark.parametrize("how", [{}, slow({"memory": "sqrt"}), slow({"task_chunk": 1})])
 def test_nothing_is_compiled_again_for_other_values(how):
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend("eager")
     model = perceptron()
     compiled, eager = pair(model, rules.adam(lr=0.1), {"backend": backend}, steps=5, **how)
     meta_gradient(compiled, draw_batch())
@@ -215,10 +215,11 @@ def test_nothing_is_compiled_again_for_other_values(how):
 
 
 def test_the_whole_is_not_compiled_again_for_other_values():
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend("eager")
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"backend": backend, "whole": True}, steps=2)
     meta_gradient(compiled, draw_batch())
     count = backend.frame_count
+    assert count > 0
     for maml in (compiled, eager):
         maml.inner = rules.sgd(lr=0.2)
     assert_same(meta_gradient(compiled, draw_batch(1)), meta_gradient(eager, draw_batch(1)))
@@ -276,7 +277,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(case, options):
 
 def test_a_hook_that_comes_later_is_seen():
     model = perceptron()
-    compiled, eager = pair(model, rules.sgd(lr=0.1), steps=2)
+    compiled, eager = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
     meta_gradient(compiled, draw_batch())
     model[0].register_forward_hook(doubling)
     with pytest.warns(UserWarning, match="has hooks"):
@@ -285,8 +286,8 @@ def test_a_hook_that_comes_later_is_seen():
 
 
 def test_a_model_in_another_mode_is_compiled_again():
-    model = perceptron(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)).eval()
-    compiled, eager = pair(model, rules.sgd(lr=0.1), steps=2)
+    model = perceptron(nn.Linear(2, 1), nn.Dropout(0.5)).eval()
+    compiled, eager = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
     assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
     model.train()
     with pytest.warns(UserWarning, match="random numbers are drawn"):
@@ -307,7 +308,7 @@ def test_tables_of_rows_run_as_they_are():
 
 @pytest.mark.parametrize("options", [{}, slow({"whole": True})])
 def test_labels_are_checked_on_every_call(options):
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend("eager")
     options = {**options, "backend": backend}
     compiled, _ = pair(
         perceptron(nn.Linear(2, 3)), rules.sgd(lr=0.1), options, loss_fn=F.cross_entropy, steps=2
@@ -343,7 +344,7 @@ def test_a_step_by_blocks_runs_as_it_is():
 
 
 def test_a_copy_compiles_for_itself():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), steps=1)
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": True}, steps=1)
     expected = meta_gradient(eager, draw_batch())
     assert_same(meta_gradient(compiled, draw_batch()), expected)
     assert_same(meta_gradient(copy.deepcopy(compiled), draw_batch()), expected)
@@ -416,7 +417,7 @@ def graphs_of_meta_batches(maml):
 
 
 def test_few_small_steps_are_one_graph():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=3)
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=2)
     for how in ({}, {}, {"second": True}, {"steps": 6}):
         assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
     assert graphs_of_meta_batches(compiled) == 1

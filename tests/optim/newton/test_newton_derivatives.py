@@ -15,6 +15,7 @@ from metagrad.optim.newton.trust_region_newton import trust_region_newton
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import with_batch_ndim
 from tests.joint import joint_gradcheck
+from tests.marks import slow
 from tests.optim.cases import scalar
 from tests.optim.newton.problems import least_squares, quartic, quartic_of, stepped
 
@@ -126,7 +127,17 @@ def test_two_steps_pass_gradcheck_in_parameters_and_hyperparameters(case):
     )
 
 
-@every
+# Every rule, with what a state can hold besides, and every way in which a step ends early or is damped.
+KEPT = {
+    "newton_cg warm", "newton_cg indefinite", "newton_cg every second, overshooting", "newton_cg preconditioned",
+    "gauss_newton every second, preconditioned", "natural_gradient bounded", "trust_region_newton indefinite",
+    "trust_region_newton shrinks", "cubic_newton indefinite", "lbfgs wolfe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [case if name in KEPT else slow(case) for name, case in CASES.items()], ids=CASES
+)
 def test_memory_modes_agree(case):
     make, hyper, options, loss = case
     results = []
