@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.core._torch import to_list
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
 from metagrad.hypergrad.unroll import (
     Loss,
@@ -175,8 +176,9 @@ class BOME:
 
     def _penalty(self, f: Params, g: Params) -> float:
         """Return what holds the barrier; 0 where the inner loss has its minimum."""
-        size = sum(float(x.square().sum()) for x in g.values())
-        inner = sum(float((a * b).sum()) for a, b in zip(f.values(), g.values(), strict=True))
+        squares = [x.square().sum(dtype=torch.float64) for x in g.values()]
+        products = [(a * b).sum(dtype=torch.float64) for a, b in zip(f.values(), g.values(), strict=True)]
+        size, inner = to_list(torch.stack([torch.stack(squares).sum(), torch.stack(products).sum()]))
         return max(self.barrier - inner / size, 0.0) if size > 0 else 0.0
 
 

@@ -156,7 +156,7 @@ def _lookups(call: str, name: str, param: Tensor, nodes: list[Node], must: bool)
         Lookup(GradientEdge(node, 0), ids, place)
         for node, (ids, _), place in zip(nodes, found, places, strict=True)
     ]
-    padding = padding[~torch.isin(padding, torch.cat([rows, rows.new_tensor([HOLE])]))]
+    padding = padding[~torch.isin(padding, torch.cat([rows, rows.new_full((1,), HOLE)]))]
     return Lookups(TableRows(rows, tuple(param.shape)), tuple(lookups), padding)
 
 

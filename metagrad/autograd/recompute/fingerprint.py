@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import disabled_torch_dispatch, flattened, from_numpy, is_functorch_wrapped
+from metagrad.core._torch import (
+    disabled_torch_dispatch,
+    flattened,
+    from_numpy,
+    is_functorch_wrapped,
+    without_torch_function,
+)
 
 _NUM_SAMPLES = 32
 _MOST_TO_SUM = 2**14  # a pass over more would show in the time of a step
@@ -110,9 +116,7 @@ class _Group(NamedTuple):
     sizes: tuple[int, ...]
     """How many entries of each are known or summed together."""
     numbers: Tensor | list
-    """Entries of each tensor. On a CPU a list, which is no storage."""
-    total: Tensor | complex
-    """The sum of all entries that are known."""
+    """Entries of each tensor, and the sum of all that are known. On a CPU a list, which is no storage."""
     rounding: float
     """The relative error of results that were computed in another order."""
     noise: float
@@ -124,21 +128,19 @@ class _Group(NamedTuple):
         sizes = tuple([part.numel() for part in parts])
         kept, *errors = _kept(tensors[0].dtype)
         entries = flattened(parts)
-        entries, places = entries if entries.dtype == kept else entries.to(kept), _places(sizes)
+        entries = entries if entries.dtype == kept else entries.to(kept)
         shapes = [tensor.shape for tensor in tensors]
         if entries.is_cpu:
             array = entries.numpy(force=True)  # a zero without memory has no array
             total = np.add.reduce(array, dtype=np.result_type(array, np.float64))
-            return cls(shapes, sizes, array.take(places).tolist(), total, *errors)
-        wide = torch.promote_types(kept, torch.float64)
-        numbers = entries[from_numpy(places).to(entries.device)]
-        return cls(shapes, sizes, numbers, entries.sum(dtype=wide), *errors)
+            return cls(shapes, sizes, [*array.take(_places(sizes)).tolist(), total], *errors)
+        wide = kept if kept == torch.int64 else torch.promote_types(kept, torch.float64)
+        numbers = entries[_places_on(sizes, entries.device)].to(wide)
+        return cls(shapes, sizes, torch.cat([numbers, entries.sum(0, keepdim=True, dtype=wide)]), *errors)
 
     def difference(self, other: _Group, exact: bool) -> str | None:
         """Say which tensor differs."""
-        first, second = (
-            g.numbers if isinstance(g.numbers, list) else g.numbers.tolist() for g in (self, other)
-        )
+        (*first, total), (*second, other_total) = _read(self.numbers, other.numbers)
         error = 0.0 if exact else self.rounding
         # What cancels, as the gradient of a bias before batch norm does, leaves the rounding of its terms alone.
         noise = 0.0 if exact else self.noise * _largest(first)
@@ -150,7 +152,7 @@ class _Group(NamedTuple):
             start = end
         # The errors of the terms are independent.
         error *= max(1.0, math.sqrt(sum(self.sizes) / _MOST_TO_SUM))
-        if not _agree([*first, complex(self.total)], [*second, complex(other.total)], error):
+        if not _agree([*first, complex(total)], [*second, complex(other_total)], error):
             shapes = ", ".join(str(tuple(shape)) for shape in self.shapes)
             return f"results of shapes {shapes} have another sum"
         return None
@@ -194,6 +196,22 @@ def _places(sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(
         [start + np.array(_steps(size)) for start, size in zip(starts, sizes, strict=False)]
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _places_on(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return them on a device, to which they are copied once: each copy waits for what is queued there."""
+    with without_torch_function(), torch.inference_mode(False):
+        return from_numpy(_places(sizes)).to(device)
+
+
+def _read(first: Tensor | list, second: Tensor | list) -> list[list]:
+    """Return numbers as lists, by one look at the device, since each waits for it."""
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.stack([first, second]).tolist()
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    return [first, second]
 
 
 def _largest(numbers: list) -> float:

@@ -176,14 +176,14 @@ def _squares(arguments: _Arguments) -> OutputLoss | None:
     z, weight = arguments["input"], arguments.get("weight")
     return _elementwise(
         arguments,
-        lambda scale: Gaussian(z, scale, z.new_tensor(2.0)),
+        lambda scale: Gaussian(z, scale, z.new_full((), 2.0)),
         None if weight is None else weight.sum(),
     )
 
 
 def _gaussian(arguments: _Arguments) -> OutputLoss | None:
     z, var = arguments["input"], arguments["var"]
-    var = var if isinstance(var, Tensor) else z.new_tensor(var)
+    var = var if isinstance(var, Tensor) else z.new_full((), var)
     if var.ndim and var.shape != z.shape:
         var = var.unsqueeze(-1) if var.shape == z.shape[:-1] else var
     precision = 1 / var.clamp(min=arguments["eps"])

@@ -246,7 +246,7 @@ class Accumulated(Operator):
                 f"{self.call}: no batch has data that count, so that there is no mean over them."
             )
         if self._group is not None:
-            number = totals[0].new_tensor(0.0 if divisor is None else float(divisor))
+            number = totals[0].new_full((), 0.0 if divisor is None else float(divisor))
             *totals, number = sums([*totals, number], self._group)
             divisor = None if divisor is None else number
         return totals if divisor is None else [total / divisor for total in totals]

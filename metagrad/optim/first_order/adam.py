@@ -240,11 +240,12 @@ def _write_fused(
     states = {key: kept[p] for key, p in params.items()}
     _, *slots = state = in_place(rule, params, states)
     first, steps = next(iter(params.values())), state.step + 1
+    count = torch.full((), float(steps), dtype=torch.float32, device=first.device)  # CUDA reads it as such
     fused_adam_(
         list(params.values()),
         list(grads.values()),
         *([] if slot is None else list(slot.values()) for slot in slots),
-        [torch.full((), float(steps), device=first.device)] * len(params),
+        [count] * len(params),
         lr=rule.lr,
         beta1=rule.betas[0],
         beta2=rule.betas[1],

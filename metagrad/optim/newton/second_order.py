@@ -65,14 +65,12 @@ class RowSpace:
     def each(self, value: float | Tensor) -> Tensor:
         """Return a number of each task, ``[tasks]``, in the dtype of the parameters."""
         first = next(iter(self.params.values()))
-        number = torch.as_tensor(value, dtype=first.dtype, device=first.device)
-        return number.expand(self.tasks).reshape(-1)
+        return _number(value, first).expand(self.tasks).reshape(-1)
 
     def spread(self, values: Sequence[float | Tensor]) -> Tensor:
         """Return the values of parameters, numbers or tensors of their trailing shapes, as rows."""
         columns = [
-            torch.as_tensor(value, dtype=p.dtype, device=p.device).expand(p.shape)
-            for value, p in zip(values, self.params.values(), strict=True)
+            _number(value, p).expand(p.shape) for value, p in zip(values, self.params.values(), strict=True)
         ]
         return self.rows(dict(zip(self.params, columns, strict=True)))
 
@@ -81,6 +79,11 @@ class RowSpace:
         if sign == 1:
             return lambda rows: self.rows(products(self.tensors(rows)))
         return lambda rows: sign * self.rows(products(self.tensors(rows)))
+
+
+def _number(value: float | Tensor, like: Tensor) -> Tensor:
+    """Return a hyper-parameter beside a tensor; a number is filled in, since a copy waits for the device."""
+    return value.to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def check_uniform(call: str, params: Params) -> None:

@@ -60,7 +60,7 @@ def embedding(ids: Tensor, table: Tensor, *, padding_idx: int | None = None) -> 
         return gather_rows(table, ids)
     padded = ids == padding_idx
     found = gather_rows(table, torch.where(padded, HOLE, ids), holes=True)
-    constant = gather_rows(table.detach(), torch.tensor(padding_idx, device=ids.device))
+    constant = gather_rows(table.detach(), ids.new_full((), padding_idx, dtype=torch.int64))
     return torch.where(over(padded, found), constant, found)
 
 

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim import AdaHessian, Lion
+from metagrad.core._torch import fused_adam_
+from metagrad.optim import AdaHessian, Lion, SparseAdam
+from metagrad.optim.first_order import adam
 from tests.optim.torch_optim.cases import (
     batch,
     classification,
@@ -319,3 +321,22 @@ def test_a_parameter_without_elements(case):
 def test_only_parameters_without_elements(case):
     model, empty = layers(())
     run(optimizer(case, model), lambda: F.mse_loss(empty(torch.ones(2, 0)), torch.ones(2, 1)), 2)
+
+
+def test_adam_hands_its_kernel_the_steps_in_float32(monkeypatch):
+    """On CUDA the kernel reads them as such, without looking at their dtype."""
+    handed = []
+
+    def kernel(*lists, **options):
+        handed.extend(step.dtype for step in lists[-1])
+        fused_adam_(*lists, **options)
+
+    monkeypatch.setattr(adam, "fused_adam_", kernel)
+    torch.set_default_dtype(torch.float64)
+    try:
+        p = nn.Parameter(torch.ones(3))
+        p.grad = torch.ones(3)
+        SparseAdam([p]).step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert handed == [torch.float32]

@@ -103,6 +103,13 @@ def test_order_four_in_closed_form():
         level = level.sum()
 
 
+def test_padding_is_looked_up_without_a_copy(monkeypatch):
+    """Its number is filled in: a tensor that is made of it would be copied to a GPU, which waits."""
+    ids, table = torch.tensor([0, 2, 1]), leaf(V, D)
+    monkeypatch.delattr(torch, "tensor")
+    assert torch.equal(embedding(ids, table, padding_idx=2), table[ids])
+
+
 def test_rows_that_are_padding_are_not_among_the_rows_of_the_gradient():
     table = leaf(V, D)
     g = torch.autograd.grad(embedding(torch.tensor([1, 3, -2 % V]), table, padding_idx=-2).sum(), table)[0]

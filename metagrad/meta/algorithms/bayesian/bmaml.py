@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
-from metagrad.core._torch import fork_rng, manual_seed
+from metagrad.core._torch import manual_seed
+from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_integer
 from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop, check_count
 from metagrad.meta.algorithms.bayesian.stein import SVGD
@@ -189,7 +191,7 @@ def _models(
         return models
     check_count("BMAML(..., particles)", particles)
     others = [copy.deepcopy(model) for _ in range(particles - 1)]
-    with fork_rng(enabled=generator is not None):
+    with contextlib.nullcontext() if generator is None else RandomState().restored():
         if generator is not None:
             manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
         for part in (part for other in others for part in other.modules()):

@@ -50,7 +50,7 @@ class SVGD(RuleNode):
             return grads, state
         centred = {name: self._centred(p) for name, p in params.items()}
         squares = _squared_distances(list(centred.values()))
-        h = _of_median(squares) if self.bandwidth is None else squares.new_tensor(self.bandwidth)
+        h = _of_median(squares) if self.bandwidth is None else squares.new_full((), self.bandwidth)
         h = h.reshape(*h.shape, 1, 1)
         kernel, slope = (-squares / h).exp() / count, 2 * self.temperature / h
 

@@ -278,6 +278,12 @@ def test_reverse_mode_of_torch_func(regression):
     torch.testing.assert_close(tuple(got.values()), gradients(learner(regression).loss, learner))
 
 
+def test_particles_are_drawn_by_a_generator_without_a_warning_where_there_are_several_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.random, "_fork_rng_warned_already", False)
+    make(generator=torch.Generator().manual_seed(0))
+
+
 def test_particles_are_drawn_by_a_generator_and_kept_in_the_state(regression):
     state = torch.get_rng_state()
     drawn = [make(generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
