@@ -25,3 +25,10 @@ def index_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
 def index_rows(x: Tensor, ids: Tensor) -> Tensor:
     """Gather rows; where a row is gathered many times, its cotangents are added as in :func:`index_sum`."""
     return widened(x).index_select(0, ids).to(x.dtype)
+
+
+def coalesced(coo: Tensor) -> Tensor:
+    """Add up the duplicates of a COO tensor, as in :func:`index_sum`."""
+    if coo.is_coalesced() or coo.dtype not in HALF:
+        return coo.coalesce()
+    return coo.float().coalesce().to(coo.dtype)
