@@ -52,7 +52,7 @@ def layer_norm(
         raise ValueError(
             f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
         )
-    return _affine(_normalised(input, tuple(range(-len(shape), 0)), eps), weight, bias)
+    return _affine(_normalised(wide(input), tuple(range(-len(shape), 0)), eps), weight, bias).to(input.dtype)
 
 
 def batch_norm(
@@ -101,8 +101,9 @@ def batch_norm(
             raise ValueError(
                 "batch_norm(..., training=False): expected running_mean and running_var, got None."
             )
-        shift, scale = (_by_channel(t, input.ndim) for t in (running_mean, running_var))
-        return _affine((input - shift) * (scale + eps).rsqrt(), weight, bias, channels=True)
+        shift, scale = (wide(_by_channel(t, input.ndim)) for t in (running_mean, running_var))
+        normalised = (wide(input) - shift) * (scale + eps).rsqrt()
+        return _affine(normalised, weight, bias, channels=True).to(input.dtype)
     count = input.numel() // max(input.shape[1], 1)
     if count < 2:
         raise ValueError(
@@ -111,7 +112,7 @@ def batch_norm(
         )
     axes = (0, *range(2, input.ndim))
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(input, axes, eps), weight, bias, channels=True)
+    return _affine(_normalised(wide(input), axes, eps), weight, bias, channels=True).to(input.dtype)
 
 
 def instance_norm(
@@ -158,7 +159,7 @@ def instance_norm(
             f"shape {tuple(input.shape)}."
         )
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(input, axes, eps), weight, bias, channels=True)
+    return _affine(_normalised(wide(input), axes, eps), weight, bias, channels=True).to(input.dtype)
 
 
 class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
@@ -209,6 +210,11 @@ def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 
+def wide(input: Tensor) -> Tensor:
+    """Return an input of half precision, as autocast makes it, in single, in which fused norms compute too."""
+    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+
+
 def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
     if weight is not None:
         normalised = normalised * (_by_channel(weight, normalised.ndim) if channels else weight)
@@ -230,7 +236,8 @@ def _move(
     momentum: float,
 ) -> None:
     """Move running statistics towards those of the input; examples are averaged where each has its own."""
-    var, mean = torch.var_mean(input.detach(), axes, keepdim=False)
+    var, mean = torch.var_mean(wide(input.detach()), axes, keepdim=False)
     for running, value in ((running_mean, mean), (running_var, var)):
         if running is not None:
-            running.lerp_(value if value.ndim == 1 else value.mean(0), momentum)
+            moved = torch.lerp(wide(running), value if value.ndim == 1 else value.mean(0), momentum)
+            running.copy_(moved)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metagrad.sparse.kernels.accumulation import widened
+from metagrad.sparse.kernels.accumulation import coalesced, widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def part_of(gradient: Tensor) -> Part:
     """Return rows and values of a gradient; duplicates of a COO tensor are added up."""
     if isinstance(gradient, RowSparse):
         return Part(gradient.rows, gradient.values, gradient.row_ndim)
-    gradient = gradient.coalesce()
+    gradient = coalesced(gradient)
     rows, *deeper = gradient.indices()
     for ids, size in zip(deeper, gradient.shape[1 : 1 + len(deeper)], strict=True):
         rows = rows * size + ids

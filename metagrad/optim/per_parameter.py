@@ -11,6 +11,7 @@ from torch import Tensor
 from metagrad.core._torch import without_torch_function
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
+from metagrad.sparse.kernels.accumulation import HALF, widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Slot: TypeAlias = "Tensor | tuple[Slot, ...] | None"
@@ -25,6 +26,9 @@ class PerParameter(RuleNode):
 
     A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
     ``move``, which is given the hyper-parameters that were chosen for the step and the parameter.
+
+    Parameters of half precision are moved in float32, and rounded; their state is float32: averages would stand still
+    in bfloat16, and the squares of gradients overflow or vanish in float16.
     """
 
     call: ClassVar[str]
@@ -60,7 +64,7 @@ class PerParameter(RuleNode):
         """Return the state before the first step."""
         for key, param in params.items():
             self.check(key, param)
-        rows = [self.slots(param) for param in params.values()]
+        rows = [self.slots(widened(param)) for param in params.values()]
         return self.State(0, *_by_name(params, rows, self.slots(torch.empty(0))))
 
     def update(
@@ -88,6 +92,8 @@ class PerParameter(RuleNode):
                 rows.append([w, *own])  # no norm, shape or matrix of it is known to `move`
                 continue
             given = [tensors[key] for tensors in inputs]
+            if dtype in HALF:
+                w, given = widened(w), [None if tensor is None else widened(tensor) for tensor in given]
             results = self.move(h, count(state.step, dtype), w, *given, *own)
             rows.append(self._in_dtypes(results, dtype, own))
         news, *fields = _by_name(params, rows, (params, *slots))
@@ -111,12 +117,15 @@ class PerParameter(RuleNode):
                 yield name, value
 
     def _in_dtypes(self, results: Sequence[Any], dtype: torch.dtype, slots: Sequence[Any]) -> Sequence[Any]:
-        """Return results in the dtype of the parameter: a 0-d tensor as hyper-parameter widens those of a 0-d one."""
+        """Return results in their dtypes: a 0-d tensor as hyper-parameter widens those of a 0-d parameter."""
+        dtypes = [dtype, *[torch.float32 if dtype in HALF else dtype] * len(slots)]
         with without_torch_function():
-            widened = [result is not None and result.dtype != dtype for result in results]
-        if not any(widened):
+            pairs = zip(results, dtypes, strict=True)
+            differ = [result is not None and result.dtype != own for result, own in pairs]
+        if not any(differ):
             return results
-        return [r if r is None or not wide else r.to(dtype) for r, wide in zip(results, widened, strict=True)]
+        rows = zip(results, dtypes, differ, strict=True)
+        return [result.to(own) if other else result for result, own, other in rows]
 
 
 def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import without_torch_function
+from metagrad.sparse.kernels.accumulation import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Generators: TypeAlias = "Callable[[torch.device], torch.Generator | None]"
@@ -64,5 +65,5 @@ def as_rows(gradient: Tensor) -> Tensor:
             f"a COO gradient of shape {tuple(gradient.shape)} has {gradient.sparse_dim()} sparse dimensions, and "
             "only tables with sparse rows, of one, are known here. Make it dense by .to_dense()."
         )
-    gradient = gradient.detach().coalesce()
+    gradient = coalesced(gradient.detach())
     return RowSparse(gradient.indices()[0], gradient.values(), gradient.shape)

@@ -14,6 +14,7 @@ from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
 from metagrad.optim.rule import Params
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 _SMALL = 2**16  # elements, whose copy costs less than one cotangent for each parameter
@@ -155,7 +156,8 @@ class TapeCurvature:
             score = weight.abs().sqrt() * loss.score(self._generators(loss.output.device))
             keep = retain_graph or index + 1 < len(losses)
             found = self._pulled_back([loss.output], [score], retain_graph=keep)
-            squares = {key: weight.sign() * (g * g) for key, g in found.items()}
+            # Of half precision in float32: in float16 the squares of small numbers are zero.
+            squares = {key: weight.sign() * _product(g, g) for key, g in found.items()}
             total = {key: total[key] + square for key, square in squares.items()} if total else squares
         return total
 
@@ -201,7 +203,11 @@ def _in_layout_of(gradient: Tensor, v: Tensor) -> Tensor:
 
 
 def _products(z: Params, products: Params) -> Params:
-    return {key: z[key] * product for key, product in products.items()}
+    return {key: _product(z[key], product) for key, product in products.items()}
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return widened(a) * widened(b)
 
 
 def _mean(samples: Iterator[Params], count: int) -> Params:

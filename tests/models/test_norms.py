@@ -84,6 +84,19 @@ def test_torch_is_wrong_at_order_3(name):
         mg.gradcheck(layer, x, order=3)
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(name, dtype):
+    """As torch does: squares of 300 overflow in float16; statistics may be float32, as autocast has them."""
+    fused, composite = (layer_of(name)[0].float() for _ in range(2))
+    x = (300 * draw(*LAYERS[name][1])).to(dtype)
+    expected = fused(x)
+    with composite_norms():
+        found = composite(x)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(dict(composite.named_buffers()), dict(fused.named_buffers()))
+
+
 def test_bad_input_is_named():
     x = draw(1, 3)
     with pytest.raises(ValueError, match=r"layer_norm\(input, normalized_shape\).*\(4,\), got \(1, 3\)"):

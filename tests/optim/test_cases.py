@@ -278,6 +278,23 @@ def test_dtype_device_and_structure_are_kept(case, dtype):
 
 
 @over_cases
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float16, 1e-4), (torch.float16, 300.0), (torch.bfloat16, 1.0)], ids=str
+)
+def test_steps_of_half_precision_are_those_of_float32_rounded(case, dtype, size):
+    # Squares of 300 overflow in float16, those of 1e-4 are zero, and averages stand still in bfloat16.
+    rule, params = case.rule(), {key: p.detach() for key, p in case.params(dtype).items()}
+    state, wide_state = rule.init(params), rule.init({key: p.float() for key, p in params.items()})
+    for seed in range(6):
+        grads = {key: (size * g).to(dtype) for key, g in case.grads(seed=seed).items()}
+        wide_params, wide_grads = ({key: p.float() for key, p in each.items()} for each in (params, grads))
+        expected, wide_state = rule.update(wide_grads, wide_state, wide_params)
+        params, state = rule.update(grads, state, params)
+        for key, p in params.items():
+            torch.testing.assert_close(p.float(), expected[key], rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@over_cases
 def test_nothing_is_written_in_place(case):
     rule, params, grads = case.rule(), case.params(), case.grads()
     _, state = rule.update(grads, rule.init(params), params)

@@ -267,3 +267,16 @@ def test_a_rule_in_a_chain_gets_curvature():
     rule = chain(adahessian(lr=0.5))
     new, _ = rule.update(mg.grad(loss(p), p), rule.init(p), p, on_tape(p))
     assert not torch.equal(new["w"], p["w"])
+
+
+def test_squares_of_small_gradients_of_float16():
+    """A gradient of 1e-4 has the square 1e-8, which is zero there."""
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        w = torch.zeros(1, dtype=torch.float16).to(dtype).requires_grad_()
+        output = 1e-4 * w.expand(1, 2) * torch.tensor([1.0, -1.0], dtype=dtype)
+        known = evaluate(F.cross_entropy, output, torch.tensor([0])).known
+        curvature = TapeCurvature({"w": w}, {"w": w}, losses=[WeightedLoss(known, w.new_ones(()))])
+        found.append(curvature.diagonal(GAUSS_NEWTON)["w"].double())
+    torch.testing.assert_close(*found, rtol=2e-3, atol=0)
+    assert found[0].item() > 0

@@ -14,7 +14,7 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import is_a, is_integer
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
-from metagrad.curvature.estimators.probing import check_probes
+from metagrad.curvature.estimators.probing import check_probes, summable
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.spectrum.first_order import first_order
@@ -182,7 +182,7 @@ def trace_of(
         ):  # fmt: skip
             samples.append(_samples(starts, state, function, call))
             matvecs += state.matvecs
-        estimate = _estimate(torch.cat(samples), matvecs, rtol, call)
+        estimate = _estimate(torch.cat(samples), matvecs, rtol, torch.finfo(operator.dtype).eps, call)
         if rtol is not None and estimate.converged:
             break
     assert estimate is not None
@@ -210,10 +210,12 @@ def _sample(
     values, slopes = _with_slope(function, rule.nodes, call)
     forms = [rule.weights @ values, *_from_fewer_steps(state, i, function, call), rule.weights @ values.abs()]
     square = start.double().square().sum().cpu()
+    start = summable(start)
     sample = (square * torch.stack(forms)).to(start)
     if state.first.requires_grad:
-        direction = (rule.vectors @ (slopes * rule.vectors[0])).to(start) @ state.basis[i, : len(rule.nodes)]
-        form = square.to(start) * dot(direction, state.first[i])
+        coordinates = (rule.vectors @ (slopes * rule.vectors[0])).to(start)
+        direction = coordinates @ summable(state.basis[i, : len(rule.nodes)])
+        form = square.to(start) * dot(direction, summable(state.first[i]))
         sample = torch.cat([(sample[0] + form - form.detach())[None], sample[1:]])
     return sample
 
@@ -253,10 +255,10 @@ def _with_slope(function: Callable[[Tensor], Tensor], nodes: Tensor, call: str) 
     return values.detach(), torch.autograd.grad(values.sum(), nodes, materialize_grads=True)[0]
 
 
-def _estimate(samples: Tensor, matvecs: int, rtol: float | None, call: str) -> Estimate:
+def _estimate(samples: Tensor, matvecs: int, rtol: float | None, eps: float, call: str) -> Estimate:
     values, halves, quarters, sizes = samples.unbind(1)
     unfinished = _error_of_quadrature(*(column.detach().mean() for column in (values, halves, quarters)))
-    rounding = torch.finfo(values.dtype).eps * sizes.detach().mean()
+    rounding = eps * sizes.detach().mean()
     found = from_samples(
         first_order(values, call), torch.hypot(rounding, unfinished),
         matvecs=matvecs,

@@ -12,6 +12,7 @@ from metagrad.core._torch import named_modules
 from metagrad.core.checks import is_a
 from metagrad.core.structured import call_on, structured
 from metagrad.optim.rules import Params
+from metagrad.sparse.kernels.accumulation import widened
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,12 @@ class Prototypes:
         layer = self.layer(model)
         embedding = self._embedding(model, layer, x, y.shape[0])
         with torch.autocast(embedding.device.type, enabled=False):
-            embedding = embedding.to(layer.weight.dtype)
-            members = (torch.arange(layer.out_features, device=y.device).unsqueeze(1) == y).to(
-                embedding.dtype
-            )
+            embedding = widened(embedding.to(layer.weight.dtype))
+            members = torch.arange(layer.out_features, device=y.device).unsqueeze(1) == y
+            members = members.to(embedding.dtype)
             prototypes = members @ embedding / members.sum(1, keepdim=True)
-            return {
-                f"{self.head}.weight": 2 * prototypes,
-                f"{self.head}.bias": -prototypes.square().sum(1),
-            }
+            start = {"weight": 2 * prototypes, "bias": -prototypes.square().sum(1)}
+            return {f"{self.head}.{name}": value.to(layer.weight.dtype) for name, value in start.items()}
 
     def layer(self, model: nn.Module) -> nn.Linear:
         """Return the head of a model; refuse one that prototypes do not make."""

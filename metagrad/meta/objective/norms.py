@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 from metagrad.core._torch import at_least_2d, named_modules
-from metagrad.core.norms import bound_arguments
+from metagrad.core.norms import bound_arguments, wide
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
 from metagrad.core.tree import tree_map
@@ -394,7 +394,7 @@ class NormCalls(TorchFunctionMode):
             )
         shape = (-1, *[1] * (input.ndim - 2))
         mean, var = (statistic.view(shape) for statistic in self.given[number])
-        result = (_wide(input) - mean) * (var + eps).rsqrt()
+        result = (wide(input) - mean) * (var + eps).rsqrt()
         result = result if weight is None else result * weight.view(shape)
         return (result if bias is None else result + bias.view(shape)).to(input.dtype)
 
@@ -425,10 +425,5 @@ class NormCalls(TorchFunctionMode):
 
 
 def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments:
-    var, mean = torch.var_mean(_wide(input), axes, correction=int(unbiased))
+    var, mean = torch.var_mean(wide(input), axes, correction=int(unbiased))
     return Moments(mean, var)
-
-
-def _wide(input: Tensor) -> Tensor:
-    """Return an input of half precision, as autocast makes it, in single, in which fused norms compute too."""
-    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input

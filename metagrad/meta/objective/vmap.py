@@ -30,6 +30,7 @@ from metagrad.core.structured import Nested, Structured, call_on, restored, stru
 from metagrad.core.substitution import replaced
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
 from metagrad.optim.rules import Params
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")
@@ -196,7 +197,8 @@ def losses_stacked(loss_fn: Callable[[Any, Any], Tensor], prediction: Nested, ta
     if loss_fn is F.cross_entropy and prediction.ndim == 3 and target.ndim == 2:
         each = F.cross_entropy(prediction.flatten(0, 1), target.flatten(), reduction="none")
         counted = (target != _IGNORED).sum(1)
-        return each.view(target.shape).sum(1) / counted
+        # Of many examples the sum may overflow in float16, where the mean does not.
+        return (widened(each).view(target.shape).sum(1) / counted).to(each.dtype)
     return vmapped(loss_fn)(prediction, target)
 
 

@@ -99,8 +99,8 @@ class MuonRule(PerParameter):
     )
     ns_dtype: torch.dtype | None = option(
         default=None,
-        doc="The dtype of the iterations; None takes the parameter's. A narrower one is for steps that are not "
-        "differentiated.",
+        doc="The dtype of the iterations; None takes the parameter's, of half precision float32. A narrower one is "
+        "for steps that are not differentiated.",
     )
     maximize: bool = option(
         default=False,

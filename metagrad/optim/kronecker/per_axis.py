@@ -11,13 +11,13 @@ from torch import Tensor
 
 from metagrad.core._torch import pytree
 from metagrad.optim.per_parameter import PerParameter
+from metagrad.sparse.kernels.accumulation import widened
 
 
 class AxisMatrices(PerParameter):
     """A rule whose slots may be tuples of matrices, as many as a parameter has axes.
 
-    The matrices of parameters of half precision are float32, in which they can be decomposed. Parameters without
-    axes are taken as vectors of one element.
+    Parameters without axes are taken as vectors of one element.
     """
 
     batch_ndim: int
@@ -45,22 +45,18 @@ class AxisMatrices(PerParameter):
     def in_axes(self, value: Tensor) -> Tensor:
         """Give a scalar an axis, and half precision the dtype of matrices."""
         axes = self.axes_of(value)
-        return value.reshape((*value.shape[: self.batch_ndim], *axes)).to(matrix_dtype(value))
+        return widened(value).reshape((*value.shape[: self.batch_ndim], *axes))
 
     def identities(self, param: Tensor, sizes: Sequence[int], scale: float = 1.0) -> tuple[Tensor, ...]:
         """Return multiples of the identity for axes of some sizes, and for each task."""
         batch = param.shape[: self.batch_ndim]
-        dtype, device = matrix_dtype(param), param.device
-        return tuple(scale * torch.eye(n, dtype=dtype, device=device).repeat(*batch, 1, 1) for n in sizes)
+        return tuple(
+            scale * torch.eye(n, dtype=param.dtype, device=param.device).repeat(*batch, 1, 1) for n in sizes
+        )
 
 
 def _as_before(old: Tensor, new: Tensor) -> Tensor:
     return new.to(old.dtype)
-
-
-def matrix_dtype(param: Tensor) -> torch.dtype:
-    """Return the dtype in which the matrices of a parameter are kept."""
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
 
 
 def axis_gram(value: Tensor, axis: int, batch_ndim: int = 0) -> Tensor:

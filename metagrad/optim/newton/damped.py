@@ -27,6 +27,7 @@ from metagrad.optim.newton.second_order import (
     no_report,
 )
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
+from metagrad.sparse.kernels.accumulation import widened
 
 
 class Memory(NamedTuple):
@@ -115,11 +116,11 @@ class NewtonSystem(SecondOrder):
 
     def no_memory(self, params: Params) -> Memory:
         """Return the state before the first linear system."""
-        zeros = {key: torch.zeros_like(p) for key, p in params.items()}
+        zeros = {key: torch.zeros_like(widened(p)) for key, p in params.items()}
         if self.curvature_every == 1:
             return Memory(zeros, None, None)
         b = self.batch_ndim
-        pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in params.items()}
+        pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in zeros.items()}
         return Memory(zeros, pairs, dict(pairs))
 
     def solved(

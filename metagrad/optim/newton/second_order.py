@@ -19,11 +19,12 @@ from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
+from metagrad.sparse.kernels.accumulation import HALF, widened
 
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
-    """The rows of parameters whose first axes, so many, count tasks.
+    """The rows of parameters whose first axes, so many, count tasks; of half precision in float32.
 
     Args:
         params: Parameters by name, of one dtype and device.
@@ -49,41 +50,65 @@ class RowSpace:
         return [p.numel() // self.num_tasks for p in self.params.values()]
 
     @functools.cached_property
+    def is_half(self) -> bool:
+        """Whether the parameters are of half precision."""
+        return next(iter(self.params.values())).dtype in HALF
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of rows."""
+        return torch.float32 if self.is_half else next(iter(self.params.values())).dtype
+
+    @functools.cached_property
     def place(self) -> Tensor:
         """The parameters as rows."""
         return self.rows(self.params)
 
     def rows(self, tensors: Params) -> Tensor:
         """Write tensors in the shapes of the parameters as rows."""
-        return torch.cat([tensors[key].reshape(self.num_tasks, -1) for key in self.params], 1)
+        return torch.cat([widened(tensors[key]).reshape(self.num_tasks, -1) for key in self.params], 1)
 
     def tensors(self, rows: Tensor) -> Params:
         """Undo :meth:`rows`."""
         parts = rows.split_with_sizes(self.sizes, 1)
         return {key: part.reshape(p.shape) for (key, p), part in zip(self.params.items(), parts, strict=True)}
 
+    def parameters(self, rows: Tensor) -> Params:
+        """Undo :meth:`rows`, in the dtype of the parameters."""
+        return {key: part.to(self.params[key].dtype) for key, part in self.tensors(rows).items()}
+
     def each(self, value: float | Tensor) -> Tensor:
-        """Return a number of each task, ``[tasks]``, in the dtype of the parameters."""
-        first = next(iter(self.params.values()))
-        return _number(value, first).expand(self.tasks).reshape(-1)
+        """Return a number of each task, ``[tasks]``, in the dtype of rows."""
+        return self._number(value).expand(self.tasks).reshape(-1)
 
     def spread(self, values: Sequence[float | Tensor]) -> Tensor:
         """Return the values of parameters, numbers or tensors of their trailing shapes, as rows."""
         columns = [
-            _number(value, p).expand(p.shape) for value, p in zip(values, self.params.values(), strict=True)
+            self._number(value).expand(p.shape) for value, p in zip(values, self.params.values(), strict=True)
         ]
         return self.rows(dict(zip(self.params, columns, strict=True)))
 
+    def _number(self, value: float | Tensor) -> Tensor:
+        """Return a hyper-parameter as rows are; a number is filled in, since a copy waits for the device."""
+        device = next(iter(self.params.values())).device
+        if isinstance(value, Tensor):
+            return value.to(device, self.dtype)
+        return torch.full((), value, dtype=self.dtype, device=device)
+
     def multiplied(self, products: Callable[[Params], Params], sign: int = 1) -> Rows:
         """Return a map of tensors by name as one of rows, times ``sign``."""
+        if self.is_half:
+
+            def multiply(rows: Tensor) -> Tensor:
+                # At size one: small rows would be zero in float16, and products of large ones infinite.
+                size = rows.detach().abs().amax(1, keepdim=True)
+                size = torch.where(size == 0, 1, size)
+                return sign * size * self.rows(products(self.parameters(rows / size)))
+
+            return multiply
         if sign == 1:
             return lambda rows: self.rows(products(self.tensors(rows)))
         return lambda rows: sign * self.rows(products(self.tensors(rows)))
-
-
-def _number(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return a hyper-parameter beside a tensor; a number is filled in, since a copy waits for the device."""
-    return value.to(like) if isinstance(value, Tensor) else like.new_full((), value)
 
 
 def check_uniform(call: str, params: Params) -> None:
@@ -206,7 +231,7 @@ class SecondOrder(RuleNode):
         check_uniform(f"{self.call}.init", params)
         if not params:
             return torch.tensor(number)
-        first = next(iter(params.values()))
+        first = widened(next(iter(params.values())))
         return first.new_full(self.space(params).tasks, number)
 
     def problem(
@@ -241,7 +266,7 @@ class SecondOrder(RuleNode):
         sign = -1 if self.maximize and matrix != "fisher_products" else 1
         by_tensors = space.multiplied(multiply, sign)
         of_vector: Callable[[Tensor], Tensor | None] | None = getattr(curvature, "product_of_vector", None)
-        if matrix != "products" or of_vector is None or space.num_tasks > 1:
+        if matrix != "products" or of_vector is None or space.num_tasks > 1 or space.is_half:
             return by_tensors
 
         def products(rows: Tensor) -> Tensor:
@@ -282,7 +307,7 @@ class StepProblem:
     @functools.cached_property
     def value(self) -> Tensor:
         """The loss where the step begins, ``[tasks]``, on the tape if the objective is."""
-        value = self.sign * self.objective.value.reshape(-1)
+        value = self.sign * widened(self.objective.value.reshape(-1))
         return value if self.decay is None else value + self.penalty(self.space.place)
 
     @functools.cached_property
@@ -293,7 +318,8 @@ class StepProblem:
     @functools.cached_property
     def slack(self) -> Tensor:
         """How much of a loss may be rounding, ``[tasks]``."""
-        return 10 * torch.finfo(self.g.dtype).eps * self.before.abs()
+        eps = max(torch.finfo(each.dtype).eps for each in (self.g, self.objective.value))
+        return 10 * eps * self.before.abs()
 
     def penalty(self, w: Tensor) -> Tensor | float:
         """Return the penalty at parameters ``[tasks, n]``."""
@@ -302,15 +328,16 @@ class StepProblem:
     def after(self, d: Tensor) -> Tensor:
         """Return the loss at the end of a step, ``[tasks]``, a constant."""
         w = (self.space.place + d).detach()
-        value = self.objective.evaluate(self.space.tensors(w))
-        return (self.sign * value.reshape(-1) + self.penalty(w)).detach()
+        value = self.objective.evaluate(self.space.parameters(w))
+        return (self.sign * widened(value.reshape(-1)) + self.penalty(w)).detach()
 
     def gradient(self, d: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss ``[tasks]`` and its gradient ``[tasks, n]`` at the end of a step; on the tape if d is."""
         w = self.space.place + d
         w = w if d.requires_grad else w.detach()
-        value, grads = self.objective.gradient(self.space.tensors(w))
-        value, g = self.sign * value.reshape(-1) + self.penalty(w), self.sign * self.space.rows(grads)
+        value, grads = self.objective.gradient(self.space.parameters(w))
+        value = self.sign * widened(value.reshape(-1)) + self.penalty(w)
+        g = self.sign * self.space.rows(grads)
         g = g if self.decay is None else g + self.decay * w
         return (value, g) if d.requires_grad else (value.detach(), g.detach())
 
@@ -349,7 +376,7 @@ class StepProblem:
     def moved(self, d: Tensor) -> Params:
         """Return the parameters at the end of a step."""
         change = self.space.tensors(d)
-        return {key: p + change[key] for key, p in self.space.params.items()}
+        return {key: (widened(p) + change[key]).to(p.dtype) for key, p in self.space.params.items()}
 
     def for_task(self, number: Tensor) -> Tensor:
         """Give what is of each task, ``[tasks]``, the shape that states have."""

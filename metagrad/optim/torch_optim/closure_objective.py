@@ -21,6 +21,7 @@ from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import LossRecorder
 from metagrad.optim.torch_optim.move import working
+from metagrad.sparse.kernels.accumulation import HALF
 
 
 class KnownPart(NamedTuple):
@@ -90,7 +91,18 @@ class GraphCurvature:
         return self._averaged(self._own_products(v))
 
     def _own_products(self, v: Params) -> Params:
-        return self._added(tape.products(_in_dtypes_of(params, v)) for params, tape in self._tapes)
+        return self._at_size_one(
+            v, lambda u: self._added(tape.products(_in_dtypes_of(params, u)) for params, tape in self._tapes)
+        )
+
+    def _at_size_one(self, v: Params, multiply: Callable[[Params], Params]) -> Params:
+        """Multiply ``v``; in half precision, in which it may vanish or its product overflow, at size one."""
+        if not any(p.dtype in HALF for p in self._params.values()):
+            return multiply(v)
+        size = torch.stack([working(values).abs().amax() for values in v.values()]).amax()
+        size = torch.where(size == 0, 1, size)
+        products = multiply({key: working(values) / size for key, values in v.items()})
+        return {key: size * product for key, product in products.items()}
 
     def product_of_vector(self, v: Tensor) -> Tensor | None:
         """Return the Hessian times all elements in one vector; None where :meth:`products` is to be asked."""
@@ -114,11 +126,19 @@ class GraphCurvature:
 
     def gauss_newton_products(self, v: Params) -> Params:
         """Return the Gauss-Newton matrix times ``v``."""
-        return self._of_parts(lambda tape, params: tape.gauss_newton_products(_in_dtypes_of(params, v)))
+        return self._at_size_one(
+            v,
+            lambda u: self._of_parts(
+                lambda tape, params: tape.gauss_newton_products(_in_dtypes_of(params, u))
+            ),
+        )
 
     def fisher_products(self, v: Params) -> Params:
         """Return the Fisher matrix times ``v``."""
-        return self._of_parts(lambda tape, params: fisher_products(tape, _in_dtypes_of(params, v)))
+        return self._at_size_one(
+            v,
+            lambda u: self._of_parts(lambda tape, params: fisher_products(tape, _in_dtypes_of(params, u))),
+        )
 
     def diagonal(self, request: Diagonal) -> Params:
         """Return an estimate of a diagonal."""

@@ -36,6 +36,7 @@ from metagrad.optim.torch_optim.move import (
     step_whole,
 )
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
@@ -309,7 +310,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _refuse_different(self, work: Sequence[Work], group: ProcessGroup) -> None:
         tensors = [tensor for one in work for tensor in (*one.params.values(), *one.grads.values())]
         none = torch.zeros((), dtype=torch.float64, device=self._device())
-        norms = [none, *(linalg.vector_norm(tensor).to(none) for tensor in tensors)]
+        norms = [none, *(linalg.vector_norm(widened(tensor)).to(none) for tensor in tensors)]
         refuse_different(
             f"{type(self).__name__}.step",
             "parameters and their gradients",

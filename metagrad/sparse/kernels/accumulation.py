@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 def widened(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that its sums are accumulated in: float32 for half precision, else its own."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x
 
 
 def index_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
@@ -23,3 +25,10 @@ def index_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:
 def index_rows(x: Tensor, ids: Tensor) -> Tensor:
     """Gather rows; where a row is gathered many times, its cotangents are added as in :func:`index_sum`."""
     return widened(x).index_select(0, ids).to(x.dtype)
+
+
+def coalesced(coo: Tensor) -> Tensor:
+    """Add up the duplicates of a COO tensor, as in :func:`index_sum`."""
+    if coo.is_coalesced() or coo.dtype not in HALF:
+        return coo.coalesce()
+    return coo.float().coalesce().to(coo.dtype)

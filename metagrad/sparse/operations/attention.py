@@ -12,6 +12,7 @@ from metagrad.core._torch import broadcast_shapes
 from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
+from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.pattern import Pattern
 
 _CALL = "attention(q, k, v, pattern)"
@@ -31,6 +32,7 @@ def attention(
     Like ``torch.nn.functional.scaled_dot_product_attention`` with the pattern as its boolean mask, and right at
     every order. Memory and time of every derivative are those of the entries, times the heads: it is the output
     that is normalised and not the weights, so the forward keeps one number for each entry; with dropout three.
+    Half precision is computed in float32.
 
     Args:
         q: Queries, [..., n, D]; leading dimensions are batch and heads, and broadcast.
@@ -64,18 +66,19 @@ def attention(
     batch = _check_arguments(q, k, v, pattern)
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{_CALL}: dropout_p must be from 0 to 1, got {dropout_p}.")
+    dtype, (q, k, v) = q.dtype, map(widened, (q, k, v))
     q = q * (1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else scale)
     if not batch:
-        return _attend(q, k, v, pattern, dropout_p)
+        return _attend(q, k, v, pattern, dropout_p).to(dtype)
     num = batch.numel()
     if not num:
-        return v.new_zeros(*batch, pattern.shape[0], v.shape[-1])
+        return v.new_zeros(*batch, pattern.shape[0], v.shape[-1], dtype=dtype)
     q, k, v = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (q, k, v))
     size = _group(num, pattern.nnz)
     q, k, v = (torch.unflatten(x, 0, (-1, size)).flatten(1, 2) for x in (q, k, v))
     cells = pattern if size == 1 else pattern.repeat(size)
     heads = [_attend(*head, cells, dropout_p) for head in zip(q, k, v, strict=True)]
-    return torch.stack(heads).reshape(*batch, pattern.shape[0], v.shape[-1])
+    return torch.stack(heads).reshape(*batch, pattern.shape[0], v.shape[-1]).to(dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.sparse.kernels.accumulation import coalesced, widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -33,7 +34,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
-        The norm before clipping, a scalar on the first gradient's device.
+        The norm before clipping, a scalar on the first gradient's device; of half precision in float32.
 
     Raises:
         ValueError: ``norm_type`` is not above 0, or a gradient has another sparse layout than COO.
@@ -71,7 +72,7 @@ def clip_grad_norm_(
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
         for p in held:
             assert p.grad is not None
-            p.grad.mul_(factor.to(p.grad.device, p.grad.dtype))
+            p.grad.mul_(factor.to(p.grad.device))
     return total
 
 
@@ -82,7 +83,7 @@ def _values(parameter: Tensor) -> Tensor:
     if isinstance(gradient, RowSparse):
         return gradient.values
     if gradient.layout is torch.sparse_coo:
-        parameter.grad = gradient.coalesce()
+        parameter.grad = coalesced(gradient)
         return torch.ops.aten._values(parameter.grad)
     if gradient.layout is not torch.strided:
         raise ValueError(
@@ -93,5 +94,7 @@ def _values(parameter: Tensor) -> Tensor:
 
 
 def _norm(values: Tensor, order: float) -> Tensor:
-    # The largest of no elements is undefined in torch; of no rows it is that of zeros.
+    # The largest of no elements is undefined in torch; of no rows it is that of zeros. The norm of what float16 can
+    # hold may be more than it can.
+    values = widened(values)
     return linalg.vector_norm(values, order) if values.numel() else values.new_zeros(())

@@ -248,6 +248,26 @@ def test_of_several_nans_in_a_window_the_gradient_is_that_of_torchs(window):
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_batch_norm_in_evaluation_of_half_precision_is_computed_in_float32(dtype):
+    """A shift by the mean over the deviation, rounded, would be an error of that size in every activation."""
+    values = (
+        torch.full((3, 2, 5), 30.0),
+        torch.linspace(-1, 1, 30).view(3, 2, 5),
+        torch.ones(2),
+        torch.ones(2),
+    )
+    mean, other, weight, bias = (value.to(dtype) for value in values)
+    found = []
+    for wide in (dtype, D):
+        x, w = (value.detach().to(wide).requires_grad_() for value in (mean + other, weight))
+        with QuickDerivatives():
+            y = F.batch_norm(x, mean[0, :, 0].to(wide) + 1, weight.to(wide) / 3, w, bias.to(wide))
+        assert y.dtype == wide
+        found.append((y.to(D), torch.autograd.grad(y[..., 1:].sum(), w)[0].to(D)))
+    torch.testing.assert_close(*found, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
 def test_running_statistics_are_those_of_torch():
     x, found = drawn(3, 2, 5), []
     for context in (QuickDerivatives(), contextlib.nullcontext()):

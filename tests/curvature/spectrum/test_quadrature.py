@@ -194,3 +194,10 @@ def test_functions_that_are_not_finite_or_not_elementwise():
         trace_of(MatrixMap(-torch.eye(4)), torch.log)
     with pytest.raises(ValueError, match="function must return a tensor of the shape of its argument"):
         trace_of(MatrixMap(torch.eye(4)), torch.sum)
+
+
+def test_traces_in_half_precision_are_float32():
+    """Those above 65504 were infinite in float16, though no eigenvalue is."""
+    found = trace_of(MatrixMap(torch.diag(torch.full((6,), 300.0)).half()), torch.square, steps=2)
+    assert found.value.dtype == torch.float32
+    torch.testing.assert_close(found.value, torch.tensor(6 * 300.0**2), rtol=2e-3, atol=0)

@@ -139,6 +139,15 @@ def test_prototypes_stay_in_float32(batch):
     assert {p.dtype for p in fast.params.values()} == {torch.float32}
 
 
+def test_prototypes_of_many_examples_in_float16():
+    """The sum of the embeddings of a class overflows, and their mean does not."""
+    model, x = nn.Sequential(nn.Identity(), nn.Linear(1, 2)).half(), torch.full((1000, 1), 200.0).half()
+    start = mg.meta.Prototypes("1")(model, x, torch.arange(1000) % 2)
+    assert start["1.weight"].tolist() == [[400.0], [400.0]]
+    assert start["1.bias"].tolist() == [-40000.0, -40000.0]
+    assert {value.dtype for value in start.values()} == {torch.float16}
+
+
 def test_a_class_without_an_example(batch):
     labels = batch.support.y.clone()
     labels[2][labels[2] == 1] = 0

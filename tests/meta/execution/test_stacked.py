@@ -99,3 +99,11 @@ def test_losses_are_those_of_each_task(loss_fn, classes):
     target = torch.randint(3, (4, 5)) if classes else torch.randn(4, 5, 3, dtype=torch.float64)
     expected = torch.stack([loss_fn(p, t) for p, t in zip(prediction, target, strict=True)])
     torch.testing.assert_close(losses_stacked(loss_fn, prediction, target), expected)
+
+
+def test_cross_entropies_of_many_examples_in_float16():
+    """Their sum overflows, and their mean does not."""
+    logits = torch.tensor([0.0, 12.0]).half().expand(2, 6000, 2)
+    losses = losses_stacked(F.cross_entropy, logits, torch.zeros(2, 6000, dtype=torch.int64))
+    assert losses.tolist() == [12.0, 12.0]
+    assert losses.dtype == torch.float16

@@ -304,3 +304,25 @@ def test_negative_curvature_is_followed_downhill():
         if rule.call != "cubic_newton(...)":
             assert Result.NEGATIVE_CURVATURE.name in seen
         assert float(params["w"].detach()[1]) == pytest.approx(math.sqrt(2), abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rule",
+    [cubic_newton(), lbfgs(), lbfgs(line_search_fn="strong_wolfe"), newton_cg(), trust_region_newton()],
+    ids=lambda rule: rule.call,
+)
+def test_half_precision_is_solved_for_in_float32(rule, dtype):
+    """Torch factorises no matrices of half precision, and residuals that are small vanish in float16."""
+
+    def after_two_steps(dtype):
+        params = {"w": (START / 8).to(torch.bfloat16).to(dtype).requires_grad_()}
+        state = rule.init(params)
+        for _ in range(2):
+            loss = lambda p: quartic(p["w"].double()).to(dtype)  # noqa: E731
+            params, state = stepped(rule, loss, params, state)
+        assert params["w"].dtype == dtype
+        return params["w"].double()
+
+    expected = after_two_steps(torch.float64)
+    torch.testing.assert_close(after_two_steps(dtype), expected, rtol=8 * torch.finfo(dtype).eps, atol=4e-3)

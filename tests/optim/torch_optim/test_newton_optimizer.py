@@ -437,3 +437,25 @@ def test_an_ill_scaled_regression_by_a_closure():
         assert opt.stats["ending"] == "CONVERGED"
         steps[preconditioner] = opt.stats["steps"]
     assert steps["diagonal"] < steps[None] / 2
+
+
+@pytest.mark.parametrize("scale", [1e-3, 3e3])
+def test_float16_multiplies_vectors_of_size_one(scale):
+    """Others vanish there, or have products that overflow."""
+    found = []
+    for dtype in (torch.float16, F64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).half().to(dtype)
+        x, y = torch.randn(40, 4).half().to(dtype), torch.arange(40) % 3
+        opt = TrustRegionNewton(model.parameters())
+
+        def closure(model=model, opt=opt, x=x, y=y):
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y) * scale
+            loss.backward()
+            return loss
+
+        for _ in range(8):
+            loss = opt.step(closure)
+        found.append(loss.double() / scale)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=0)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 import metagrad as mg
 from metagrad import sparse
+from metagrad.distributed.rows import part_of
+from metagrad.optim.probes import as_rows
 from metagrad.sparse import Pattern, RowSparse, Segments, SparsePolicy, SparseTensor
 from metagrad.sparse.tables.embedding import reduce_bags
 
@@ -160,3 +162,14 @@ def test_sums_of_half_precision_are_accumulated_in_float32(name, dtype):
         error = (theirs - expected).abs().max().nan_to_num()
         allowed = error + 4 * torch.finfo(dtype).eps * expected.abs().max()
         assert (ours - expected).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_duplicates_of_coo_gradients_are_added_in_float32(dtype):
+    """As a row that is looked up 4096 times by torch's sparse embedding has them."""
+    gradient = torch.sparse_coo_tensor(
+        ONE[None], torch.ones(N, 2, dtype=dtype), (3, 2), check_invariants=True
+    )
+    for values in (as_rows(gradient).values, part_of(gradient).values):
+        assert values.tolist() == [[N, N]]
+        assert values.dtype == dtype

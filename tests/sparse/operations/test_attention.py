@@ -174,6 +174,14 @@ def test_lower_precision_agrees(dtype, tolerance):
     torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_many_keys_in_float16():
+    """The sum of the weights of 70,000 keys overflows there."""
+    num = 70_000
+    pattern = Pattern(torch.zeros(num, dtype=torch.int64), torch.arange(num), (1, num))
+    q, k, v = (torch.full((rows, 1), 2.0, dtype=torch.float16) for rows in (1, num, num))
+    assert attention(q, k, v, pattern).tolist() == [[2.0]]
+
+
 class TestTransforms:
     pattern = random_pattern()
     inputs = (draw(2, 5, 3), draw(2, 4, 3, seed=1), draw(2, 4, 2, seed=2))

@@ -72,3 +72,13 @@ def test_bad_arguments_are_refused():
     param.grad = torch.eye(2).to_sparse_csr()
     with pytest.raises(ValueError, match=r"must be strided, RowSparse or sparse COO, got torch.sparse_csr"):
         clip_grad_norm_([param], 1.0)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_norm_beyond_float16_does_not_make_zeros(sparse):
+    values = torch.full((100, 900), 300.0, dtype=torch.float16)
+    w = torch.zeros(100, 900, dtype=torch.float16, requires_grad=True)
+    w.grad = RowSparse(torch.arange(100), values, values.shape) if sparse else values
+    assert float(clip_grad_norm_([w], max_norm=300.0)) == pytest.approx(90_000, rel=1e-3)
+    assert w.grad.dtype == torch.float16
+    torch.testing.assert_close(w.grad.to_dense(), torch.ones_like(w), rtol=2e-3, atol=0)
