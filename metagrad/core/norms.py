@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from metagrad.core.tree import widened
+
 
 def layer_norm(
     input: Tensor,
@@ -52,7 +54,9 @@ def layer_norm(
         raise ValueError(
             f"layer_norm(input, normalized_shape): the last sizes of input must be {shape}, got {tuple(input.shape)}."
         )
-    return _affine(_normalised(wide(input), tuple(range(-len(shape), 0)), eps), weight, bias).to(input.dtype)
+    return _affine(_normalised(widened(input), tuple(range(-len(shape), 0)), eps), weight, bias).to(
+        input.dtype
+    )
 
 
 def batch_norm(
@@ -101,8 +105,8 @@ def batch_norm(
             raise ValueError(
                 "batch_norm(..., training=False): expected running_mean and running_var, got None."
             )
-        shift, scale = (wide(_by_channel(t, input.ndim)) for t in (running_mean, running_var))
-        normalised = (wide(input) - shift) * (scale + eps).rsqrt()
+        shift, scale = (widened(_by_channel(t, input.ndim)) for t in (running_mean, running_var))
+        normalised = (widened(input) - shift) * (scale + eps).rsqrt()
         return _affine(normalised, weight, bias, channels=True).to(input.dtype)
     count = input.numel() // max(input.shape[1], 1)
     if count < 2:
@@ -112,7 +116,7 @@ def batch_norm(
         )
     axes = (0, *range(2, input.ndim))
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(wide(input), axes, eps), weight, bias, channels=True).to(input.dtype)
+    return _affine(_normalised(widened(input), axes, eps), weight, bias, channels=True).to(input.dtype)
 
 
 def instance_norm(
@@ -159,7 +163,7 @@ def instance_norm(
             f"shape {tuple(input.shape)}."
         )
     _move(running_mean, running_var, input, axes, momentum)
-    return _affine(_normalised(wide(input), axes, eps), weight, bias, channels=True).to(input.dtype)
+    return _affine(_normalised(widened(input), axes, eps), weight, bias, channels=True).to(input.dtype)
 
 
 class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
@@ -210,11 +214,6 @@ def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     return centred * (centred.square().mean(axes, keepdim=True) + eps).rsqrt()
 
 
-def wide(input: Tensor) -> Tensor:
-    """Return an input of half precision, as autocast makes it, in single, in which fused norms compute too."""
-    return input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-
-
 def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
     if weight is not None:
         normalised = normalised * (_by_channel(weight, normalised.ndim) if channels else weight)
@@ -236,8 +235,8 @@ def _move(
     momentum: float,
 ) -> None:
     """Move running statistics towards those of the input; examples are averaged where each has its own."""
-    var, mean = torch.var_mean(wide(input.detach()), axes, keepdim=False)
+    var, mean = torch.var_mean(widened(input.detach()), axes, keepdim=False)
     for running, value in ((running_mean, mean), (running_var, var)):
         if running is not None:
-            moved = torch.lerp(wide(running), value if value.ndim == 1 else value.mean(0), momentum)
+            moved = torch.lerp(widened(running), value if value.ndim == 1 else value.mean(0), momentum)
             running.copy_(moved)

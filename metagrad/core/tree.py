@@ -125,6 +125,14 @@ def fresh_leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad)
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return a tensor in the dtype that its sums are accumulated in: float32 for half precision, else its own."""
+    return x.float() if x.dtype in HALF else x
+
+
 def is_differentiable(tensor: Tensor) -> bool:
     """Say whether a tensor of this dtype can carry a gradient."""
     return torch.is_floating_point(tensor) or torch.is_complex(tensor)

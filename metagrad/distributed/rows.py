@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from metagrad.sparse.kernels.accumulation import coalesced, widened
+from metagrad.core.tree import widened
+from metagrad.sparse.kernels.accumulation import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:

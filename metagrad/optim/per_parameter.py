@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import without_torch_function
+from metagrad.core.tree import HALF, widened
 from metagrad.optim.hyperparameters import check_hyperparameter, count, values_at
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
-from metagrad.sparse.kernels.accumulation import HALF, widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 Slot: TypeAlias = "Tensor | tuple[Slot, ...] | None"

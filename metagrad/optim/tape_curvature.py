@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.derivatives.graph_vjp import TransposedProduct, graph_vjp, transposed_product
+from metagrad.core.tree import widened
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.probes import Generators, as_rows, drawn_like, torchs_own
 from metagrad.optim.rule import Params
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 _SMALL = 2**16  # elements, whose copy costs less than one cotangent for each parameter

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from metagrad.sparse.kernels.accumulation import widened
+from metagrad.core.tree import widened
 from metagrad.sparse.tables.row_sparse import HOLE, RowSparse, scatter_rows
 
 

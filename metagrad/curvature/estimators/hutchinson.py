@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.curvature.estimators.basis import Basis
 from metagrad.curvature.estimators.estimate import Estimate, from_samples
-from metagrad.curvature.estimators.probing import Estimator, Probing, summable
+from metagrad.curvature.estimators.probing import Estimator, Probing
 from metagrad.curvature.rows import inner
 
 
@@ -35,7 +36,7 @@ class Hutchinson(Estimator):
 
     def add(self, probes: Tensor, products: Tensor) -> None:
         """Take probes that were multiplied already, [k, n]."""
-        self._append(_forms(probes, summable(products)))
+        self._append(_forms(probes, widened(products)))
 
     def _append(self, found: Tensor) -> None:
         self.samples = torch.cat([self.samples, found[:, 0]])
@@ -76,7 +77,7 @@ class Exact(Estimator):
                 len(rows), probing.n, dtype=probing.operator.dtype, device=self.diagonal.device
             )
             units.diagonal(start).fill_(1)
-            found = summable(probing.products(units))
+            found = widened(probing.products(units))
             self.diagonal = torch.cat([self.diagonal, found.diagonal(start)])
             self.squares = torch.cat([self.squares, found.detach().square().sum(1)])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import is_a, is_integer
+from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
 from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_products, checked_size
@@ -79,16 +80,11 @@ class Probing:
 
     def reduced(self, count: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return ``reduce`` of ``count`` probes and their products, joined along the first dimension."""
-        return torch.cat([reduce(probes, summable(products)) for probes, products in self.pieces(count)])
+        return torch.cat([reduce(probes, widened(products)) for probes, products in self.pieces(count)])
 
     def rounding(self, norm: Tensor) -> Tensor:
         """Return the size of rounding errors in a trace, for a map of this Frobenius norm."""
         return torch.finfo(self.operator.dtype).eps * self.n**0.5 * norm.detach()
-
-
-def summable(products: Tensor) -> Tensor:
-    """Return products of half precision in float32: their sums overflow where the terms do not."""
-    return products if products.dtype in FACTORISED else products.float()
 
 
 def check_probes(call: str, probes: object, least: int = 1) -> int:

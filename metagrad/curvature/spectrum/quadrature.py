@@ -12,9 +12,10 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.core.checks import is_a, is_integer
+from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
 from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
-from metagrad.curvature.estimators.probing import check_probes, summable
+from metagrad.curvature.estimators.probing import check_probes
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.spectrum.first_order import first_order
@@ -210,12 +211,12 @@ def _sample(
     values, slopes = _with_slope(function, rule.nodes, call)
     forms = [rule.weights @ values, *_from_fewer_steps(state, i, function, call), rule.weights @ values.abs()]
     square = start.double().square().sum().cpu()
-    start = summable(start)
+    start = widened(start)
     sample = (square * torch.stack(forms)).to(start)
     if state.first.requires_grad:
         coordinates = (rule.vectors @ (slopes * rule.vectors[0])).to(start)
-        direction = coordinates @ summable(state.basis[i, : len(rule.nodes)])
-        form = square.to(start) * dot(direction, summable(state.first[i]))
+        direction = coordinates @ widened(state.basis[i, : len(rule.nodes)])
+        form = square.to(start) * dot(direction, widened(state.first[i]))
         sample = torch.cat([(sample[0] + form - form.detach())[None], sample[1:]])
     return sample
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from metagrad.core._torch import named_modules
 from metagrad.core.checks import is_a
 from metagrad.core.structured import call_on, structured
+from metagrad.core.tree import widened
 from metagrad.optim.rules import Params
-from metagrad.sparse.kernels.accumulation import widened
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from metagrad.core import _torch
 from metagrad.core._torch import at_least_2d, named_modules
-from metagrad.core.norms import bound_arguments, wide
+from metagrad.core.norms import bound_arguments
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import put
-from metagrad.core.tree import tree_map
+from metagrad.core.tree import tree_map, widened
 
 Norm = Literal["transductive", "support", "running", "per_step", "per_step_transductive"]
 """Whose statistics: of the set at hand, of the support set, running ones, running ones of each inner step, or of the
@@ -394,7 +394,7 @@ class NormCalls(TorchFunctionMode):
             )
         shape = (-1, *[1] * (input.ndim - 2))
         mean, var = (statistic.view(shape) for statistic in self.given[number])
-        result = (wide(input) - mean) * (var + eps).rsqrt()
+        result = (widened(input) - mean) * (var + eps).rsqrt()
         result = result if weight is None else result * weight.view(shape)
         return (result if bias is None else result + bias.view(shape)).to(input.dtype)
 
@@ -425,5 +425,5 @@ class NormCalls(TorchFunctionMode):
 
 
 def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments:
-    var, mean = torch.var_mean(wide(input), axes, correction=int(unbiased))
+    var, mean = torch.var_mean(widened(input), axes, correction=int(unbiased))
     return Moments(mean, var)

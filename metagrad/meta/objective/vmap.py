@@ -28,9 +28,9 @@ from metagrad.core import _torch
 from metagrad.core._torch import has_hooks
 from metagrad.core.structured import Nested, Structured, call_on, restored, structured
 from metagrad.core.substitution import replaced
+from metagrad.core.tree import widened
 from metagrad.meta.objective.norms import Moments, NormCalls, NormPass
 from metagrad.optim.rules import Params
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.table_proxy import LocalRows, SharedTable
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
+from metagrad.core.tree import widened
 from metagrad.optim.per_parameter import PerParameter
-from metagrad.sparse.kernels.accumulation import widened
 
 
 class AxisMatrices(PerParameter):

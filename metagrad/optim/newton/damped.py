@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.curvature import Diagonal, checked_diagonal
@@ -27,7 +28,6 @@ from metagrad.optim.newton.second_order import (
     no_report,
 )
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
-from metagrad.sparse.kernels.accumulation import widened
 
 
 class Memory(NamedTuple):

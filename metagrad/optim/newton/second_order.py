@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import HALF, widened
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import RESULTS
@@ -19,7 +20,6 @@ from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
-from metagrad.sparse.kernels.accumulation import HALF, widened
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
+from metagrad.core.tree import HALF
 from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.objective import fisher_products
@@ -21,7 +22,6 @@ from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import LossRecorder
 from metagrad.optim.torch_optim.move import working
-from metagrad.sparse.kernels.accumulation import HALF
 
 
 class KnownPart(NamedTuple):

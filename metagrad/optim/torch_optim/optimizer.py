@@ -19,6 +19,7 @@ from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import linalg
 from metagrad.core.checks import warn
 from metagrad.core.modules import refuse_sharded
+from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
@@ -36,7 +37,6 @@ from metagrad.optim.torch_optim.move import (
     step_whole,
 )
 from metagrad.optim.torch_optim.state import ParameterState, keeping_dtypes
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:

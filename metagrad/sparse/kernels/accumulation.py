@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-HALF = (torch.float16, torch.bfloat16)
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype that its sums are accumulated in: float32 for half precision, else its own."""
-    return x.float() if x.dtype in HALF else x
+from metagrad.core.tree import HALF, widened
 
 
 def index_sum(values: Tensor, ids: Tensor, num: int) -> Tensor:

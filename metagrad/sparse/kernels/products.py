@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from metagrad.sparse.kernels.accumulation import index_sum, widened
+from metagrad.core.tree import widened
+from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.pattern import Pattern, Segments
 from metagrad.sparse.policy import current_policy
 from metagrad.sparse.statistics import count_densified, current_stats, timed

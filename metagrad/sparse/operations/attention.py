@@ -10,9 +10,9 @@ from torch import Tensor
 
 from metagrad.core._torch import broadcast_shapes
 from metagrad.core.checks import is_a
+from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.pattern import Pattern
 
 _CALL = "attention(q, k, v, pattern)"

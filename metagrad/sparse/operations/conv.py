@@ -16,8 +16,8 @@ from torch import Tensor
 
 from metagrad.core._torch import Context, VmapInfo
 from metagrad.core.checks import is_a
+from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.kernels.derivatives import shown
 from metagrad.sparse.kernels.tangents import Bilinear
 from metagrad.sparse.operations.rulebook import Routes, Rulebook, StridedRulebook

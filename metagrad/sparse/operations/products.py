@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 
 _LINEAR = "linear(x, weight, bias)"

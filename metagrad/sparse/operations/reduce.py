@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels.accumulation import widened
 from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 from metagrad.sparse.operations.segments import exponentials, segment_max, segment_softmax, spread
 from metagrad.sparse.pattern import Pattern, Segments

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from metagrad.core import _torch
+from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.kernels.accumulation import index_rows, index_sum, widened
+from metagrad.sparse.kernels.accumulation import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
 
 Index: TypeAlias = Segments | Tensor

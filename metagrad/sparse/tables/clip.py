@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.sparse.kernels.accumulation import coalesced, widened
+from metagrad.core.tree import widened
+from metagrad.sparse.kernels.accumulation import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 

@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from metagrad.core import _torch
 from metagrad.core._torch import to_list
-from metagrad.sparse.kernels.accumulation import widened
+from metagrad.core.tree import widened
 from metagrad.sparse.tables.row_sparse import HOLE, gather_rows
 
 Mode = Literal["mean", "sum", "max"]

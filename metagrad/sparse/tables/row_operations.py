@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.sparse.kernels.accumulation import index_sum, widened
+from metagrad.core.tree import widened
+from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.tables.row_sparse import (
     FUNCTIONS,
     OPERATIONS,

@@ -30,8 +30,8 @@ from torch.autograd.function import FunctionCtx
 
 from metagrad.autograd.derivatives.quick.channels import affine, beside
 from metagrad.autograd.derivatives.quick.plain import QuickFunction, is_plain
-from metagrad.core.norms import wide
 from metagrad.core.tape import is_transformed
+from metagrad.core.tree import widened
 
 _aten = torch.ops.aten
 
@@ -294,10 +294,10 @@ def _normalized_batch(
         return _Norm.apply(input, weight, bias, kind)  # type: ignore[reportReturnType]
     if running_mean is None or running_var is None:
         return None
-    scale = (wide(running_var) + eps).rsqrt()
+    scale = (widened(running_var) + eps).rsqrt()
     scale = scale if weight is None else weight * scale
     shift = -running_mean * scale
-    return affine(wide(input), scale, shift if bias is None else bias + shift).to(input.dtype)
+    return affine(widened(input), scale, shift if bias is None else bias + shift).to(input.dtype)
 
 
 def _normalized_instances(
