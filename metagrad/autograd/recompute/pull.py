@@ -85,16 +85,20 @@ def _traced(
         call.verify(entered, outputs)
         program = tracer.program(grads, [outputs[i] for i in call.compared])
         del entered, outputs, targets, sources
-        return grads, program if program is not None and _repeats(
-            program, [*tensors, *constants, *given], grads
-        ) else None
+        again = None if program is None else _repeated(program, [*tensors, *constants, *given], grads)
+        return (grads, None) if again is None else (again, program)
 
 
-def _repeats(program: Program, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> bool:
-    """Say whether a program returns what autograd did; some operations take arguments from C++ alone."""
+def _repeated(
+    program: Program, inputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor | None] | None:
+    """Return what a program returns, in the memory order of its own; None unless autograd returned the same.
+
+    Some operations take arguments from C++ alone.
+    """
     with torch.no_grad():
         try:
             again = program.run(*inputs)[0]
         except (RuntimeError, TypeError):
-            return False
-    return Fingerprint(grads).difference(again, exact=False) is None
+            return None
+    return again if Fingerprint(grads).difference(again, exact=False) is None else None
