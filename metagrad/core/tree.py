@@ -129,7 +129,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype that its sums are accumulated in: float32 for half precision, else its own."""
+    """Return a tensor in the dtype that it is summed and moved in: float32 for half precision, else its own."""
     return x.float() if x.dtype in HALF else x
 
 

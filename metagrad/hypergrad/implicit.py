@@ -29,6 +29,7 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
+from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
@@ -121,7 +122,7 @@ class ImplicitMethod:
 
 def relative_residual(solution: Solution, b: Tensor) -> float:
     """Return the largest residual among those of the rows, relative to their right-hand sides."""
-    b = b.detach().to(torch.promote_types(b.dtype, torch.float32))
+    b = widened(b.detach())
     size = linalg.vector_norm(b, dim=-1).clamp_min(torch.finfo(b.dtype).tiny)
     return float((solution.stats.residual_norms / size).max()) if size.numel() else 0.0
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import is_integer
+from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.solvers import cg, dense, neumann, nystrom
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver
@@ -328,8 +329,8 @@ def _solved(
         order=1,
         check_symmetry=False,
     )
-    residual_norms = solution.stats.residual_norms.to(torch.promote_types(b.dtype, torch.float32))
-    stats = dataclasses.replace(solution.stats, residual_norms=residual_norms * scale.squeeze(-1))
+    residual_norms = widened(solution.stats.residual_norms) * scale.squeeze(-1)
+    stats = dataclasses.replace(solution.stats, residual_norms=residual_norms)
     return dataclasses.replace(solution, value=solution.value * scale, stats=stats)
 
 

@@ -13,7 +13,7 @@ from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import is_integer
-from metagrad.core.tree import Tree, leaf_names, tree_leaves
+from metagrad.core.tree import HALF, Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradients
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
@@ -209,7 +209,7 @@ def refuse_half(problem: Problem, method: str) -> None:
         *zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True),
     ]
     for name, value in named:
-        if value.dtype in (torch.float16, torch.bfloat16):
+        if value.dtype in HALF:
             raise TypeError(
                 f"{CALL}: {method} takes differences that are below the rounding of {value.dtype}, which {name!r} "
                 "has. Pass float32, or take CG or Unroll."

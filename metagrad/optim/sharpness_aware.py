@@ -10,7 +10,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.core._torch import linalg
 from metagrad.core.checks import check_function, is_a
-from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
+from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten, widened
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -70,7 +70,7 @@ def sharpness_aware(
     leaves = tree_flatten(params)[0]
     _refuse_sparse(params, gradient)
     # The norm of what float16 can hold may be more than it can.
-    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in gradient]
+    wide = list(map(widened, gradient))
     norm = linalg.vector_norm(torch.stack([linalg.vector_norm(part) for part in wide]))
     length = (rho.reshape(()) if isinstance(rho, Tensor) else rho) / torch.where(norm == 0, 1, norm)
     uphill = [leaf + (length * part).to(leaf.dtype) for leaf, part in zip(leaves, wide, strict=True)]

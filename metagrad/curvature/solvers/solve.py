@@ -10,6 +10,7 @@ from torch import Tensor
 
 from metagrad.core._torch import to_list
 from metagrad.core.checks import warn
+from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.implicit import (
@@ -164,7 +165,7 @@ def solve(
 
 def _refuse_norms_out_of_range(b: Tensor) -> None:
     """Refuse rows of half precision whose norm overflows or vanishes: 0 would be the solution, to any tolerance."""
-    if b.dtype not in (torch.float16, torch.bfloat16) or is_batched(b):
+    if b.dtype not in HALF or is_batched(b):
         return
     b = b.detach()
     norms = length(b)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.structured import Nested, Structured, arguments
-from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, widened
 from metagrad.optim.rules import Params
 
 
@@ -202,7 +202,7 @@ def task_squares(values: Iterable[Tensor], num_axes: int) -> Tensor:
 
     Of half precision in float32: in float16 the squares of small numbers are zero, and those of large ones infinite.
     """
-    wide = (v.to(torch.promote_types(v.dtype, torch.float32)) for v in values)
+    wide = map(widened, values)
     return torch.stack([v.unsqueeze(-1).flatten(num_axes).square().sum(-1) for v in wide]).sum(0)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.tree import widened
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.curvature import Kronecker, checked_factors
 from metagrad.optim.diagonal.adahessian import check_count
@@ -330,8 +331,7 @@ kfac = KFACRule
 
 def wide(value: Tensor) -> Tensor:
     """Return the values of a gradient, in a dtype that can hold their squares."""
-    value = value.values if isinstance(value, RowSparse) else value
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return widened(value.values if isinstance(value, RowSparse) else value)
 
 
 def _bias_of(key: str) -> str:

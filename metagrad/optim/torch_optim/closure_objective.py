@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from metagrad.core.capture import RandomState
-from metagrad.core.tree import HALF
+from metagrad.core.tree import HALF, widened
 from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import Diagonal
 from metagrad.optim.objective import fisher_products
@@ -21,7 +21,6 @@ from metagrad.optim.probes import Generators, drawn_like, torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.torch_optim.curvature_optimizer import LossRecorder
-from metagrad.optim.torch_optim.move import working
 
 
 class KnownPart(NamedTuple):
@@ -77,7 +76,7 @@ class GraphCurvature:
         self._curved_mean = mean if curved is None else curved_mean
         self._generators = generators
         self._sums: list[Tensor] = []  # of each product
-        values = [working(one.value) for one in passes]
+        values = [widened(one.value) for one in passes]
         own = torch.stack(values).sum() if values else self._zero()
         (self.value,) = mean.of([inverse_scale * own])
 
@@ -99,9 +98,9 @@ class GraphCurvature:
         """Multiply ``v``; in half precision, in which it may vanish or its product overflow, at size one."""
         if not any(p.dtype in HALF for p in self._params.values()):
             return multiply(v)
-        size = torch.stack([working(values).abs().amax() for values in v.values()]).amax()
+        size = torch.stack([widened(values).abs().amax() for values in v.values()]).amax()
         size = torch.where(size == 0, 1, size)
-        products = multiply({key: working(values) / size for key, values in v.items()})
+        products = multiply({key: widened(values) / size for key, values in v.items()})
         return {key: size * product for key, product in products.items()}
 
     def product_of_vector(self, v: Tensor) -> Tensor | None:
@@ -156,7 +155,7 @@ class GraphCurvature:
         return self._averaged(total)  # not the products, since the seeds of processes may differ
 
     def _zeros(self) -> Params:
-        return {key: torch.zeros_like(working(p)) for key, p in self._params.items()}
+        return {key: torch.zeros_like(widened(p)) for key, p in self._params.items()}
 
     def _of_parts(self, result: Callable[[TapeCurvature, Params], Params]) -> Params:
         """Sum the results for each loss of known form, in the parameters that it depends on."""
@@ -179,10 +178,10 @@ class GraphCurvature:
         total: dict[str, Tensor] = {}
         for products in parts:
             for key, product in products.items():
-                product = working(product)
+                product = widened(product)
                 total[key] = total[key] + product if key in total else product
         return {
-            key: total[key] if key in total else torch.zeros_like(working(p))
+            key: total[key] if key in total else torch.zeros_like(widened(p))
             for key, p in self._params.items()
         }
 
@@ -195,7 +194,7 @@ class GraphCurvature:
         return found
 
     def _zero(self) -> Tensor:
-        return working(next(iter(self._params.values()))).new_zeros(())
+        return widened(next(iter(self._params.values()))).new_zeros(())
 
 
 def _in_dtypes_of(params: Params, v: Params) -> Params:
@@ -254,8 +253,8 @@ class ClosureObjective(GraphCurvature):
         with self._elsewhere(params):
             value = cast(Tensor, self._closure())
             found = {key: self._params[key].grad for key in params}
-        grads = {key: torch.zeros_like(params[key]) if g is None else working(g) for key, g in found.items()}
-        return working(value.detach().reshape(())), grads
+        grads = {key: torch.zeros_like(params[key]) if g is None else widened(g) for key, g in found.items()}
+        return widened(value.detach().reshape(())), grads
 
     @contextlib.contextmanager
     def _elsewhere(self, params: Params) -> Generator[None]:
@@ -278,14 +277,14 @@ class ClosureObjective(GraphCurvature):
             loss: Tensor, gradient: Tensor | None = None, retain_graph=None, create_graph=False, inputs=None
         ) -> None:
             nonlocal total
-            total = total + working(scalar_of(loss, gradient)).detach()
+            total = total + widened(scalar_of(loss, gradient)).detach()
             if not with_gradient:
                 return
             leaves = [self._params[key] for key in grads]
             found = torch.autograd.grad(loss, leaves, gradient, retain_graph=retain_graph, allow_unused=True)
             for key, g in zip(grads, found, strict=True):
                 if g is not None:
-                    grads[key] = grads[key] + working(g)
+                    grads[key] = grads[key] + widened(g)
 
         with self._elsewhere(params), LossRecorder(backward, note_losses=False):
             self._closure()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.checks import warn
+from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, sums
 from metagrad.optim.curvature import Curvature, Diagonal, KnownDiagonal, needs_curvature
 from metagrad.optim.rule import Params
@@ -20,7 +21,6 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
     inverse_of,
     unknown_loss,
 )
-from metagrad.optim.torch_optim.move import working
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -90,14 +90,14 @@ class DiagonalOptimizer(CurvatureOptimizer):
             share = self._share_in(key, p)
             if share and self._estimates is None:
                 raise self._without_curvature()
-            parts[p] = torch.zeros_like(working(p))
+            parts[p] = torch.zeros_like(widened(p))
             if share and p in estimates:
                 if isinstance(estimates[p], RowSparse):
                     raise ValueError(
                         f"{name}.step: the gradient of {key!r} is sparse, and the curvature of rows is not averaged "
                         "over processes. Use nn.Embedding(sparse=False), or SparseAdam for this table."
                     )
-                parts[p] = working(estimates[p]) * share
+                parts[p] = widened(estimates[p]) * share
         self._estimates = {**estimates, **dict(zip(parts, sums(list(parts.values()), group), strict=True))}
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
@@ -108,7 +108,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
         # A parameter that no loss depended on has no curvature, as it has no gradient.
         return KnownDiagonal(
             {
-                key: working(self._estimates[p] if p in self._estimates else grads[key] * 0)
+                key: widened(self._estimates[p] if p in self._estimates else grads[key] * 0)
                 for key, p in params.items()
             }
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
+from metagrad.core.tree import widened
 from metagrad.distributed.sums import sums
 from metagrad.optim.kronecker.factors import (
     EigenBlock,
@@ -23,7 +24,7 @@ from metagrad.optim.kronecker.kfac import Blocks, KFACRule, KFACState
 from metagrad.optim.kronecker.layers import Layer
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.layer_observer import LayerOptimizer
-from metagrad.optim.torch_optim.move import Change, Later, working
+from metagrad.optim.torch_optim.move import Change, Later
 from metagrad.optim.torch_optim.optimizer import Group, Work
 from metagrad.optim.torch_optim.state import ParameterState
 
@@ -162,7 +163,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         biases = map(self._bias_of, self._layers_of(work.params).values())
         silent = {self._names[b]: b for b in biases if b is not None and b.grad is None}
         grads = {**work.grads, **{key: torch.zeros_like(b) for key, b in silent.items()}}
-        return {**work.params, **silent}, {key: working(g) for key, g in grads.items()}
+        return {**work.params, **silent}, {key: widened(g) for key, g in grads.items()}
 
     def _state_before(
         self, group: Group, rule: KFACRule, params: Params, kept: Mapping[str, ParameterState]

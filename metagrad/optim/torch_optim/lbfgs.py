@@ -12,13 +12,14 @@ from torch import Tensor
 
 from metagrad.core._torch import backward
 from metagrad.core.checks import is_integer
+from metagrad.core.tree import widened
 from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature, scalar_of
 from metagrad.optim.torch_optim.curvature_optimizer import leaves_behind
 from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Options, flat
-from metagrad.optim.torch_optim.move import Change, working
+from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 from metagrad.optim.torch_optim.optimizer import Option, as_number
 
@@ -150,7 +151,7 @@ class LBFGS(
         for index in range(1, len(self.param_groups)):
             self._check_agreement(index)
         value, evaluate = self._objective_at(params)
-        values = {key: working(p) for key, p in params.items()}
+        values = {key: widened(p) for key, p in params.items()}
         descent = Descent(values, grads, value, evaluate, self._options(values, evaluate is None))
         step, last = self._resume(params, descent.at.w)
         descent.run(self._history, last)

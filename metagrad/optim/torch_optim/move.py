@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
 from metagrad.core._torch import at_least_1d, pytree
-from metagrad.core.tree import tree_leaves
+from metagrad.core.tree import tree_leaves, widened
 from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined, keep
@@ -91,10 +91,10 @@ def step_whole(
     curvature: Curvature | None,
 ) -> Change:
     """Compute a step of parameters that have taken the same number of steps."""
-    values = {key: working(p) for key, p in params.items()}
+    values = {key: widened(p) for key, p in params.items()}
     is_new = "step" not in next(iter(states.values()))
     state = rule.init(values) if is_new else joined(rule, states)
-    moved, state = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values, curvature)
     # The next backward pass may write into a gradient, which a rule may keep.
     state = _map_fields(state, lambda slots: {key: _other_than(grads[key], slots[key]) for key in slots})
     return Change(params, moved, apart(state, params))
@@ -119,19 +119,14 @@ def step_rows(
     """
     known = _known_rows(kept, table)
     rows = torch.unique(torch.cat([known, _touched_rows(gradient)]))
-    values = {key: working(table.index_select(0, rows))}
+    values = {key: widened(table.index_select(0, rows))}
     state = rule.init(values)
     if "step" in kept:
         state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))})
-    g = {key: working(_gathered(gradient, rows))}
+    g = {key: widened(_gathered(gradient, rows))}
     moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
     states = {key: {**apart(state, [key])[key], "rows": rows}}
     return Change({key: table}, moved, states, rows)
-
-
-def working(value: Tensor) -> Tensor:
-    """Return a tensor in the dtype that steps are calculated in: float32 for half precision."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _known_rows(kept: ParameterState, table: Tensor) -> Tensor:
@@ -212,9 +207,9 @@ def move_pieces(
         old = _map_slots(state, lambda slot, part=part: slot[part])
         diagonal = {key: diagonals[key][part]} if diagonals else {}
         moved, new = rule.update(
-            {key: working(gradient[part])},
+            {key: widened(gradient[part])},
             old,
-            {key: working(param[part])},
+            {key: widened(param[part])},
             _known(curvature, diagonal),
         )
         param[part].copy_(moved[key])
@@ -288,8 +283,8 @@ def _as_vectors(tensors: Params) -> Params:
 def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals: Params | None) -> None:
     pass_gate()
     curvature = None if diagonals is None else KnownDiagonal(diagonals)
-    values = {key: working(p) for key, p in params.items()}
-    moved, new = rule.update({key: working(g) for key, g in grads.items()}, state, values, curvature)
+    values = {key: widened(p) for key, p in params.items()}
+    moved, new = rule.update({key: widened(g) for key, g in grads.items()}, state, values, curvature)
     for key, p in params.items():
         p.copy_(moved[key])
     for before, after in zip(state, new, strict=True):
@@ -302,13 +297,13 @@ def in_place(rule: Rule, params: Params, states: Mapping[str, ParameterState]) -
     """Return the state of a rule, to be written in place; begun where there is none."""
     if "step" not in next(iter(states.values())):
         # A rule may begin with one tensor in several slots, and these are written apart.
-        state = rule.init({key: working(p) for key, p in params.items()})
+        state = rule.init({key: widened(p) for key, p in params.items()})
         keep(_map_slots(state, torch.clone), states)
     return joined(rule, states)
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([working(tensor).reshape(-1) for tensor in tensors])
+    return torch.cat([widened(tensor).reshape(-1) for tensor in tensors])
 
 
 def _split(flat: Tensor, params: Params) -> Params:

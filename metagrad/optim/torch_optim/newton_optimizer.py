@@ -13,6 +13,7 @@ from torch import Tensor
 
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core.capture import RandomState
+from metagrad.core.tree import widened
 from metagrad.curvature import Result
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.distributed.averaged import Mean
@@ -37,7 +38,7 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
     leaves_behind,
     unknown_loss,
 )
-from metagrad.optim.torch_optim.move import Change, working
+from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option, Work, as_number
 from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -275,7 +276,7 @@ class NewtonOptimizer(CurvatureOptimizer):
             )
 
     def _check_dtypes(self) -> None:
-        params = {key: working(p) for key, (_, p) in self._groups_by_name().items() if p.requires_grad}
+        params = {key: widened(p) for key, (_, p) in self._groups_by_name().items() if p.requires_grad}
         check_uniform(f"{type(self).__name__}(params)", params)
 
     def _fraction(self, group: Group) -> float:
@@ -466,7 +467,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         for index in range(1, len(self.param_groups)):
             self._check_agreement(index)
         group, rule = self.param_groups[0], self._rule_of_all(params)
-        values = {key: working(p) for key, p in params.items()}
+        values = {key: widened(p) for key, p in params.items()}
         state, curvature = self._joined(group, rule, params, values), self._curvature(group, params, grads)
         whole = self.whole if rule.multiplies(group["step"]) else "quasi_newton"
         moved, state = self._updated(rule, grads, state, values, curvature)
@@ -488,7 +489,7 @@ class NewtonOptimizer(CurvatureOptimizer):
         inverse = 1.0
         if hasattr(self, "found_inf") and self.grad_scale is not None:
             inverse = 1 / float(self.grad_scale)
-        return {key: working(g) if inverse == 1 else inverse * working(g) for key, g in grads.items()}
+        return {key: widened(g) if inverse == 1 else inverse * widened(g) for key, g in grads.items()}
 
     def _joined(self, group: Group, rule: Any, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.optim.arithmetic import root
 from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
 from metagrad.optim.per_parameter import checked_gradients
@@ -60,7 +61,7 @@ class ClipByNorm(RuleNode):
     def _norm(self, grads: Params) -> Tensor:
         tensors = [g.values if isinstance(g, RowSparse) else g for g in grads.values()]
         # The squares of what float16 can hold are more than it can.
-        wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        wide = map(widened, tensors)
         first, *others = [t.reshape(*t.shape[: self.batch_ndim], -1).square().sum(-1) for t in wide]
         return root(sum(others, first))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad.core.tree import is_differentiable
+from metagrad.core.tree import HALF, is_differentiable
 
 
 def masked_sum(
@@ -81,7 +81,7 @@ def masked_mean(
     _check_mask("masked_mean", x, mask)
     _check_dim("masked_mean", x, dim)
     _check_floating("masked_mean", x)
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    wide = torch.float32 if x.dtype in HALF else x.dtype
     total = torch.where(mask, x, 0).sum(dim, keepdim=keepdim, dtype=wide)
     count = mask.expand(x.shape).sum(dim, keepdim=keepdim)
     return (total / count.clamp_min(1)).to(x.dtype)

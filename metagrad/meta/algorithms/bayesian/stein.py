@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metagrad.core.tree import widened
 from metagrad.curvature.rows import inner
 from metagrad.optim.rule import RuleNode
 from metagrad.optim.rules import Params
@@ -64,9 +65,8 @@ class SVGD(RuleNode):
 
     def _centred(self, param: Tensor) -> Tensor:
         """Return the particles about their mean, ``[..., M, D]``: distances are sums of few large numbers then."""
-        flat = param.reshape(*param.shape[: self.batch_ndim], -1)
         # In half precision distances would be zero or infinite.
-        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        flat = widened(param).reshape(*param.shape[: self.batch_ndim], -1)
         return flat - flat.mean(-2, keepdim=True)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from metagrad.core.structured import Nested, restored
 from metagrad.core.substitution import Slots
+from metagrad.core.tree import widened
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.algorithms.heads.classes import PADDING, Classes, described, one_hot, read_classes
 from metagrad.meta.execution.executor import TaskExecutor
@@ -199,8 +200,7 @@ class _HeadObjective(TaskLoss):
                 f"{self.name}(model, ...): the model must return a floating tensor [examples, ...], its embedding, "
                 f"got {described(embedded)}."
             )
-        features = embedded.flatten(2)
-        return features.float() if features.dtype in (torch.float16, torch.bfloat16) else features
+        return widened(embedded.flatten(2))
 
     def fitted(self, features: Tensor, y: Tensor, classes: Classes) -> Params:
         """Fit the heads; where tasks have other numbers of classes, what is fitted says which (``classes``)."""
