@@ -13,7 +13,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -172,7 +172,8 @@ class Compiled:
         own = with_own_code(function)
         self._code, self._names = own.__code__, own.__code__.co_varnames[: own.__code__.co_argcount]
         # A mode may have an opinion on what is a call, as CUDA graphs have.
-        self._kept: dict[object, KeptCall] | None = None if options.get("mode") else {}
+        self._is_keeping = not options.get("mode")
+        self._kept: dict[object, KeptCall] = {}
         self.function = torch.compile(
             own,
             fullgraph=True,
@@ -182,24 +183,21 @@ class Compiled:
         )
 
     def __call__(self, check: Callable[[], None], *args: object) -> Any:
-        """Call the function; ``check`` is called first where it has to be compiled, and may raise."""
-        return self.run(check, *args)[0]
-
-    def run(self, check: Callable[[], None], *args: object) -> tuple[Any, Ran]:
-        """Call the function, and return with its result which code ran.
+        """Call the function; ``check`` is called first where it has to be compiled, and may raise.
 
         Where the guards of code that ran before pass, its graph is called: torch.compile, which calls it otherwise,
         takes many times as long for what is around the guards.
         """
         kept = self.kept(*args)
+        return self._by_torch(check, args) if kept is None else kept(args)
+
+    def run(self, check: Callable[[], None], *args: object) -> tuple[Any, Ran]:
+        """Call the function, and return with its result which code ran."""
+        kept = self.kept(*args)
         if kept is not None:
             return kept(args), Ran(self, kept.code, torch.is_grad_enabled())
-        with noting() as calls:
-            result = self._called(check, args)
-        code = _torch_compiler.passing_code(self._code, self._named(args))
-        if self._kept is not None and code is not None and len(calls) == 1:
-            self._keep(kept_call(calls[0], args, result, code))
-        return result, Ran(self, code, torch.is_grad_enabled())
+        result = self._by_torch(check, args)
+        return result, Ran(self, self._passing(args), torch.is_grad_enabled())
 
     @property
     def has_kept(self) -> bool:
@@ -210,22 +208,33 @@ class Compiled:
         """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
         if not self._kept:
             return None
-        code = _torch_compiler.passing_code(self._code, self._named(args), self._kept)
+        code = self._passing(args, self._kept)
         return None if code is None else self._kept[code]
 
     def failing_guard(self, code: object, args: tuple[Any, ...]) -> str | None:
         """Return the guard of compiled code that fails for these arguments."""
         return _torch_compiler.failing_guard(self._code, code, self._named(args))
 
+    def _passing(self, args: tuple[Any, ...], among: Container[object] | None = None) -> object | None:
+        return _torch_compiler.passing_code(self._code, self._named(args), among)
+
     def _named(self, args: tuple[Any, ...]) -> dict[str, object]:
         return dict(zip(self._names, args, strict=True))
 
-    def _keep(self, kept: KeptCall | None) -> None:
-        """Keep a graph that was called, if it is a function of the tensors among the arguments alone."""
-        if kept is not None and self._kept is not None:
-            if len(self._kept) == _MOST_KEPT:
-                self._kept.clear()
-            self._kept[kept.code] = kept
+    def _by_torch(self, check: Callable[[], None], args: tuple[Any, ...]) -> Any:
+        """Call the function by torch.compile; keep its graph, until one is no function of the arguments alone."""
+        with noting() as calls:
+            result = self._called(check, args)
+        if self._is_keeping:
+            code = self._passing(args)
+            kept = kept_call(calls[0], args, result, code) if len(calls) == 1 else None
+            if kept is None:
+                self._is_keeping = False
+            elif code is not None:
+                if len(self._kept) == _MOST_KEPT:
+                    self._kept.clear()
+                self._kept[code] = kept
+        return result
 
     def _called(self, check: Callable[[], None], args: tuple[Any, ...]) -> Any:
         with _what_graphs_keep():
