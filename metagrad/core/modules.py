@@ -199,12 +199,12 @@ class ModuleState:
 
     def put_back(self) -> None:
         """Set the modules back to what they were."""
-        for module, constants, buffers in self.states:
+        for (module, *_), tables in zip(self.states, self.tables, strict=False):
+            _refill_tables(module, tables)
+        for module, constants, buffers in self.states:  # as before a call, which may bind others
             module.__dict__.update(constants)
             if buffers:
                 module._buffers.update(buffers)
-        for (module, *_), tables in zip(self.states, self.tables, strict=False):
-            _refill_tables(module, tables)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:

@@ -42,6 +42,20 @@ def test_what_is_written_into_is_refused_but_not_what_the_function_writes():
         pass
 
 
+def test_a_buffer_that_the_function_binds_anew_is_the_one_from_before():
+    norm = nn.BatchNorm1d(2)
+    then, before = Surroundings("call", "function", [norm]), norm.running_mean
+    norm.running_mean = after = torch.ones(2)
+    norm.register_forward_hook(lambda module, args, output: output)
+    then.forget_written()
+    norm._forward_hooks.clear()
+    with then.restored():
+        assert norm.running_mean is before
+        assert len(norm._forward_hooks) == 1
+    assert norm.running_mean is after
+    assert not norm._forward_hooks
+
+
 def test_what_a_function_reaches_is_found_once():
     reached, owner, layer = Reached(), nn.Identity(), nn.Sequential(nn.Linear(1, 1))
     assert reached.read(owner) is None
