@@ -57,9 +57,12 @@ def noting() -> Generator[list[GraphCall]]:
 
 
 def _noted_call(graph: Graph, *inputs: object) -> Sequence[Tensor]:
-    outputs = graph(*inputs)
+    return _note(graph, inputs, graph(*inputs))
+
+
+def _note(graph: Graph, inputs: Sequence[object], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     if _noted.calls is not None:
-        _noted.calls.append(GraphCall(graph, inputs, outputs))
+        _noted.calls.append(GraphCall(graph, tuple(inputs), outputs))
     return outputs
 
 
@@ -86,11 +89,8 @@ class _WithSizes(NamedTuple):
 
     def noted(self, *inputs: object) -> Sequence[Tensor]:
         """Call the graph with the sizes among the inputs, and note the call without them."""
-        outputs = self.graph(*inputs)
-        if _noted.calls is not None:
-            others = [value for place, value in enumerate(inputs) if place not in self.sizes]
-            _noted.calls.append(GraphCall(self, tuple(others), outputs))
-        return outputs
+        others = [value for place, value in enumerate(inputs) if place not in self.sizes]
+        return _note(self, others, self.graph(*inputs))
 
 
 class Backend:
