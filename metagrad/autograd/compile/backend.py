@@ -27,7 +27,7 @@ Graph = Callable[..., Sequence[Tensor]]
 
 
 class GraphCall(NamedTuple):
-    """What a graph was called with, and what came of it."""
+    """The inputs and outputs of one call of a graph."""
 
     graph: Graph
     inputs: tuple[object, ...]
@@ -45,7 +45,7 @@ _noted = _Noted()
 
 @contextlib.contextmanager
 def noting() -> Generator[list[GraphCall]]:
-    """Note the calls of graphs, for those who are noting them already as well."""
+    """Note the calls of graphs; an enclosing ``noting`` gets them as well."""
     before, calls = _noted.calls, []
     _noted.calls = calls
     try:
@@ -139,7 +139,7 @@ class Backend:
 
 
 def _corrections() -> dict[str, Any]:
-    """Return what keeps inductor from wrong results; its caches know it, and the gradients below, by the files."""
+    """Return the options that keep inductor from wrong results; the files are part of the keys of its caches."""
     files = writes.__file__, products.__file__, pooling.__file__
     return {"post_grad_custom_pre_pass": _torch_compiler.graph_pass(writes.separate_entries, *files)}
 

@@ -34,7 +34,8 @@ from metagrad.core.tree import Structure, is_differentiable
 T = TypeVar("T")
 
 Compile: TypeAlias = "bool | Literal['whole'] | Mapping[str, object]"
-"""Not; steps, or the whole where that pays; the whole; or options of torch.compile, with ``"whole"`` to say which."""
+"""False: nothing. True: steps, or everything where that pays. "whole": everything. A dict: options of torch.compile,
+and ``"whole"``, True or False, to choose."""
 
 _OPTIONS = ("backend", "mode", "options", "dynamic")
 
@@ -205,7 +206,7 @@ class Compiled:
         return bool(self._kept)
 
     def kept(self, *args: object) -> KeptCall | None:
-        """Return what calls the graph of code that ran before, whose guards pass for these arguments."""
+        """Return the kept call of code whose guards pass for these arguments; None if there is none."""
         if not self._kept:
             return None
         code = self._passing(args, self._kept)
@@ -291,17 +292,17 @@ class Ran(NamedTuple):
 
 
 def _what_graphs_keep() -> contextlib.AbstractContextManager[object]:
-    """Set what code that is compiled is to keep for its backward pass.
+    """Configure what compiled code saves for its backward pass.
 
-    A donated buffer would be gone after one pass, ``retain_graph`` or not. What is cheap to recompute is not kept:
-    on a CPU 1.05 to 1.2 times as fast as what torch would keep (MLPs, a transformer, Conv4), and smaller.
+    Donated buffers would be gone after one pass, even with ``retain_graph``. Recomputing what is cheap is 1.05 to 1.2
+    times as fast on a CPU as saving it (MLPs, a transformer, Conv4), and smaller.
     """
     return _torch.functorch_config.patch(donated_buffer=False, aggressive_recomputation=True)
 
 
 @contextlib.contextmanager
 def compiler_warnings_ignored() -> Generator[None]:
-    """Ignore what torch deprecates in itself, and what it asks of tensors while it traces: it is not the caller's."""
+    """Ignore the warnings that torch causes itself while it traces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
@@ -375,7 +376,7 @@ def reason(error: Exception) -> str:
 
 
 _DETAIL = "Developer debug context:"
-"""Behind this, Dynamo's errors say what of the code it is about."""
+"""After this, Dynamo's errors name the code."""
 
 
 class _UnavailableError(UncompilableError):
@@ -427,4 +428,4 @@ def exchanged(tensors: Sequence[Tensor], places: Sequence[int], chosen: Sequence
 
 
 def checked_before() -> None:
-    """The derivative of a function is compiled after the function, which has been checked."""
+    """Check nothing: the derivative of a function is compiled after the function, which was checked."""

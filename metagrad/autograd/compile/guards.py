@@ -24,8 +24,8 @@ _OF_CLASS = re.compile(r"(dict\()*type\(")
 def guards_of_what_changes(guards: Sequence[Any]) -> list[bool]:
     """Say which guards to keep: not those of functions, classes and modules of Python, of torch and of this library.
 
-    Nothing changes them, nor the fields of a dataclass. Kept are guards of flags, attributes and tensors, and of all
-    that else belongs to the functions and classes of others.
+    Nothing changes those, nor the fields of a dataclass. Kept are the guards of flags, attributes and tensors, and
+    all guards of the functions and classes of others.
     """
     return [not _is_lasting(guard.name, guard.value) for guard in guards]
 

@@ -6,8 +6,8 @@ faster (torch 2.13 with MKL, measured):
 - A CPU vectorizes along the rows of a result. Where those are shorter than a vector, the product takes up to 8 times
   as long as the transposed one. The derivative of a weight's gradient with respect to what reached the layer is such
   a product, with a column for each example: in a step of MAML on small tasks, the most expensive one.
-- A result that is only read transposed, as the gradient of a weight is that stood transposed in a product, makes of
-  every sum that it enters a loop with strides, several times as slow as one along memory.
+- A result that is only read transposed, as the gradient of a weight that entered its product transposed, is read with
+  strides by every sum, several times as slowly as along memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VECTOR = 16
 
 
 def transpose_in(graph: fx.Graph) -> None:
-    """Move transpositions out of sums into the products that they are of, then exchange narrow products."""
+    """Move transposes out of sums into the products that they apply to, then transpose narrow products."""
     for node in list(graph.find_nodes(op="call_function", target=_permute)):
         if _is_swap(node) and _can_move(node.args[0], node):
             with graph.inserting_before(node):

@@ -40,8 +40,8 @@ class Losses(Protocol):
 
 
 Weighted = Callable[[Sequence[Tensor], Mapping[int, Tensor]], "Sequence[Tensor] | None"]
-"""The gradient of the sum of the losses, and the cotangents of results by their places, to the cotangents of tensors,
-if that is all that they take; the gradient itself, where that is they."""
+"""Weight gradients: from the gradient of the sum of the losses, and the cotangents of results by position, to the
+cotangents of the tensors; the same object where all weights are 1, None where the gradient does not give them."""
 
 
 def _values(losses: Losses, tensors: list[Tensor]) -> list[Tensor]:
@@ -98,7 +98,7 @@ class _Made(NamedTuple):
         ran: The code that was called.
         look: As :meth:`ValueAndGrad.kept` takes it.
         are_finite: Whether the results and the gradient of the losses are known to be finite.
-        are_own: Whether it is known that nothing else has the memory of the gradient.
+        are_own: Whether the gradient is known to share memory with nothing else.
     """
 
     losses: Losses
@@ -128,7 +128,7 @@ class ValueAndGrad:
         fallback: What to do where compiled code cannot be had.
         options: Of torch.compile.
         place: Where the losses stand among the results.
-        weighted: What cotangents make of the gradient of their sum.
+        weighted: Weights the gradient of their sum by cotangents.
         compiles_products: Whether a product with cotangents that are no weights is compiled, too.
     """
 

@@ -26,7 +26,7 @@ _WRITES = (
 
 
 def separate_entries(graph: fx.Graph) -> None:
-    """Copy what is written into, where its entries may have memory in common."""
+    """Copy tensors that are written into, where their entries may share memory."""
     for write in _WRITES:
         for node in graph.find_nodes(op="call_function", target=write):
             if may_overlap(node.args[0].meta["val"]):
@@ -37,9 +37,9 @@ def separate_entries(graph: fx.Graph) -> None:
 
 
 def may_overlap(tensor: Tensor) -> bool:
-    """Say whether entries may have memory in common: along a dimension they lie closer than those along others reach.
+    """Say whether entries may share memory: the stride of a dimension is less than what the faster ones span.
 
-    Sizes and strides that are not known may be anything.
+    With symbolic sizes or strides they may.
     """
     if not all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride())):
         return True

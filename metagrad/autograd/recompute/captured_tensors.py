@@ -274,7 +274,7 @@ def _pushed(modes: Sequence[TorchFunctionMode]) -> Generator[None]:
 
 
 class FunctionModes:
-    """What sees the torch functions of a call: modes, but recordings and replays, and subclasses of tensors."""
+    """The function modes around a call that are no recordings or replays, and whether tensor subclasses take part."""
 
     def __init__(self) -> None:
         self.modes = [mode for mode in _torch.function_modes() if not isinstance(mode, Observer)]
@@ -282,7 +282,7 @@ class FunctionModes:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Let those see them that do not: none does while it handles ``torch.autograd.grad`` itself."""
+        """Activate them again: torch takes them off the stack while one handles ``torch.autograd.grad`` itself."""
         active = set(map(id, _torch.function_modes()))
         is_hidden = self.has_subclasses and not _torch.has_torch_function_of_subclasses()
         with (
@@ -309,7 +309,7 @@ def unrecorded() -> Generator[list[Observer]]:
 
 
 def shown(tensor: Tensor, observers: Sequence[Observer]) -> Tensor:
-    """Let recordings and replays that are off the stack see a tensor, and replace it."""
+    """Show a tensor to recordings and replays that are off the stack, which may replace it."""
     if not observers:
         return tensor
     with _pushed(observers):
@@ -437,8 +437,8 @@ class Recorder(Observer):
         self._free_tensors: dict[tuple[int, bool], tuple[tuple[bool, int], Tensor]] = {}
         self.without_grad: set[int] = set()
         self.own: set[Node] = set(self.entrances)
-        """Nodes of which everything that depends on them was made by the function: also the arguments of
-        recordings inside this one, since a transform hides what it makes from them."""
+        """Nodes that only the function can have built on: those of its arguments, and of recordings inside this one,
+        since a transform hides what it makes from modes."""
         self.outside: set[Node] = set(self.entrances)
 
     def _called(
@@ -570,7 +570,7 @@ class Recorder(Observer):
         return id(tensor) not in self.without_grad or tensor.is_leaf
 
     def _is_known(self, tensor: Tensor | None) -> bool:
-        """Recognise an argument, or what a torch function made."""
+        """Say whether a tensor is an argument, or the result of a torch function."""
         if tensor is None or id(tensor) in self.arguments:
             return tensor is not None
         made = self.made.get(id(tensor))
@@ -585,7 +585,7 @@ class Recorder(Observer):
         return self._depends_on_arguments(tensor)
 
     def _depends_on_arguments(self, tensor: Tensor) -> bool:
-        """Recognise the output of a custom ``autograd.Function`` or of a transform, which no mode sees.
+        """Say whether a tensor is the output of a custom ``autograd.Function`` or of a transform, which no mode sees.
 
         Its graph may also end at leaves that the function made: those of a recording inside this one.
         """

@@ -30,7 +30,7 @@ _BAKED = {
     torch.Tag.inplace_view,
     torch.Tag.nondeterministic_seeded,
 }
-"""Of operations that draw random numbers, or of whose results numbers or shapes may differ in another run."""
+"""Tags of operations that draw random numbers, or whose results are numbers or have shapes that depend on values."""
 
 _MOST_KEPT = 2**12
 """Entries of a constant beyond which it is computed again."""
@@ -40,8 +40,8 @@ class Program(NamedTuple):
     """The operations of a vector-Jacobian product.
 
     Attributes:
-        run: Takes operands and cotangents; returns a cotangent for each tensor that is wanted, and the results by
-            which the call is known again.
+        run: Takes operands and cotangents; returns a cotangent for each tensor that is wanted, and the results that
+            are compared with those of the call.
         unseen: The inputs that the cotangents depend on and these results do not.
     """
 
@@ -65,7 +65,7 @@ class Programs:
         self._unseen: list[int] | None = None
 
     def watched(self, num_operands: int) -> tuple[int, ...]:
-        """Return which operands of a call to compare; all where it is not known yet what depends on them."""
+        """Return which operands of a call to fingerprint; all as long as no program is known."""
         if self._unseen is None:
             return tuple(range(num_operands))
         return tuple([index for index in self._unseen if index < num_operands])

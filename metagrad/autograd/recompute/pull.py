@@ -94,7 +94,7 @@ def _repeated(
 ) -> list[Tensor | None] | None:
     """Return what a program returns, in the memory order of its own; None unless autograd returned the same.
 
-    Some operations take arguments from C++ alone.
+    Some operations cannot be called from Python with the arguments that C++ gave them.
     """
     with torch.no_grad():
         try:

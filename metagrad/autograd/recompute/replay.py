@@ -78,9 +78,9 @@ class Call:
         self.constants: list[tuple[Any, ...]] = []
         self.differentiated: list[bool] = []  # which tensors required grad
         self.returned: list[bool] = []  # which results are tensors that it was handed or read, as they are
-        self.compared: list[int] = []  # results, by which a repetition is known
+        self.compared: list[int] = []  # the results whose fingerprints are kept
         self.programs: Programs | None = None  # of calls with the same derivative
-        self.watched: tuple[int, ...] = ()  # operands that are compared besides
+        self.watched: tuple[int, ...] = ()  # the operands whose fingerprints are kept
         self._operands: Fingerprint | None = None
         self.function_modes = FunctionModes()
         with unobserved():
@@ -96,7 +96,7 @@ class Call:
         return outputs
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the function again, without a look at its results."""
+        """Run the function again, without comparing its results."""
         handed, free = tensors[: self.num_arguments], tensors[self.num_arguments :]
         args, kwargs = self.arguments.fill(handed)
         surroundings = self.flags, self.autocast, self.reads.random, self.modules, self.function_modes
@@ -109,13 +109,13 @@ class Call:
         casts = any(enabled for enabled, _ in self.autocast.kinds.values())
         return not casts and not self.function_modes.modes
 
-    def know_again(
+    def keep_fingerprints(
         self, programs: Programs | None, operands: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> None:
-        """Note by what a repetition is known.
+        """Keep the fingerprints that a recomputation is compared with.
 
-        That is all results; or, where programs have the derivative, one result and the operands that it does not
-        depend on, since all else is the same if those are.
+        Of all results; or, where programs have the derivative, of one result and of the operands that it does not
+        depend on: if these agree, so does everything else.
         """
         if programs is None:
             self.compared = list(range(len(outputs)))
@@ -226,13 +226,13 @@ def _record(
         call.differentiated = [t.requires_grad for t in (*handed, *call.reads.differentiable)]
         plain = not any(map(_is_custom, nodes)) and call.has_plain_surroundings()
         signature = signature_of(recorder, outputs, call.flags.key()) if plain else None
-        call.know_again(programs_of(signature), recorder.operands(), outputs)
+        call.keep_fingerprints(programs_of(signature), recorder.operands(), outputs)
         outputs = [fresh_leaf(output) for output in outputs]
     return Recording(call, tensors + call.reads.differentiable, outputs, structure)
 
 
 def _smallest(outputs: Sequence[Tensor]) -> list[int]:
-    """Return which result to compute along with a derivative: the smallest that has one; of several, the last."""
+    """Return the smallest differentiable result, the last of several: it is computed along with a derivative."""
     differentiable = [i for i, output in enumerate(outputs) if output.requires_grad]
     return sorted(differentiable, key=lambda i: (outputs[i].numel(), -i))[:1]
 

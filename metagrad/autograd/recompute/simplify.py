@@ -1,8 +1,7 @@
-"""Fewer operations for a program: autograd computes what it need not, since it looks at one function at a time.
+"""Removing operations from a program that autograd runs since it differentiates one function at a time.
 
-It transposes what it has transposed, fills tensors with ones to begin from, adds zeros where nothing flows, and adds
-products to sums that a product could have begun from. For small tensors each such operation takes as long as one that
-is needed.
+It transposes twice, fills tensors with ones to begin from, adds zeros where no gradient flows, and adds a product to
+a sum where ``addmm`` does both. For small tensors each such operation takes as long as one that is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FILLING = {
     aten.ones.default,
     aten.scalar_tensor.default,
 }
-"""Operations whose results depend on the kinds of their operands alone."""
+"""Operations whose results depend on the shapes and dtypes of their operands alone."""
 
 _VIEWS = {
     aten.expand.default,
@@ -39,11 +38,11 @@ _ADDED = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.de
 
 
 def simplify(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
-    """Compute the same by fewer operations, none of which writes into a tensor.
+    """Remove operations from a graph, none of which writes into a tensor.
 
     Args:
         graph: The operations; the ``meta["val"]`` of each is a tensor like its result.
-        constants: The attributes that hold the results which no input has a part in.
+        constants: For nodes that depend on no input, the attributes that hold their results.
     """
     _leave_out_zeros(graph)
     _read_constants(graph, constants)
@@ -55,7 +54,7 @@ def simplify(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
 
 
 def _leave_out_zeros(graph: fx.Graph) -> None:
-    """Take for a sum with zeros what is added to them; but no part of an input is a gradient."""
+    """Replace a sum with zeros by the other term, unless that is an input or a view of one: gradients are new."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for zeros, other in (node.args, node.args[::-1]):
             is_zero = isinstance(zeros, fx.Node) and zeros.target in _ZEROS and not node.kwargs
@@ -66,7 +65,7 @@ def _leave_out_zeros(graph: fx.Graph) -> None:
 
 
 def _read_constants(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
-    """Read what does not change, unless it is a result, or is made one by a view: that belongs to whoever gets it."""
+    """Read constants from attributes; but results, and what views of become results, belong to the caller."""
     for node, name in constants.items():
         others = (user for user in node.users if user not in constants)
         readers = [user for user in others if user.op != "output" and not _is_view(user)]
@@ -79,7 +78,7 @@ def _read_constants(graph: fx.Graph, constants: Mapping[fx.Node, str]) -> None:
 
 
 def _name_swaps(graph: fx.Graph) -> None:
-    """Write the transposition of a stack of matrices as inductor does."""
+    """Write the transposes of batches of matrices as ``permute``, as inductor does."""
     for node in graph.find_nodes(op="call_function", target=aten.transpose.int):
         tensor, *places = node.args
         if node.meta["val"].ndim == 3 and {place % 3 for place in places} == {1, 2}:
@@ -89,7 +88,7 @@ def _name_swaps(graph: fx.Graph) -> None:
 
 
 def _share_views(graph: fx.Graph) -> None:
-    """Make each view once."""
+    """Merge equal views."""
     known: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if _is_view(node) and not node.kwargs:
@@ -100,7 +99,7 @@ def _share_views(graph: fx.Graph) -> None:
 
 
 def _add_to_products(graph: fx.Graph) -> None:
-    """Begin a product from what it is added to."""
+    """Replace a product and a sum by ``addmm`` or ``baddbmm``."""
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for other, product in (node.args, node.args[::-1]):
             if (
@@ -124,7 +123,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_part_of_input(node: fx.Node) -> bool:
-    """Say whether what a node computes has the memory of an input, or may have it."""
+    """Say whether a node may return an input or a view of one."""
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node.op != "call_function" or node.target is operator.getitem

@@ -19,10 +19,10 @@ from metagrad.core.modules import ModuleState, modules_of
 
 
 class Surroundings:
-    """What was around a function when it was called; until it is known what it reads, that is all buffers.
+    """What was around a function when it was called; all buffers count, until it is known which ones it reads.
 
-    Other values of all this are restored. That compiled code reads something else that has changed is told by the
-    guards of the code, see :class:`~metagrad.autograd.compile.compiled.Ran`.
+    They are restored where they have changed. Whatever else compiled code reads is checked by its guards, see
+    :class:`~metagrad.autograd.compile.compiled.Ran`.
 
     Args:
         call: How errors name the call.

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Outcome(NamedTuple):
-    """What became of the tasks of a meta-batch.
+    """The results of the tasks of a meta-batch.
 
     Attributes:
         results: An :class:`Evaluation` where there are query examples, else an :class:`Adaptation`.
@@ -142,7 +142,7 @@ class TaskExecutor:
             self._once(_described(tasks), lambda: refuse_uncompilable(inner, tasks))
             if compiled.output_shape is not None:
                 objective.check_predictions(compiled.output_shape)
-            # Guards know what stands in the places of parameters; gradients go by what is handed over.
+            # Guards look at the parameters of modules; gradients flow to the tensors that are handed over.
             with self._slots.restored({}):
                 if not inner.may_be_one_graph or tasks.query_x is None:
                     return of(inner)(params, tasks)
@@ -194,7 +194,7 @@ class TaskExecutor:
         return Evaluation(*results, mean=mean if self.nonfinite == "raise" else None), are_finite
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
-        """Put features in the places of inputs, where the first layers compute the same at every inner step."""
+        """Replace inputs by features, where the first layers compute the same at every inner step."""
         # Functions of start= are handed the inputs; memory="block" is for models of which a graph is too large.
         if inner.chain is not None or (inner.start is not None and inner.start.functions):
             return inner, parts
@@ -286,7 +286,7 @@ class TaskExecutor:
 
     @functools.cached_property
     def _slots(self) -> Slots:
-        """What is in the places of the parameters of the model and the loss, before others are put there."""
+        """The parameters of the model and the loss, before others take their places."""
         objective = self.inner.objective
         parts = () if self.inner.compiled is None else (objective.model, objective.loss_fn)
         return Slots([part for part in parts if isinstance(part, nn.Module)])

@@ -60,7 +60,7 @@ def checked_tensors(results: Sequence[Nested | None]) -> list[Tensor]:
 
 
 def _task_by_task(grads: Sequence[Tensor], given: Mapping[int, Tensor]) -> Sequence[Tensor] | None:
-    """Weight gradients to each element of which only one task contributes: the only task, or the task of the row."""
+    """Weight gradients whose elements each depend on one task: the only task, or the task of the row."""
     if list(given) != [0]:
         return None
     return [gradient * over(given[0], gradient) for gradient in grads]
