@@ -6,7 +6,8 @@ READY := .venv/.ready
 # One process per core, with one thread each: more threads would compete for the cores.
 WORKERS ?= logical
 OMP_NUM_THREADS ?= 1
-PYTEST := OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
+# What was compiled of the tests and the library is kept, for each process and for the next time.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) \
 	--maxprocesses 8 --dist worksteal --durations 10
 
 .PHONY: demo test test-all mutants lint docs clean

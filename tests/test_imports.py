@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,11 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted(LIBRARY.rglob("*.py"))}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield what a module imports, as it is written, and where; imports for type checkers too."""
     for node in ast.walk(tree):
@@ -55,7 +61,7 @@ def as_module(name: str) -> str | None:
 
 def arrows(path: Path) -> dict[str, int]:
     """Return the modules of the library that a file imports, and the lines."""
-    named = ((as_module(name), line) for name, line in imports(ast.parse(path.read_text())))
+    named = ((as_module(name), line) for name, line in imports(parsed(path)))
     return {module: line for module, line in named if module is not None}
 
 
@@ -106,13 +112,13 @@ def test_modules_import_from_floors_below_their_own(graph):
 
 def test_nothing_imports_what_belongs_to_experiments():
     for path in MODULES.values():
-        for name, line in imports(ast.parse(path.read_text())):
+        for name, line in imports(parsed(path)):
             assert name.split(".")[0] not in NOT_IN_THE_CORE, f"{path}:{line} imports {name}"
 
 
 def test_functions_import_optional_packages_alone():
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 for name, line in imports(node):
                     assert name.split(".")[0] in OPTIONAL, f"{path}:{line} imports {name} inside a function"

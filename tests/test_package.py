@@ -54,6 +54,7 @@ def test_the_compiler_is_not_loaded(loaded):
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor"))]
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_library_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"metagrad"}

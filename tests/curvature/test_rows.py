@@ -9,6 +9,7 @@ from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.rows import inner, norm, orthonormal, scaled_norm
 from metagrad.curvature.spectrum.eigenvalues import eigenvalues
 from metagrad.curvature.spectrum.log_determinant import log_determinant
+from tests.marks import slow
 
 LONG = 2**20 + 5
 
@@ -85,13 +86,14 @@ def test_orthonormal_rows_of_pieces_have_the_derivatives_of_one_factorization():
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("method", ["hutch++", "na-hutch++", "xtrace"])
+@pytest.mark.parametrize("method", ["hutch++", slow("na-hutch++"), slow("xtrace")])
 def test_the_trace_of_few_directions_in_a_million(method):
     """By torch's factorization off by up to 5e-3, more than three standard errors."""
     estimate = trace(OfRankThree(LONG), method=method, probes=12, generator=generator())
     assert abs(float(estimate.value) / (1.4 * LONG) - 1) < 5e-5
 
 
+@pytest.mark.slow
 def test_lanczos_of_a_million_elements():
     diagonal = 1 + torch.rand(LONG, generator=generator())
     found = log_determinant(Diagonal(diagonal), probes=2, steps=8, generator=generator())

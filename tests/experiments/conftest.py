@@ -96,9 +96,9 @@ def start_program():
 
 @pytest.fixture(scope="session")
 def forks():
-    """Return the context of processes that find torch and Hydra imported, and nothing of this repository."""
+    """Return the context of processes that find torch, Hydra and the library imported, and no experiment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "hydra", "hydra.core.plugins", "matplotlib.pyplot"])
+    context.set_forkserver_preload(["torch", "hydra", "hydra.core.plugins", "matplotlib.pyplot", "metagrad"])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
     return context

@@ -80,6 +80,7 @@ def test_a_part_of_the_model_adapts(monkeypatch):
     assert ask(Request("sinusoid", ANOTHER)) == {"refused": "all parameters adapt anyway"}
 
 
+@pytest.mark.slow
 def test_the_transformers_tasks_run_together():
     work = workloads.load("transformer-5", steps=1).double()
     loop, ours = (METHODS[method].prepare(work).run() for method in (BASELINE, 'metagrad, "step"'))
@@ -245,6 +246,7 @@ def test_the_slope_is_that_of_the_line():
     assert growth.slope == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_peaks_grow_by_a_state_for_each_recomputed_step(monkeypatch):
     monkeypatch.setattr(slopes, "WORKLOAD", "tiny")
     found = slopes.grow_all(ask, [BASELINE, 'metagrad, "step"'])
@@ -281,6 +283,7 @@ def test_fresh_processes_end_to_end(run, tmp_path, capsys):
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_or_fails_is_a_refusal(tmp_path):
     asked = partial(runner.ask_process, threads=1, cache=tmp_path)
     assert asked(Request("sinusoid", OURS), limit=0.01) == {"refused": "took longer than 0.01 s"}

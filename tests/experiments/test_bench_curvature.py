@@ -34,6 +34,7 @@ def no_rival(monkeypatch):
     monkeypatch.setitem(sys.modules, "curvlinops", None)
 
 
+@pytest.mark.slow
 def test_prints_time_and_peak_of_every_method(program, no_rival, capsys, monkeypatch):
     monkeypatch.setattr(bench, "peak_bytes", lambda call: 1000 + 0 * len(str(call())))
     monkeypatch.setattr(

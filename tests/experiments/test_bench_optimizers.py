@@ -55,6 +55,7 @@ class Rival(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.slow
 def test_every_optimizer_is_measured(program, no_rival, capsys, tmp_path):
     program()
     out = capsys.readouterr().out

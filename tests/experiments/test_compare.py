@@ -9,6 +9,7 @@ import pytest
 from experiments.compare import Job, compare, differing, find_jobs, main, table
 from experiments.plots.comparison import mean_curve
 from tests.experiments.conftest import FAST
+from tests.marks import combined
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +130,14 @@ def test_a_run_without_a_result_says_why(finished_run, words, status):
     assert find_jobs(finished_run.parent)[0].status == status
 
 
-@pytest.mark.parametrize("name", ["result.json", ".hydra/overrides.yaml", "metrics.jsonl"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null\n"])
+@pytest.mark.parametrize(
+    ("content", "name"),
+    combined(
+        [b"", b"{", b"[1]", b"\xff\xfe", b"null\n"],
+        ["result.json", ".hydra/overrides.yaml", "metrics.jsonl"],
+        fast=lambda content, name: content == b"{" or name == "result.json",
+    ),
+)
 def test_a_damaged_file_is_listed_and_hides_no_other_run(finished_run, capsys, name, content):
     whole = finished_run.parent / "1"
     shutil.copytree(finished_run, whole)

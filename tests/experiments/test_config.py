@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from experiments.config import SCHEMAS, plain
 from experiments.schema import Device
-from tests.marks import fast
+from tests.marks import fast, slow
 
 CONF = Path(__file__).parents[2] / "conf"
 OF_OTHERS = {"preset", "problem", "tuned", "workload"}  # of other programs, whose tests compose them
@@ -31,11 +31,11 @@ DATA = {
 
 
 def together(options):
-    """Put options of different groups into one command line; tasks and experiments, which models look at, alone."""
+    """Put options of different groups into one command line; models and experiments, which look at tasks, alone."""
     groups = {}
     for option in options:
         groups.setdefault(option.partition("=")[0], []).append(option)
-    alone = [[option] for group in ("task", "experiment") for option in groups.pop(group)]
+    alone = [[option] for group in ("model", "experiment") for option in groups.pop(group)]
     return alone + [[option for option in row if option] for row in zip_longest(*groups.values())]
 
 
@@ -51,8 +51,8 @@ OMNIGLOT = [
 
 WRONG = [
     ("seed=abc", "could not be converted to Integer"),
-    ("iterations=1.5", "could not be converted to Integer"),
-    ("task.shots=many", "could not be converted to Integer"),
+    slow("iterations=1.5", "could not be converted to Integer"),
+    slow("task.shots=many", "could not be converted to Integer"),
     ("algorithm.inner.lr=fast", "could not be converted to Float"),
     ("memory.enabled=perhaps", "not a valid bool"),
     ("device=tpu", "Invalid value 'tpu', expected one of"),
@@ -70,7 +70,15 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize("options", together(OPTIONS), ids=" ".join)
+# The protocols of Omniglot compose below.
+@pytest.mark.parametrize(
+    "options",
+    [
+        slow(options) if options[0].startswith("experiment=omniglot") else options
+        for options in together(OPTIONS)
+    ],
+    ids=" ".join,
+)
 def test_every_option_of_every_group_composes(composed, options):
     of_images = {"model=conv4", "model=resnet12", "model=transformer"}
     needed = ["task=omniglot"] if of_images & {*options} else []

@@ -348,6 +348,7 @@ def test_a_hessian_through_batch_norm_is_that_of_the_norm_written_out(config):
 # The program
 
 
+@pytest.mark.slow
 def test_the_program_runs_and_reports(program, tmp_path):
     code, _, err = program("curvature", *TINY, "measure.steps=[0]", "hydra.run.dir=run", cwd=tmp_path)
     assert code == 0, err

@@ -236,7 +236,7 @@ FIXED = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", fast(("adam", "sgd", "adahessian", "kfac", "lbfgs", "newton_cg"), NAMES))
 def test_counting_changes_no_number(config, name):
     """Two steps of every optimizer, with the counter and without."""
     settings, moved = config(f"optimizer={name}"), []

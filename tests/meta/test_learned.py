@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 import metagrad as mg
 from metagrad.tasks import Batch
+from tests.marks import slow
 
 rules = mg.optim.rules
 
@@ -125,7 +126,7 @@ def test_a_parametrized_learning_rate(regression):
 
 @pytest.mark.parametrize(
     "options",
-    [{"backend": "eager"}, pytest.param({"backend": "eager", "whole": True}, marks=pytest.mark.slow)],
+    [slow({"backend": "eager"}), {"backend": "eager", "whole": True}],
 )
 def test_compiled_code_reads_the_learning_rate_that_is_there(regression, options):
     maml = learned(compile=options)

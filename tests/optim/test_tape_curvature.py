@@ -18,6 +18,7 @@ from metagrad.optim.probes import drawn_like
 from metagrad.optim.tape_curvature import TapeCurvature, WeightedLoss
 from metagrad.optim.transforms.chain import chain
 from metagrad.sparse.tables.row_sparse import RowSparse
+from tests.marks import slow
 
 HESSIAN = Diagonal("hessian")
 GAUSS_NEWTON = Diagonal("gauss_newton")
@@ -106,7 +107,7 @@ def dense_gauss_newton(p):
     return jacobian.t() @ inner @ jacobian
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("distribution", ["rademacher", slow("normal")])
 def test_the_hessian_diagonal_converges_with_the_root_of_the_samples(distribution):
     p = parameters()
     curvature, exact = on_tape(p, generators=seeded()), flat_hessian(loss, p).diagonal()

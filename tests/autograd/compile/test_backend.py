@@ -131,7 +131,7 @@ def as_a_global(w, t):
     return w * 2, None
 
 
-@pytest.mark.parametrize("kind", ["attribute", "list", "global", "cell"])
+@pytest.mark.parametrize("kind", ["attribute", slow("list"), slow("global"), "cell"])
 def test_what_a_step_does_to_objects_is_done_at_every_step(kind):
     global total
     counter, total, cell = Counter(), 0, 0

@@ -147,12 +147,12 @@ def test_the_square_root_is_one(name, loss_fn, output, target, kind):
 @every_loss
 def test_scores_have_the_fisher_matrix_for_covariance(name, loss_fn, output, target, kind):
     loss = known(loss_fn, output, target)
-    generator, count = torch.Generator().manual_seed(0), 2000
+    generator, count = torch.Generator().manual_seed(0), 800
     scores = torch.stack([loss.score(generator).detach().flatten() for _ in range(count)])
     expected = matrix(loss.fisher_product(identity_like(output)))
     spread = expected.diagonal().clamp(min=0).sqrt()
     outer = scores.unsqueeze(2) * scores.unsqueeze(1)
-    # Six standard errors of each entry, and what the rarest events that 2000 draws may miss amount to.
+    # Six standard errors of each entry, and what the rarest events that 800 draws may miss amount to.
     allowed = 6 * outer.std(0) / count**0.5 + 0.02 * spread.max() ** 2 + 1e-12
     assert (outer.mean(0) - expected).abs().le(allowed).all()
     assert scores.mean(0).abs().le(6 * scores.std(0) / count**0.5 + 0.02 * spread.max() + 1e-12).all()

@@ -105,12 +105,12 @@ def test_sampled_ones_converge_to_the_exact_one(loss_fn, y):
     draws = torch.stack(
         [
             v @ (fisher(model, loss_fn, params, (x, y), kind="sampled", generator=generator) @ v)
-            for _ in range(100)
+            for _ in range(49)
         ]
     )
-    assert (draws.mean() - exact).abs() < 4 * draws.std() / 10
-    many = fisher(model, loss_fn, params, (x, y), kind="sampled", samples=400, generator=generator)
-    assert (v @ (many @ v) - exact).abs() < 4 * draws.std() / 20
+    assert (draws.mean() - exact).abs() < 4 * draws.std() / 7
+    many = fisher(model, loss_fn, params, (x, y), kind="sampled", samples=100, generator=generator)
+    assert (v @ (many @ v) - exact).abs() < 4 * draws.std() / 10
     assert draws.std() > 0
 
 

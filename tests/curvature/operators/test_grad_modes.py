@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
+from tests.marks import combined
 
 
 def operator(kind, mode, data):
@@ -24,8 +25,14 @@ def operator(kind, mode, data):
 
 
 @pytest.mark.parametrize("batches", [False, True], ids=["one batch", "batches"])
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-@pytest.mark.parametrize("kind", ["hessian", "ggn", "fisher"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    combined(
+        ["hessian", "ggn", "fisher"],
+        ["reverse", "forward"],
+        fast=lambda *values: values in [("hessian", "reverse"), ("ggn", "forward")],
+    ),
+)
 def test_products_do_not_depend_on_grad_mode(kind, mode, batches):
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(6, 2, generator=draw, dtype=torch.float64), torch.arange(6) % 3

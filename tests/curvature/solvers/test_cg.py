@@ -10,6 +10,7 @@ from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, matrix
+from tests.marks import slow
 
 
 def with_spectrum(*eigenvalues: float) -> torch.Tensor:
@@ -165,7 +166,7 @@ def test_a_preconditioned_trust_region_is_an_ellipsoid():
     torch.testing.assert_close(length, torch.tensor(0.5, dtype=torch.float64), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize(("spectrum", "epsilon"), [("polynomial", 5e-4), ("polynomial", 1e-7)])
+@pytest.mark.parametrize(("spectrum", "epsilon"), [("polynomial", 5e-4), slow("polynomial", 1e-7)])
 def test_martens_rule_stops(spectrum, epsilon):
     A, b = matrix(spectrum, 300), random(300)
     operator = MatrixMap(A)

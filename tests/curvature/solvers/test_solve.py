@@ -18,6 +18,7 @@ from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
 from metagrad.curvature.solvers.solution import Result, SolveError
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, matrix
+from tests.marks import slow
 
 # torch builds its forward-mode decompositions with torch.jit, on their first use.
 
@@ -316,7 +317,7 @@ def test_derivatives_are_those_of_the_dense_solve(name):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8 * float(wanted.detach().norm()) + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["cg", "minres", "unrolled cg"])
+@pytest.mark.parametrize("name", ["cg", slow("minres"), "unrolled cg"])
 def test_derivatives_against_finite_differences(name):
     assert mg.gradcheck(
         lambda *inputs: solution_of(*inputs, **DIFFERENTIATED[name]), leaves(), order=3, directions=1

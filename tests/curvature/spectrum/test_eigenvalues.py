@@ -95,7 +95,7 @@ COPIES = {
 @pytest.mark.parametrize("name", COPIES)
 def test_every_copy_of_a_repeated_eigenvalue(name, which):
     dense = with_spectrum(COPIES[name])
-    for seed in range(2):
+    for seed in range(1):
         pairs = eigenvalues(MatrixMap(dense), 6, which=which, generator=generator(seed))
         check_pairs(dense, pairs, 6, which, rtol=1e-5)
 

@@ -36,11 +36,11 @@ def test_intervals_cover_what_they_say():
     q = basis(60)
     operator = MatrixMap((q * spectrum) @ q.t())
     shared, covered = generator(), 0
-    for _ in range(100):
+    for _ in range(50):
         found = log_determinant(operator, steps=16, probes=10, generator=shared)
         low, high = found.interval(0.9)
         covered += bool(low <= spectrum.log().sum() <= high)
-    assert 83 <= covered <= 98
+    assert 38 <= covered <= 49
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -148,12 +148,12 @@ def test_the_derivative_is_the_trace_of_the_slope():
     dense = (q * torch.linspace(1, 3, 12, dtype=torch.float64)) @ q.t()
     x = ((dense + dense.t()) / 2).requires_grad_()
     found = trace_of(
-        MatrixMap(x), torch.log, steps=8, probes=2000, distribution="sphere", generator=generator()
+        MatrixMap(x), torch.log, steps=8, probes=600, distribution="sphere", generator=generator()
     )
     (gradient,) = torch.autograd.grad(found.value**2, x)
     expected = 2 * found.value.detach() * torch.linalg.inv(x.detach())
     error = (gradient + gradient.t()) / 2 - expected
-    assert error.norm() < 0.1 * expected.norm()
+    assert error.norm() < 0.2 * expected.norm()
 
 
 def test_the_derivative_is_exact_where_probes_are():

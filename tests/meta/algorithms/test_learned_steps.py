@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.tasks import Batch, Examples
-from tests.marks import slow
+from tests.marks import combined, slow
 
 rules = mg.optim.rules
 
@@ -115,8 +115,11 @@ def assert_is_the_textbook(maml, loss_fn, batch, step, steps=2, order=2, adapt="
     assert all(g.abs().max() > 0 for g in got)
 
 
-@pytest.mark.parametrize("options", WAYS, ids=str)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    combined(ALGORITHMS, WAYS, fast=lambda name, options: not options or name == "curvature"),
+    ids=str,
+)
 def test_meta_gradients_are_those_of_the_textbook(regression, name, options):
     make, more, step = ALGORITHMS[name]
     maml = make(net(), F.mse_loss, steps=2, **more, **options)

@@ -68,8 +68,8 @@ def gradients(maml, batch, weigh):
     return torch.autograd.grad(weigh(maml(batch)), list(maml.parameters()))
 
 
-def test_batches_of_other_sizes_are_calls_of_code_that_ran_before(calls):
-    compiled, eager = prepared()
+def test_batches_of_other_sizes_are_calls_of_code_that_ran_before(pair, calls):
+    compiled, eager = pair
     for tasks in (4, 3, 3, 4):
         batch = Batch(
             *(Examples(*(t[:tasks] for t in (part.x, part.y))) for part in (slopes().support, slopes().query))

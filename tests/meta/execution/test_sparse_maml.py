@@ -12,7 +12,7 @@ from torch import nn
 import metagrad as mg
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
-from tests.marks import combined
+from tests.marks import combined, slow
 from tests.sparse.guards import no_large_outputs
 
 sgd = mg.optim.rules.sgd
@@ -293,10 +293,11 @@ def test_gradients_arrive_as_rows_in_grad(accumulate):
     assert maml.model.user.weight.grad.rows.tolist() == ids[..., 0].unique().tolist()
 
 
-@pytest.mark.parametrize("memory", ["full", "step"])
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize(
+    ("memory", "task_chunk"), [slow("full", None), ("full", 1), ("step", None), slow("step", 1)]
+)
 def test_nothing_is_as_large_as_the_table(memory, task_chunk):
-    num_rows = 100_000
+    num_rows = 20_000
     model = Ratings(num_rows)
     rule = sgd(lr=0.1, momentum=0.9, weight_decay=0.1)
     maml = mg.MAML(model, F.mse_loss, inner=rule, steps=3, memory=memory, task_chunk=task_chunk, sparse=BOTH)

@@ -117,19 +117,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "tolerance": {"tolerance": 1.0},
     "one by one": {"task_chunk": 1},
     "in parts": {"task_chunk": 2},
+    "in parts, tolerance": {"task_chunk": 2, "tolerance": 1.0},
 }
 
 
-# The others are compositions of what these two compile, state and values by parameter; values by step are below.
-@pytest.mark.parametrize("rule", fast(("adam", "learned for each parameter"), RULES))
+# The others are compositions of what this and tests below compile: state, values by parameter and by step.
+@pytest.mark.parametrize("rule", fast(("learned for each parameter",), RULES))
 def test_every_rule_equals_eager(rule):
-    compiled, eager = pair(perceptron(), RULES[rule](), steps=3, memory="step")
+    compiled, eager = pair(perceptron(), RULES[rule](), {"whole": None}, steps=3, memory="step")
     for second in (False, True):
         batch = draw_batch(int(second))
         assert_same(meta_gradient(compiled, batch, second=second), meta_gradient(eager, batch, second=second))
+    assert graphs_of_meta_batches(compiled) == 0  # which would keep every step
 
 
-@pytest.mark.parametrize("way", fast(("tolerance", "in parts"), WAYS))
+@pytest.mark.parametrize("way", fast(("in parts, tolerance",), WAYS))
 def test_every_way_equals_eager(way):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1, momentum=0.9), steps=3, **WAYS[way])
     weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
@@ -164,8 +166,7 @@ def test_the_whole_meta_gradient_equals_eager(rule, way):
 def test_the_whole_of_a_rule_that_counts_the_axes_of_tasks():
     """It was asked for its last step on parameters without these axes, failed, and ran as it is, one by one."""
     rule = rules.chain(rules.clip_by_norm(0.5), rules.sgd(lr=0.1))
-    model = perceptron(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-    compiled, eager = pair(model, rule, {"whole": True}, steps=1)
+    compiled, eager = pair(perceptron(), rule, {"whole": True}, steps=1)
     assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
 
 
@@ -174,15 +175,20 @@ def test_no_steps():
     assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
 
 
-def test_first_order():
-    for options in ({}, {"whole": True}):
-        compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=2, order=1)
-        assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
-
-
 @pytest.mark.parametrize("options", [{}, slow({"whole": True})])
-def test_outputs_and_adaptation_equal_eager(options):
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=3)
+def test_first_order(options):
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), options, steps=2, order=1)
+    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
+
+
+@pytest.fixture(scope="module")
+def by_steps():
+    return pair(perceptron(), rules.sgd(lr=0.1), steps=3, memory="step")
+
+
+@pytest.mark.parametrize("whole", [False, slow(True)])
+def test_outputs_and_adaptation_equal_eager(by_steps, whole):
+    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": True}, steps=3) if whole else by_steps
     batch = draw_batch()
     for grad_mode in (True, False):
         with torch.set_grad_enabled(grad_mode):
@@ -214,14 +220,50 @@ def test_nothing_is_compiled_again_for_other_values(how):
     assert backend.frame_count == count
 
 
-def test_the_whole_is_not_compiled_again_for_other_values():
+class Scaled(nn.Module):
+    """A layer whose output depends on a flag, a number, a buffer, a submodule, a tensor and an entry of a dict."""
+
+    gain: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.activation, self.scale = nn.Linear(2, 1), nn.Tanh(), 1.0
+        self.dropout = nn.Dropout(0.5).eval()
+        self.register_buffer("gain", torch.ones(()))
+        self.slope, self.factors = torch.ones((), dtype=torch.float64), {"output": 1.0}
+        self.double()
+
+    def forward(self, x):
+        scale = self.scale * self.gain * self.slope * (3 if self.training else 1)
+        return self.dropout(self.activation(self.linear(x) * scale)) * self.factors["output"]
+
+
+@pytest.fixture(scope="module")
+def compiled_whole():
+    """What tests that change the model share: how often it was compiled, a MAML of one graph, and an eager one."""
+    torch.manual_seed(0)
     backend = CompileCounterWithBackend("eager")
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"backend": backend, "whole": True}, steps=2)
+    compiled, eager = pair(Scaled(), rules.sgd(lr=0.1), {"whole": True, "backend": backend}, steps=2)
     meta_gradient(compiled, draw_batch())
+    assert backend.frame_count == 1
+    return backend, compiled, eager
+
+
+@pytest.fixture
+def whole(compiled_whole):
+    _, compiled, eager = compiled_whole
+    contents, rule = ModuleContents(compiled.modules()), eager.inner
+    yield compiled_whole
+    contents.put_back()
+    compiled.model.factors["output"] = 1.0
+    compiled.inner, compiled._cache.compiled.gave_up = rule, False
+
+
+def test_the_whole_is_not_compiled_again_for_other_values(whole):
+    backend, compiled, eager = whole
     count = backend.frame_count
-    assert count > 0
-    for maml in (compiled, eager):
-        maml.inner = rules.sgd(lr=0.2)
+    compiled.inner = rules.sgd(lr=0.2)
+    eager = mg.MAML(eager.model, F.mse_loss, inner=rules.sgd(lr=0.2), steps=2)
     assert_same(meta_gradient(compiled, draw_batch(1)), meta_gradient(eager, draw_batch(1)))
     assert backend.frame_count == count
 
@@ -275,21 +317,19 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_warning(case, options):
         meta_gradient(compiled, batch)
 
 
-def test_a_hook_that_comes_later_is_seen():
-    model = perceptron()
-    compiled, eager = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
-    meta_gradient(compiled, draw_batch())
-    model[0].register_forward_hook(doubling)
+def test_a_hook_that_comes_later_is_seen(whole):
+    _, compiled, eager = whole
+    before = meta_gradient(compiled, draw_batch())
+    compiled.model.linear.register_forward_hook(doubling)
     with pytest.warns(UserWarning, match="has hooks"):
         got = meta_gradient(compiled, draw_batch())
     assert_same(got, meta_gradient(eager, draw_batch()))
+    assert not torch.equal(got[0], before[0])
 
 
-def test_a_model_in_another_mode_is_compiled_again():
-    model = perceptron(nn.Linear(2, 1), nn.Dropout(0.5)).eval()
-    compiled, eager = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
-    assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
-    model.train()
+def test_a_model_in_another_mode_is_compiled_again(whole):
+    _, compiled, _ = whole
+    compiled.model.dropout.train()
     with pytest.warns(UserWarning, match="random numbers are drawn"):
         meta_gradient(compiled, draw_batch())
 
@@ -319,19 +359,21 @@ def test_labels_are_checked_on_every_call(options):
         y = torch.arange(6).remainder(highest + 1).expand(4, 6)
         return Batch(Examples(x, y), Examples(x, y))
 
-    for highest in (1, 2):
-        assert compiled(batch(highest)).loss.isfinite()
-        counts.append(backend.frame_count)
-    assert counts == counts[:1] * 2
-    with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2"):
-        compiled(batch(3))
+    with torch.no_grad():
+        for highest in (1, 2):
+            assert compiled(batch(highest)).loss.isfinite()
+            counts.append(backend.frame_count)
+        assert counts == counts[:1] * 2
+        with pytest.raises(ValueError, match=r"labels must lie in 0\.\.2"):
+            compiled(batch(3))
 
 
 @pytest.mark.parametrize("options", [{}, slow({"whole": True})])
 @pytest.mark.parametrize("lr", [[0.1, 0.2], slow(torch.tensor([0.1, 0.2], dtype=torch.float64))])
 def test_a_step_beyond_the_last_value_is_refused(lr, options):
     compiled, _ = pair(perceptron(), rules.sgd(lr=lr), options, steps=2)
-    assert compiled(draw_batch()).loss.isfinite()
+    with torch.no_grad():
+        assert compiled(draw_batch()).loss.isfinite()
     with pytest.raises(ValueError, match=r"lr has one value for each of 2 steps, but this is step 2"):
         compiled(draw_batch(), steps=3)
 
@@ -343,23 +385,18 @@ def test_a_step_by_blocks_runs_as_it_is():
     assert_same(got, meta_gradient(eager, draw_batch()))
 
 
-def test_a_copy_compiles_for_itself():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": True}, steps=1)
-    expected = meta_gradient(eager, draw_batch())
-    assert_same(meta_gradient(compiled, draw_batch()), expected)
-    assert_same(meta_gradient(copy.deepcopy(compiled), draw_batch()), expected)
-    kept = pickle.loads(pickle.dumps(compiled))._cache.compiled
-    assert type(kept) is type(compiled._cache.compiled)
-
-
-def test_what_was_compiled_does_not_keep_the_model_alive():
-    model = perceptron()
-    compiled, _ = pair(model, rules.sgd(lr=0.1), steps=2)
-    meta_gradient(compiled, draw_batch())
-    alive = weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(compiled)
-    del compiled, model, _
+def test_a_copy_compiles_for_itself_and_is_not_kept_alive_by_what_was_compiled(by_steps):
+    compiled, eager = by_steps
+    torch.testing.assert_close(compiled(draw_batch()).loss, eager(draw_batch()).loss)
+    copied = copy.deepcopy(compiled)
+    assert_same(meta_gradient(copied, draw_batch()), meta_gradient(eager, draw_batch()))
+    assert copied._cache.compiled._advances
+    alive = weakref.ref(copied.model), weakref.ref(copied.model[0].weight), weakref.ref(copied)
+    del copied
     gc.collect()
     assert [reference() for reference in alive] == [None] * 3
+    kept = pickle.loads(pickle.dumps(compiled))._cache.compiled
+    assert type(kept) is type(compiled._cache.compiled)
 
 
 @pytest.mark.slow
@@ -376,8 +413,8 @@ def test_options_that_mean_nothing():
         mg.MAML(perceptron(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, compile="whole", memory="step")
 
 
-def test_under_a_memory_tracker_it_runs_as_it_is():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), steps=3, memory="step")
+def test_under_a_memory_tracker_it_runs_as_it_is(by_steps):
+    compiled, eager = by_steps
     with mg.MemoryTracker(), pytest.warns(UserWarning, match="such as a MemoryTracker's on the CPU"):
         got = meta_gradient(compiled, draw_batch())
     assert_same(got, meta_gradient(eager, draw_batch()))
@@ -416,54 +453,35 @@ def graphs_of_meta_batches(maml):
     return len(maml._cache.compiled.meta_batch.gradient._kept)
 
 
-def test_few_small_steps_are_one_graph():
+def test_few_small_steps_are_one_graph_until_tasks_are_weighted_differently():
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=2)
+
+    def assert_derivatives(**how):
+        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
+
     for how in ({}, {}, {"second": True}, {"steps": 6}):
-        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
-    assert graphs_of_meta_batches(compiled) == 1
-    torch.testing.assert_close(
-        *(maml.adapt(draw_batch().support).params for maml in (compiled, eager)), rtol=1e-12, atol=0
-    )
-
-
-def test_tasks_that_are_weighted_differently_go_by_steps_from_then_on():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, steps=2)
+        assert_derivatives(**how)
+    assert not compiled._cache.compiled.by_steps
     weights = torch.linspace(0.1, 1, 4, dtype=torch.float64)
-    for how in ({}, {"weights": weights}, {"weights": weights}, {}):
-        assert_same(meta_gradient(compiled, draw_batch(), **how), meta_gradient(eager, draw_batch(), **how))
+    for how in ({"weights": weights}, {"weights": weights}, {}):
+        assert_derivatives(**how)
     assert compiled._cache.compiled.by_steps
     assert graphs_of_meta_batches(compiled) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
-        slow({"steps": 6}),
+        {"steps": 6},
         {"memory": "step"},
-        slow({"loss_fn": lambda p, y: sum(((p - y) ** 2).mean() for _ in range(30))}),
+        {"loss_fn": lambda p, y: sum(((p - y) ** 2).mean() for _ in range(30))},
     ],
 )
 def test_what_is_not_small_or_keeps_less_goes_by_steps(how):
     compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), {"whole": None}, **{"steps": 2, **how})
     assert_same(meta_gradient(compiled, draw_batch()), meta_gradient(eager, draw_batch()))
     assert graphs_of_meta_batches(compiled) == 0
-
-
-class Scaled(nn.Module):
-    """A layer whose output depends on a flag, a number, a buffer, a submodule, a tensor and an entry of a dict."""
-
-    gain: torch.Tensor
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.activation, self.scale = nn.Linear(2, 1), nn.Tanh(), 1.0
-        self.register_buffer("gain", torch.ones(()))
-        self.slope, self.factors = torch.ones((), dtype=torch.float64), {"output": 1.0}
-        self.double()
-
-    def forward(self, x):
-        scale = self.scale * self.gain * self.slope * (3 if self.training else 1)
-        return self.activation(self.linear(x) * scale) * self.factors["output"]
 
 
 def turn_to_evaluation(model):
@@ -493,11 +511,15 @@ def add_a_hook(model):
 CHANGES = (turn_to_evaluation, set_a_number, rebind_a_buffer, rebind_a_tensor, replace_a_module, add_a_hook)
 
 
-@pytest.mark.parametrize("compile", fast(({"whole": True},), ({"whole": True}, {"whole": False})))
-def test_what_changes_before_the_backward_pass_changes_no_derivative(compile):
+def scaled(**how):
     torch.manual_seed(0)
-    model, batch = Scaled(), draw_batch()
-    compiled, eager = pair(model, rules.sgd(lr=0.1), compile, steps=2)
+    return pair(Scaled(), rules.sgd(lr=0.1), {"whole": False}, steps=2, **how)
+
+
+@pytest.mark.parametrize("is_whole", [True, slow(False)])
+def test_what_changes_before_the_backward_pass_changes_no_derivative(whole, is_whole):
+    compiled, eager = whole[1:] if is_whole else scaled()
+    model, batch = compiled.model, draw_batch()
     weights, contents = torch.linspace(0.1, 1, 4, dtype=torch.float64), ModuleContents(model.modules())
 
     def derivatives(maml, change):
@@ -514,19 +536,17 @@ def test_what_changes_before_the_backward_pass_changes_no_derivative(compile):
         assert_same(derivatives(compiled, change), expected)
 
 
-@pytest.mark.parametrize("how", [{"whole": True}, {"memory": "step"}])
-def test_what_cannot_be_restored_for_the_backward_pass_is_refused(how):
-    model, batch = Scaled(), draw_batch()
-    memory, compile = how.get("memory", "full"), {"whole": how.get("whole", False), "backend": "eager"}
-    maml = mg.MAML(model, F.mse_loss, inner=rules.sgd(lr=0.1), steps=1, memory=memory, compile=compile)
-    losses = maml(batch).query_losses
-    model.factors["output"] = 2.0
+@pytest.mark.parametrize("is_whole", [True, slow(False)])
+def test_what_cannot_be_restored_for_the_backward_pass_is_refused(whole, is_whole):
+    maml, _ = whole[1:] if is_whole else scaled(memory="step")
+    losses = maml(draw_batch()).query_losses
+    maml.model.factors["output"] = 2.0
     for create_graph in (False, True):
         with pytest.raises(RuntimeError, match=r"has changed between .*factors\['output'\] == 1.0 held then"):
             torch.autograd.grad(
                 losses[0], list(maml.parameters()), retain_graph=True, create_graph=create_graph
             )
-    model.factors["output"] = 1.0
+    maml.model.factors["output"] = 1.0
     torch.autograd.grad(losses[0], list(maml.parameters()), create_graph=True)
 
 
@@ -540,10 +560,10 @@ def test_a_graph_is_kept_after_one_that_was_not():
     assert_same(torch.autograd.grad(loss, params), expected)
 
 
-def test_a_buffer_that_is_written_into_before_the_backward_pass_is_refused():
-    model, batch = Scaled(), draw_batch()
-    compiled, _ = pair(model, rules.sgd(lr=0.1), {"whole": True}, steps=1)
-    loss = compiled(batch).query_losses[0]
-    model.gain.mul_(2)
+def test_a_buffer_that_is_written_into_before_the_backward_pass_is_refused(whole):
+    _, compiled, _ = whole
+    loss = compiled(draw_batch()).query_losses[0]
+    compiled.model.gain.mul_(2)
     with pytest.raises(RuntimeError, match=r"that the model or the loss reads was modified in place"):
         torch.autograd.grad(loss, list(compiled.parameters()))
+    compiled.model.gain.div_(2)

@@ -11,6 +11,7 @@ import metagrad as mg
 from metagrad.core.budget import BudgetError
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.optim.rules import adam, sgd
+from tests.marks import slow
 
 
 def mlp():
@@ -48,7 +49,9 @@ def between(norms):
     return float((ordered[gap] * ordered[gap + 1]).sqrt())
 
 
-@pytest.mark.parametrize("rule", [sgd(lr=0.1), sgd(lr=0.05, momentum=0.9), adam(lr=0.05)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [slow(sgd(lr=0.1)), sgd(lr=0.05, momentum=0.9), slow(adam(lr=0.05))], ids=repr
+)
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_each_task_stops_as_if_it_had_fewer_steps(regression, rule, task_chunk):
     model = mlp()

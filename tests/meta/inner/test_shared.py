@@ -52,7 +52,8 @@ MODELS = {
 }
 CASES = [
     slow("between shared layers", None, "full", 2, "mse"),
-    ("no chain", None, "step", 2, "learned"),
+    slow("no chain", None, "step", 2, "learned"),
+    ("no chain", None, "full", 2, "learned"),
     *(
         slow(model, task_chunk, memory, order, loss)
         for model in MODELS
@@ -63,6 +64,7 @@ CASES = [
             ("sqrt", 2, "mse"),
             ("whole", 2, "mse"),
         )
+        if (model, task_chunk, memory) != ("no chain", None, "full")
     ),
     slow("no chain", None, "whole", 1, "learned"),
 ]

@@ -90,7 +90,7 @@ def test_unrolled_steps_pass_gradcheck_in_parameters_and_hyperparameters(make):
             return unrolled({"w": w}, make(**hyper, curvature_every=2))
 
     w = torch.randn(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert mg.gradcheck(fn, (w.requires_grad_(), hyper), order=2)
+    assert mg.gradcheck(fn, (w.requires_grad_(), hyper), order=2, directions=1)
 
 
 def test_the_gauss_newton_bartlett_estimate_is_the_papers():

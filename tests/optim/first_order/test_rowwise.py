@@ -83,7 +83,7 @@ def meta_loss(lookup, adapted):
 
 @settings(max_examples=10, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 @pytest.mark.parametrize("rule", STILL.values(), ids=STILL)
 def test_equals_the_dense_rule_bit_for_bit(rule, dtype, data):
     if rule is STILL["per column"]:
@@ -133,7 +133,7 @@ def test_gradcheck_in_hyperparameters(make):
 
 @over_rules
 def test_a_step_never_costs_the_table(rule):
-    num_rows = 10**5
+    num_rows = 10**4
     weight = torch.ones(num_rows, D, dtype=torch.float64, requires_grad=True)
     batches = [ids * (num_rows // V) for ids in BATCHES]
     with no_large_outputs(limit=50 * (8 + D)):

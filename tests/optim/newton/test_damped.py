@@ -19,6 +19,7 @@ from metagrad.optim.newton.second_order import endings
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import with_batch_ndim
 from metagrad.optim.tape_curvature import WeightedLoss
+from tests.marks import slow
 from tests.optim.newton.problems import (
     I3,
     ONE,
@@ -251,7 +252,7 @@ def steps_of(rule, loss, n, seed=3):
 
 
 @every
-@pytest.mark.parametrize(("exponent", "part"), [(0.75, 1 / 3), (1.0, 1 / 4)])
+@pytest.mark.parametrize(("exponent", "part"), [(0.75, 1 / 3), slow(1.0, 1 / 4)])
 def test_ill_scaled_least_squares_take_a_part_of_the_steps(make, exponent, part):
     """Without: 322. Gauss-Newton: 58 and 27; Hutchinson's probes also see what is beside the diagonal, 94 and 69."""
     loss, matrix, goal = ill_scaled()

@@ -96,6 +96,16 @@ CASES = {
     "lbfgs": (lbfgs, {"lr": 0.9}, {"history_size": 2}, quartic_of),
     "lbfgs wolfe": (lbfgs, {"lr": 0.9}, {"line_search_fn": "strong_wolfe"}, quartic_of),
 }
+# Of what other cases have one by one.
+COMBINED = {
+    "newton_cg begins to damp",
+    "newton_cg every second, truncated",
+    "newton_cg every second, overshooting",
+    "natural_gradient every second",
+    "natural_gradient preconditioned",
+    "cubic_newton truncated",
+    "trust_region_newton indefinite",
+}
 every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
@@ -114,7 +124,13 @@ def adapted(rule, loss, w, steps=2, memory="full"):
     return params["w"]
 
 
-@every
+@pytest.mark.parametrize(
+    "case",
+    [
+        slow(case, id=name) if name in COMBINED else pytest.param(case, id=name)
+        for name, case in CASES.items()
+    ],
+)
 def test_two_steps_pass_gradcheck_in_parameters_and_hyperparameters(case):
     make, hyper, options, loss = case
     w = (FIT if loss is least_squares else START).clone().requires_grad_()

@@ -32,6 +32,7 @@ from metagrad.optim import (
     SparseAdam,
     TrustRegionNewton,
 )
+from tests.marks import slow
 
 Trait = Literal[
     "elementwise",  # has `foreach`, and moves large parameters in pieces
@@ -62,6 +63,7 @@ class Case:
         default_factory=dict
     )  # without these, steps without a closure are refused
     variant: str = ""
+    like: str = ""  # the row of the same loops and states, which stands for this one in `make test`
 
     @property
     def name(self) -> str:
@@ -137,7 +139,7 @@ CASES = [
         options={"basis_every": 2, "shift": 1e-2, "weight_decay": 0.0},
     ),
     Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={"curvature_every": 2, "inverse_every": 4}),
-    Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={**INVERSES, "eigen": True}, variant="-eigen"),
+    Case(KFAC, LAYERS, *LAYERS_SETTINGS, options={**INVERSES, "eigen": True}, variant="-eigen", like="KFAC"),
     Case(
         KFAC,
         LAYERS | traits("told", "known loss", "drawn labels", "seed"),
@@ -147,9 +149,17 @@ CASES = [
     ),
     Case(NewtonCG, NEWTON, {}, {}, {}, by_hand=FIXED_DAMPING),
     Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
-    Case(NaturalGradient, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
+    Case(
+        NaturalGradient,
+        NEWTON_OF_KNOWN_LOSSES,
+        {},
+        {},
+        {"damping": 1.0},
+        by_hand=FIXED_DAMPING,
+        like="GaussNewton",
+    ),
     Case(CubicNewton, NEWTON, {}, {}, {}, options={"max_steps": 10}, by_hand={"adapt": False}),
-    Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}),
+    Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}, like="CubicNewton"),
     Case(
         LBFGS,
         traits("backward", "one vector"),
@@ -163,7 +173,9 @@ CASES = [
 
 
 def of_cases(holds: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", [case for case in CASES if holds(case)], ids=str)
+    """Run a test for some rows; in `make test`, not for those for which others stand."""
+    rows = [slow(case) if case.like else case for case in CASES if holds(case)]
+    return pytest.mark.parametrize("case", rows, ids=str)
 
 
 def having(*names: Trait) -> pytest.MarkDecorator:
@@ -177,6 +189,7 @@ def lacking(*names: Trait) -> pytest.MarkDecorator:
 
 
 every = lacking()
+every_one = pytest.mark.parametrize("case", CASES, ids=str)  # also in `make test`
 
 
 def layer(*values: float) -> nn.Linear:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     classification,
-    every,
+    every_one,
     having,
     layer,
     network,
@@ -22,7 +23,8 @@ from tests.optim.torch_optim.cases import (
 )
 
 
-@every
+@pytest.mark.slow
+@every_one
 def test_on_a_convex_quadratic(case):
     model = layer(-1.0, 3.0)
     losses = run(
@@ -32,7 +34,7 @@ def test_on_a_convex_quadratic(case):
 
 
 @having("elementwise")
-@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("foreach", [slow(True), False])  # most have the first by default
 def test_on_a_convex_quadratic_together_or_not(case, foreach):
     model = layer(-1.0, 3.0)
     opt = case.of(model, **case.options, **case.quadratic, foreach=foreach)
@@ -41,7 +43,7 @@ def test_on_a_convex_quadratic_together_or_not(case, foreach):
 
 
 @pytest.mark.slow
-@every
+@every_one
 def test_on_rosenbrock(case):
     model = layer(-1.2, 1.0)
     losses = run(
@@ -50,7 +52,7 @@ def test_on_rosenbrock(case):
     assert losses[-1] < 0.1 * losses[0]
 
 
-@every
+@every_one
 def test_on_a_network(case):
     model = network()
     losses = run(optimizer(case, model), classification(model), steps_of(case, 100))
@@ -63,8 +65,8 @@ def separable(one):
     return F.binary_cross_entropy_with_logits(one(x), torch.tensor([[1.0], [1.0], [0.0], [0.0]]))
 
 
-@every
-@pytest.mark.parametrize("problem", [rosenbrock, separable])
+@every_one
+@pytest.mark.parametrize("problem", [rosenbrock, slow(separable)])
 def test_at_its_defaults_nobody_climbs_or_ends_at_nan(case, problem):
     model = layer(-1.2, 1.0)
     losses = run(case.of(model), lambda: problem(model), steps_of(case, 50))

@@ -32,6 +32,7 @@ from metagrad.optim import (
 from metagrad.optim.kronecker import factors, shampoo
 from metagrad.tasks.batch import share_of
 from tests.distributed.threads import in_threads
+from tests.marks import combined, fast
 
 OPTIMIZERS = {
     "Shampoo": lambda model, **group: Shampoo(
@@ -75,8 +76,10 @@ def trained(model, opt, x, y, group=None, steps=4):
     return [p.detach() for p in model.parameters()], state
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    combined(OPTIMIZERS, [2, 3], fast=lambda name, size: size == 2 or name in ("Shampoo", "EKFAC")),
+)
 def test_steps_of_uneven_shares_are_those_of_one_process(name, size):
     whole, (x, y) = network(), (torch.randn(41, 1, 3, 3).double(), torch.randn(41, 2).double())
     make, models = OPTIMIZERS[name], [copy.deepcopy(whole) for _ in range(size)]
@@ -384,7 +387,7 @@ NEWTON = {
 }
 
 
-def stepped(make, options, model, data, group=None, steps=4, loss_fn=F.mse_loss, part=None):
+def stepped(make, options, model, data, group=None, steps=3, loss_fn=F.mse_loss, part=None):
     """Take steps by a closure, and return parameters, tensors of the state and what was said of each step."""
 
     def closure_of(x, y):
@@ -416,8 +419,10 @@ def assert_all_equal(found):
         assert said == found[0][2]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", NEWTON)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    combined(NEWTON, [2, 3], fast=lambda name, size: size == 2 or name == "NewtonCG, preconditioned"),
+)
 def test_newton_steps_of_uneven_shares_are_those_of_one_process(name, size):
     """Lengths, dampings, radii and regularisations follow the mean of the losses, and so do line searches."""
     whole, (x, y) = network(), (torch.randn(41, 1, 3, 3).double(), torch.randn(41, 2).double())
@@ -449,7 +454,7 @@ def test_the_curvature_of_a_part_has_weights_of_its_own(name):
     torch.testing.assert_close(found[0][0], expected[0], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", NEWTON)
+@pytest.mark.parametrize("name", fast(("NewtonCG, preconditioned", "CubicNewton", "LBFGS"), NEWTON))
 def test_a_process_without_examples_takes_the_newton_steps_of_the_others(name):
     whole, (x, y) = network(), (torch.randn(6, 1, 3, 3).double(), torch.randn(6, 2).double())
     (make, options), models = NEWTON[name], [copy.deepcopy(whole) for _ in range(2)]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from metagrad.optim.kronecker.factors import Factors, preconditioned
 from metagrad.optim.torch_optim.kfac import KFAC
+from tests.marks import slow
 from tests.optim.torch_optim.cases import (
     assert_equal,
     assert_near,
@@ -71,7 +72,7 @@ def by_hand(model, opt, loss=None):
 
 
 @every
-@pytest.mark.parametrize("make", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("make", [slow(nn.Conv1d), nn.Conv2d, slow(nn.Conv3d)])
 def test_descends_with_convolutions_and_norms(options, make):
     axes = {nn.Conv1d: 1, nn.Conv2d: 2, nn.Conv3d: 3}[make]
 

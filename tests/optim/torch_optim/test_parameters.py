@@ -102,7 +102,7 @@ def test_a_scalar_parameter(case):
     model = Scaled()
     with warning_of_modules(case):
         opt = optimizer(case, model, lr=0.1)
-    losses = run(opt, lambda: F.mse_loss(model(), torch.ones(2, 1)), 30)
+    losses = run(opt, lambda: F.mse_loss(model(), torch.ones(2, 1)), steps_of(case, 30))
     assert losses[-1] < losses[0]
     assert model.scalar.shape == ()
     assert model.scalar != 3
@@ -119,7 +119,7 @@ def test_conv1d_and_a_bias(case):
     model = convolutional()
     x, y = batch()
     opt = optimizer(case, model)
-    losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 40))
+    losses = run(opt, lambda: F.cross_entropy(model(x.unsqueeze(1)), y), steps_of(case, 25))
     assert losses[-1] < 0.9 * losses[0]
 
 

@@ -16,6 +16,7 @@ from tests.optim.torch_optim.cases import (
     assert_equal,
     classification,
     every,
+    every_one,
     having,
     network,
     optimizer,
@@ -26,7 +27,7 @@ from tests.optim.torch_optim.cases import (
 )
 
 
-@every
+@every_one
 @pytest.mark.parametrize("dtype", [slow(torch.float64), torch.float32, slow(torch.bfloat16)], ids=str)
 def test_resumes_bit_for_bit(case, dtype):
     model = network(dtype)

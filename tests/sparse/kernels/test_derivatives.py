@@ -58,7 +58,10 @@ every_linear_rule = pytest.mark.parametrize(("rule", "oracle", "shape"), LINEAR.
 @every_rule
 @pytest.mark.parametrize(
     ("first", "second"),
-    combined(*[[(), (2,), (3, 1), (3, 2)]] * 2, fast=lambda a, b: a != b or a in ((), (3, 2))),
+    combined(
+        *[[(), (2,), (3, 1), (3, 2)]] * 2,
+        fast=lambda a, b: (a, b) in [((), ()), ((2,), ()), ((3, 1), (2,)), ((2,), (3, 1)), ((3, 2), (3, 2))],
+    ),
 )
 def test_batches_broadcast_at_every_order(rule, oracle, shapes, first, second):
     x, y = rand(*first, *shapes[0]).requires_grad_(), rand(*second, *shapes[1]).requires_grad_()

@@ -178,7 +178,7 @@ def test_official_subset(real_small):
 # program measured it on 4000 tasks (+-0.27). 600 tasks have a standard error of 0.35 points; four of them.
 @pytest.mark.parametrize(
     ("resize", "shots", "percent"),
-    [slow("area", 1, 41.8), slow("area", 5, 68.5), slow("nearest", 1, 35.9), ("nearest", 5, 62.9)],
+    [slow("area", 1, 41.8), slow("area", 5, 68.5), slow("nearest", 1, 35.9), slow("nearest", 5, 62.9)],
 )
 def test_nearest_centroid_in_pixel_space(real_bits, resize, shots, percent):
     tasks = Omniglot(os.environ["METAGRAD_DATA"], split="test", shots=shots, resize=resize, rotations=False)
