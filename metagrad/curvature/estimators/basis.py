@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probing import Estimator, Probing
 from metagrad.curvature.rows import orthonormal
 
@@ -91,6 +92,17 @@ class ProbedBasis(Estimator):
         nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
         self.probes: Tensor = nothing
         self.products_of_basis: Tensor = nothing
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the basis is one of the whole space, so that nothing is left to estimate."""
+        return len(self.basis.rows) == self.probing.n
+
+    def exact(self, value: Tensor, quantity: str) -> Estimate:
+        """Return what a complete basis gives, with a bound on its rounding error."""
+        # The basis is orthonormal to a few units of rounding.
+        bound = 10 * self.probing.rounding(linalg.matrix_norm(self.products_of_basis))
+        return Estimate(value, bound.expand_as(value), 0, self.probing.matvecs, self.name, quantity=quantity)
 
     def extend(self, products: int) -> None:
         """Spend so many more products: half on probes, half on the basis of their products."""

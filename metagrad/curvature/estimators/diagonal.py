@@ -34,6 +34,8 @@ class XDiag(ProbedBasis):
         """Estimate from all the products so far."""
         probing, basis = self.probing, self.basis.rows
         on_basis = (basis * self.products_of_basis).sum(0)
+        if self.is_complete:
+            return self.exact(on_basis, "diagonal")
         lost = left_out(self.basis.lower)
         alone = (lost * self.basis.lower).sum(1, keepdim=True)  # of each product, outside of the others' span
         directions, products = lost @ basis, lost @ self.products_of_basis

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from metagrad.core._torch import from_numpy
+
 if TYPE_CHECKING:
     import numpy as np
     from scipy.sparse.linalg import LinearOperator
@@ -28,6 +30,7 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
         >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
         array([3., 6.], dtype=float32)
     """
+    import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
     if operator.dtype not in _NUMPY:
@@ -35,13 +38,16 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
             f"H.to_scipy(): NumPy has no {operator.dtype}. Convert the model and its data with .float() first."
         )
 
+    dtype = _NUMPY[operator.dtype]
+
     def matmat(columns: np.ndarray) -> np.ndarray:
-        rows = torch.as_tensor(columns.T, dtype=operator.dtype, device=operator.device)
+        rows = from_numpy(np.array(columns.T, dtype)).to(
+            operator.device
+        )  # a copy: torch has no negative strides
         return operator.products(rows).detach().cpu().numpy().T
 
     def matvec(column: np.ndarray) -> np.ndarray:
         return matmat(column.reshape(-1, 1))[:, 0]
 
-    dtype = _NUMPY[operator.dtype]
     untyped: Any = LinearOperator
     return untyped(operator.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)
