@@ -28,6 +28,15 @@ def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
+def check_count(call: str, name: str, size: int) -> int:
+    """Return a number of things as a plain integer."""
+    if not _is_int(size):
+        raise TypeError(f"{call}: {name} must be an integer, got {size!r}.")
+    if size < 0:
+        raise ValueError(f"{call}: {name} must be at least 0, got {size}.")
+    return int(size)
+
+
 def check_block(call: str, block: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
     """Return the size of blocks that tile a matrix."""
     sizes = tuple(block) if isinstance(block, Sequence) else None
