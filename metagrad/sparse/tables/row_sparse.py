@@ -481,7 +481,7 @@ def look_up(table: Rows, ids: Tensor) -> Tensor:
     found = table.elsewhere(ids)
     if not len(rows):
         return found
-    place = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)
+    place = torch.searchsorted(rows.contiguous(), ids.contiguous()).clamp_(max=len(rows) - 1)
     hit = (rows[place] == ids).view(-1, *[1] * (values.ndim - 1))
     return torch.where(hit, values.index_select(0, place), found)
 
