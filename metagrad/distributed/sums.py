@@ -63,7 +63,7 @@ def refuse_different(
 
 
 def everywhere(flag: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """Say whether something is so in all processes."""
+    """Say whether a flag is set in all processes."""
     least = torch.tensor(int(flag), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return bool(least)

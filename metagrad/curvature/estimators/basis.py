@@ -14,14 +14,17 @@ from metagrad.curvature.rows import orthonormal
 class Basis:
     r"""Rows that span what was appended so far: appended = lower @ rows.
 
+    Args:
+        nothing: No rows, [0, n].
+
     Attributes:
         rows: The basis, [k, n], orthonormal to rounding whatever is appended.
         lower: The coordinates of what was appended, [k, k], lower triangular.
     """
 
-    def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows: Tensor = torch.empty(0, n, dtype=dtype, device=device)
-        self.lower: Tensor = torch.empty(0, 0, dtype=dtype, device=device)
+    def __init__(self, nothing: Tensor) -> None:
+        self.rows: Tensor = nothing
+        self.lower: Tensor = nothing.new_zeros(0, 0)
 
     def append(self, vectors: Tensor, call: str) -> Tensor:
         """Add vectors, [j, n], and return the new rows of the basis, [j, n].
@@ -87,11 +90,9 @@ class ProbedBasis(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis: Basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.probes: Tensor = nothing
-        self.products_of_basis: Tensor = nothing
+        self.basis: Basis = Basis(probing.zeros(0, probing.n))
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products_of_basis: Tensor = probing.zeros(0, probing.n)
 
     @property
     def is_complete(self) -> bool:

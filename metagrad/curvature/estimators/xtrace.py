@@ -141,9 +141,8 @@ class XNysTrace(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        nothing = torch.empty(0, probing.n, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.probes: Tensor = nothing
-        self.products: Tensor = nothing
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products: Tensor = probing.zeros(0, probing.n)
 
     def extend(self, products: int) -> None:
         """Spend so many more products, one on each probe."""

@@ -16,9 +16,8 @@ from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import LossOperator, Operator
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.space import Parameters, ParameterSpace
 from metagrad.distributed.sums import refuse_different, sums, unions
-from metagrad.sparse.matrix.tensor import SparseTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +54,7 @@ def is_one_batch(data: object) -> bool:
 
 
 def batches_of(data: Iterable[Batch] | Batch) -> Iterable[Batch]:
-    """Return batches, of which one batch alone is a list."""
+    """Return batches: one batch alone as a list."""
     return [data] if is_one_batch(data) else data
 
 
@@ -75,7 +74,7 @@ def refuse_graph(call: str, group: ProcessGroup | None, *, has_data: bool, creat
 
 def accumulated(
     operator_for: Callable[[Batch], LossOperator],
-    params: Mapping[str, Tensor | SparseTensor],
+    params: Parameters,
     batches: Iterable[Batch],
     *,
     call: str = "accumulated(operator_for, params, batches)",
@@ -109,8 +108,9 @@ def accumulated(
             takes two passes.
         begin_pass: Called before each pass, to draw the same random numbers in all of them.
         model: Where to look for layers that may be the reason then.
-        group: Processes that have other batches of the same data; sums go over the batches of all of them. They make
-            the same products in the same order, with the same parameters and vectors; products have no graph.
+        group: Processes that have other batches of the same data; sums go over the batches of all of them, of which
+            some may have none. They make the same products in the same order, with the same parameters and vectors;
+            products have no graph.
 
     Returns:
         The operator. Of sparse tables its coordinates are the rows that any batch looks up.
@@ -151,7 +151,7 @@ class Accumulated(Operator):
     def __init__(
         self,
         operator_for: Callable[[Batch], LossOperator],
-        params: Mapping[str, Tensor | SparseTensor],
+        params: Parameters,
         batches: Iterable[Batch],
         call: str,
         reduction: Reduction | None,
@@ -279,7 +279,7 @@ class Accumulated(Operator):
             return operator.count
         return None if self.reduction == "sum" else num_data(self.call, batch)
 
-    def _joint_space(self, params: Mapping[str, Tensor | SparseTensor]) -> ParameterSpace:
+    def _joint_space(self, params: Parameters) -> ParameterSpace:
         """Return the space of the rows that any batch looks up; without tables, that of the first batch."""
         rows: dict[str, Tensor] = {}
         operators = self._operators()

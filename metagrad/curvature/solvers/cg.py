@@ -17,6 +17,7 @@ from metagrad.curvature.solvers.iteration import (
     Limits,
     Run,
     Solver,
+    begun,
     divide,
     ended,
     fill,
@@ -24,7 +25,6 @@ from metagrad.curvature.solvers.iteration import (
     is_finite,
     length,
     multiply,
-    running,
 )
 from metagrad.curvature.solvers.solution import Result
 
@@ -83,9 +83,7 @@ class ConjugateGradients:
         return state._replace(status=ended(state.status))
 
     def _initial_state(self, b: Tensor, x: Tensor, r: Tensor, is_sound: Tensor) -> CGState:
-        status = fill(running(b), ~is_sound, Result.NON_FINITE)
-        status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
-        z, rz, status = self._preconditioned(r, status)
+        z, rz, status = self._preconditioned(r, begun(r, is_sound, self.tolerance))
         return CGState(
             x,
             r,

@@ -104,7 +104,7 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
         tensor([2., 0., 2.])
     """
     index, num = _check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
-    counts = index.counts if isinstance(index, Segments) else _counts(index, num)
+    counts = index.counts if isinstance(index, Segments) else index_sum(torch.ones_like(index), index, num)
     sums = total(widened(values), index, num)
     return (sums / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))).to(values.dtype)
 
@@ -143,8 +143,8 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     is_top = values == spread(top, index)
     ties = total(is_top.to(values.dtype), index, num)
     shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
-    # A third of a number, three times, may not be the number: the value comes from the comparison, the derivative
-    # from the shares. Infinity minus itself is NaN, and shares of infinity are infinite.
+    # Shares of equal entries may not add up to the entry exactly, so only the derivative is theirs; but for infinite
+    # values, which minus themselves are NaN.
     return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
 
 
@@ -239,7 +239,3 @@ def _checked(call: str, index: Index, x: Tensor, num_segments: int) -> Index:
     if ids.device.type == "cpu" and not _torch.functorch_is_active():
         check_index(call, "index", ids, num_segments)
     return ids.long()
-
-
-def _counts(ids: Tensor, num_segments: int) -> Tensor:
-    return ids.new_zeros(num_segments).index_add(0, ids, torch.ones_like(ids))
