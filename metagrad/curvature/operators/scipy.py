@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from metagrad.core._torch import from_numpy
 
 if TYPE_CHECKING:
-    import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
     from metagrad.curvature.linear_map import LinearMap
@@ -30,7 +30,6 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
         >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
         array([3., 6.], dtype=float32)
     """
-    import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
     if operator.dtype not in _NUMPY:
