@@ -186,11 +186,7 @@ class composite_norms(TorchFunctionMode):  # noqa: N801, used as a function is
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        composite = _COMPOSITES.get(func, func)
-        if composite is not func:
-            given = bound_arguments(func, args, kwargs)
-            return composite(**{name: value for name, value in given.items() if name in _NAMES[func]})
-        return func(*args, **(kwargs or {}))
+        return _COMPOSITES.get(func, func)(*args, **(kwargs or {}))
 
 
 _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
@@ -199,7 +195,6 @@ _COMPOSITES: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.instance_norm: instance_norm,
 }
 _SIGNATURES = {fused: inspect.signature(fused) for fused in _COMPOSITES}
-_NAMES = {fused: inspect.signature(composite).parameters.keys() for fused, composite in _COMPOSITES.items()}
 
 
 def bound_arguments(
@@ -215,11 +210,11 @@ def _normalised(input: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
 
 
 def _affine(normalised: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
-    if weight is not None:
-        normalised = normalised * (_by_channel(weight, normalised.ndim) if channels else weight)
-    if bias is not None:
-        normalised = normalised + (_by_channel(bias, normalised.ndim) if channels else bias)
-    return normalised
+    weight, bias = (
+        _by_channel(x, normalised.ndim) if channels and x is not None else x for x in (weight, bias)
+    )
+    normalised = normalised if weight is None else normalised * weight
+    return normalised if bias is None else normalised + bias
 
 
 def _by_channel(values: Tensor, ndim: int) -> Tensor:

@@ -27,11 +27,11 @@ class Layout(enum.IntEnum):
 
 
 class Own(NamedTuple):
-    """What one process says of its exchange.
+    """What one process tells the others.
 
     Attributes:
         weight: Its weight.
-        places: When the gradient of each parameter became final, among those of all.
+        places: The place of each parameter in the order in which their gradients became final.
         again: Which gradients have changed since they were sent.
         failed: Whether an error keeps its gradients out.
     """
@@ -50,7 +50,7 @@ class Agreement(NamedTuple):
         layouts: The layout of each gradient; None where no process has one.
         again: Which gradients some process has changed since it sent them.
         order: The parameters in the order in which their gradients become final, the mean of the processes.
-        nbytes: What it took to agree.
+        nbytes: The bytes that it took to agree.
     """
 
     total: float
@@ -115,7 +115,7 @@ def layout_of(call: str, name: str, gradient: Tensor) -> Layout:
 
 
 def checked_weight(call: str, weight: float) -> float:
-    """Refuse a weight that is none."""
+    """Return a weight as a float, unless it is negative or not finite."""
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"{call}: weight must be a finite number of at least 0, got {weight!r}.")
     return float(weight)
@@ -144,8 +144,8 @@ def agree(
         raise error
     if failed and not own.failed:
         raise RuntimeError(
-            f"{call}: an error in {failed:.0f} of {group.size()} processes keeps their gradients out; what it is "
-            "is said there. The gradients here are left as they were."
+            f"{call}: an error in {failed:.0f} of {group.size()} processes keeps their gradients out; it is raised "
+            "there. The gradients here are left as they were."
         )
     if not total and not failed:
         raise ValueError(f"{call}: weight is 0 in every process, so there is nothing to average.")

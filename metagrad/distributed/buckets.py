@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class Bucket(NamedTuple):
-    """An all-reduce on its way.
+    """An all-reduce under way.
 
     Attributes:
-        numbers: Which of the tensors it holds.
-        flat: They, one after the other.
-        work: To wait for.
+        numbers: The numbers of the tensors in it.
+        flat: Their elements, one tensor after the other.
+        work: What to wait for.
     """
 
     numbers: list[int]
@@ -52,10 +52,10 @@ def start(
     """Begin to add some tensors up over processes, each times a factor.
 
     Args:
-        numbers: Which of them.
-        tensors: By number; None counts as zeros, and so does all where the factor is 0.
-        like: Of their shapes.
-        factor: By what they are multiplied.
+        numbers: The numbers of those to add up.
+        tensors: By number; None counts as zeros, and so does every tensor if the factor is 0.
+        like: Tensors of the same shapes.
+        factor: What they are multiplied by.
         group: The processes.
     """
     parts = [tensors[n] if factor else None for n in numbers]

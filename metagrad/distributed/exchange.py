@@ -28,9 +28,9 @@ class Plan:
 
     Attributes:
         buckets: The parameters of each bucket, by number.
-        params: Of which it was made, by name.
-        total: The sum of the weights that is expected, by which sums are divided before they are sent, so that they
-            have the range of gradients. Where it comes to be another one, they are corrected.
+        params: The parameters that it was made for, by name.
+        total: The expected sum of the weights. Gradients are divided by it before they are sent, so that sums do not
+            overflow, and corrected if the sum turns out to be another one.
     """
 
     buckets: Sequence[list[int]] = ()
@@ -38,7 +38,7 @@ class Plan:
     total: float = 1.0
 
     def fits(self, params: Mapping[str, Tensor]) -> bool:
-        """Say whether these are the parameters that it was made of."""
+        """Say whether these are the parameters that it was made for."""
         return list(params) == list(self.params) and all(params[name] is p for name, p in self.params.items())
 
 

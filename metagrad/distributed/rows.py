@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Gathering(NamedTuple):
-    """An all-gather on its way: padded rows and values of every process, how many are real, and what to wait for."""
+    """An all-gather under way: padded rows and values of every process, how many are real, and what to wait for."""
 
     rows: list[Tensor]
     values: list[Tensor]
@@ -77,7 +77,7 @@ def start(
         name: Of the table, in errors.
         part: What this process has; None is nothing.
         like: The table.
-        share: By what values are multiplied.
+        share: What values are multiplied by.
         counts: How many rows the processes have, and of how many dimensions they count, [N, 2].
         group: The processes.
     """

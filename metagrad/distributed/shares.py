@@ -1,4 +1,4 @@
-"""Work that is shared out: each process computes some of the results, and all have all of them."""
+"""Shared work: each process computes some of the results, and then all have all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAILED = torch.linalg.LinAlgError  # type: ignore[reportPrivateImportUsage]
 
 
 def shares(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Share items out: one after the other, the dearest first, to the process that has the least so far.
+    """Assign items to processes: the most expensive first, each to the process with the least to do so far.
 
     References:
         Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied Mathematics 17(2), 1969: at most
@@ -77,8 +77,7 @@ def of_matrices(
         results |= {n: result for _, of_process in gathered for n, result in of_process.items()}
     if failed:
         raise error or _FAILED(
-            f"{call}: a matrix could not be factorised in process {min(failed)} of the group; what it is is said "
-            "there."
+            f"{call}: a matrix could not be factorised in process {min(failed)} of the group, whose error says more."
         )
     return [results[number] for number in range(len(matrices))]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,11 +35,15 @@ def alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def union(numbers: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the numbers that any process has, ascending."""
-    everyone: list[Tensor] = [numbers] * group.size()
-    dist.all_gather_object(everyone, numbers.cpu(), group=group)
-    return torch.cat(everyone).unique().to(numbers.device)
+def unions(numbers: Mapping[str, Tensor], device: torch.device, group: ProcessGroup) -> dict[str, Tensor]:
+    """Return by name the numbers that any process has, ascending; some processes may not have some names."""
+    everyone: list[Mapping[str, Tensor]] = [{}] * group.size()
+    dist.all_gather_object(everyone, {name: found.cpu() for name, found in numbers.items()}, group=group)
+    names = dict.fromkeys(name for of_process in everyone for name in of_process)
+    return {
+        name: torch.cat([found[name] for found in everyone if name in found]).unique().to(device)
+        for name in names
+    }
 
 
 def refuse_different(
@@ -59,7 +63,7 @@ def refuse_different(
 
 
 def everywhere(flag: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """Say whether something is so in all processes."""
+    """Say whether a flag is set in all processes."""
     least = torch.tensor(int(flag), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return bool(least)

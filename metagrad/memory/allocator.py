@@ -1,4 +1,4 @@
-"""The allocator of C: whether it gives memory back that a loop asks for again at every step."""
+"""glibc's allocator, which returns memory to the system that a loop asks for again at every step."""
 
 from __future__ import annotations
 

@@ -102,36 +102,30 @@ class SavedGraph:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         # A custom autograd.Function saves while function modes are active, which must not see these operations.
         with _torch.without_torch_function():
-            return self._packed(tensor)
-
-    def _packed(self, tensor: torch.Tensor) -> _Saved:
-        parts = () if _is_leaf_parameter(tensor) else self._parts(tensor)
+            parts = () if _is_leaf_parameter(tensor) else self._parts(tensor)
+            saved = _Saved(tensor, self, self.next_serial if parts else None)
         if not parts:
-            return _Saved(tensor, self, None)
+            return saved
         self._settle()
-        serial = self.next_serial
+        self._live[self.next_serial] = parts
         self.next_serial += 1
-        self._live[serial] = parts
         for key, nbytes in parts:
             if key not in self._holders:
                 self._holders[key] = 0
                 self._nbytes[key] = nbytes
                 self._total += nbytes
             self._holders[key] += 1
-        return _Saved(tensor, self, serial)
+        return saved
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         with _torch.without_torch_function():
-            return self._unpacked(saved)
-
-    def _unpacked(self, saved: _Saved) -> torch.Tensor:
-        if saved.tensor._version != saved.version:
+            if saved.tensor._version == saved.version:
+                return saved.tensor
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 f"operation: a {saved.tensor.dtype} tensor of shape {tuple(saved.tensor.shape)} is at "
                 f"version {saved.tensor._version}; expected version {saved.version} instead."
             )
-        return saved.tensor
 
     def _parts(self, tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
         here = (storage for storage in storages_of(tensor) if storage.device == self._device)

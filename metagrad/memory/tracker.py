@@ -7,7 +7,7 @@ import operator
 import threading
 from collections.abc import Generator
 from types import TracebackType
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -18,7 +18,6 @@ from metagrad.memory.report import Record, format_bytes, table, verdict
 from metagrad.memory.storages import Ledger, StorageMode
 
 Method = Literal["auto", "allocator", "storage", "rss"]
-_METHODS = ("auto", "allocator", "storage", "rss")
 _ORDER = "close phases in the reverse order of opening (a suspended generator keeps its phase open)."
 
 _open: tuple[MemoryTracker, int] | None = None
@@ -372,8 +371,8 @@ def _check_device(device: torch.device | str | None) -> torch.device:
 
 def _check_method(method: str, device: torch.device) -> str:
     """Return the method, "auto" resolved for `device`."""
-    if method not in _METHODS:
-        methods = ", ".join(_METHODS)
+    if method not in get_args(Method):
+        methods = ", ".join(get_args(Method))
         raise ValueError(f"MemoryTracker(method=...): expected one of {methods}, got {method!r}.")
     if method == "auto":
         return "allocator" if device.type == "cuda" else "storage"

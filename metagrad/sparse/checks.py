@@ -14,10 +14,7 @@ INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
     """Return two sizes as plain integers, whose cells can be numbered."""
-    sizes = tuple(shape) if isinstance(shape, Sequence) else None
-    if sizes is None or len(sizes) != 2 or not all(_is_int(size) for size in sizes):
-        raise TypeError(f"{call}: shape must be two integers, rows and columns, got {shape!r}.")
-    rows, columns = (int(size) for size in sizes)
+    rows, columns = _two_integers(f"{call}: shape", shape)
     if rows < 0 or columns < 0:
         raise ValueError(f"{call}: shape must not be negative, got ({rows}, {columns}).")
     if rows * columns > MAX_CELLS:
@@ -28,12 +25,18 @@ def check_shape(call: str, shape: Sequence[int]) -> tuple[int, int]:
     return rows, columns
 
 
+def check_count(call: str, name: str, size: int) -> int:
+    """Return a number of things as a plain integer."""
+    if not _is_int(size):
+        raise TypeError(f"{call}: {name} must be an integer, got {size!r}.")
+    if size < 0:
+        raise ValueError(f"{call}: {name} must be at least 0, got {size}.")
+    return int(size)
+
+
 def check_block(call: str, block: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
     """Return the size of blocks that tile a matrix."""
-    sizes = tuple(block) if isinstance(block, Sequence) else None
-    if sizes is None or len(sizes) != 2 or not all(_is_int(size) for size in sizes):
-        raise TypeError(f"{call}: a block must be two integers, its rows and columns, got {block!r}.")
-    p, q = (int(size) for size in sizes)
+    p, q = _two_integers(f"{call}: a block", block)
     if p < 1 or q < 1 or shape[0] % p or shape[1] % q:
         raise ValueError(
             f"{call}: the matrix is ({shape[0]}, {shape[1]}), so blocks must be of positive sizes that divide it, "
@@ -117,6 +120,13 @@ def check_same(call: str, names: str, first: Tensor, second: Tensor) -> None:
             f"{call}: {names} must be on one device, got {first.device} and {second.device}. "
             "Move one with .to(device)."
         )
+
+
+def _two_integers(what: str, sizes: Sequence[int]) -> tuple[int, int]:
+    found = tuple(sizes) if isinstance(sizes, Sequence) else ()
+    if len(found) != 2 or not all(_is_int(size) for size in found):
+        raise TypeError(f"{what} must be two integers, rows and columns, got {sizes!r}.")
+    return int(found[0]), int(found[1])
 
 
 def _is_int(size: object) -> bool:

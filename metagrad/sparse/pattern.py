@@ -14,7 +14,7 @@ from torch import Tensor
 from metagrad.core import _torch
 from metagrad.core._torch import distinct_and_places
 from metagrad.core.checks import is_a
-from metagrad.sparse.checks import check_index, check_indices, check_shape
+from metagrad.sparse.checks import check_count, check_index, check_indices, check_shape
 from metagrad.sparse.statistics import count_merge, timed
 
 P = ParamSpec("P")
@@ -22,18 +22,27 @@ R = TypeVar("R")
 
 
 def structural(compute: Callable[P, R]) -> Callable[P, R]:
-    """Hide a computation of indices from torch function modes.
+    """Compute indices that are kept, whatever the modes of torch at the first use.
 
     Recomputation (``checkpoint``, ``unroll``) follows a function by the sequence of its torch functions, which must
-    not depend on whether a map is known already.
+    not depend on whether a map is known already; and a graph may not save a tensor of inference mode.
     """
 
     @functools.wraps(compute)
     def unseen(*args: P.args, **kwargs: P.kwargs) -> R:
         with _torch.without_torch_function():
-            return compute(*args, **kwargs)
+            if not torch.is_inference_mode_enabled():
+                return compute(*args, **kwargs)
+            with torch.inference_mode(False):
+                return compute(*args, **kwargs)
 
     return unseen
+
+
+@structural
+def _kept(index: Tensor) -> Tensor:
+    """Return indices, as a copy if they were made in inference mode."""
+    return index.clone() if index.is_inference() else index
 
 
 class Segments:
@@ -48,7 +57,7 @@ class Segments:
 
     Raises:
         ValueError: An id is out of range.
-        TypeError: The ids are not integers.
+        TypeError: The ids, or their number, are not integers.
 
     Example:
         >>> segments = metagrad.sparse.Segments(torch.tensor([2, 0, 2]), 3)
@@ -57,8 +66,9 @@ class Segments:
     """
 
     def __init__(self, ids: Tensor, num_segments: int) -> None:
+        num_segments = check_count("Segments(ids, num_segments)", "num_segments", num_segments)
         check_index("Segments(ids, num_segments)", "ids", ids, num_segments)
-        self.ids: Tensor = ids.detach().long()
+        self.ids: Tensor = _kept(ids.detach().long())
         self.num_segments = num_segments
 
     @classmethod
@@ -164,7 +174,7 @@ class Pattern:
         self._set(row, col, size)
 
     def _set(self, row: Tensor, col: Tensor, shape: tuple[int, int]) -> None:
-        self.row, self.col, self.shape = row, col, shape
+        self.row, self.col, self.shape = _kept(row), _kept(col), shape
         self._transpose: Pattern | weakref.ref[Pattern] | None = None
         self._merges: dict[str, weakref.WeakKeyDictionary[Pattern, Any]] = {}  # see _without_owner
         self._copies: weakref.WeakValueDictionary[torch.device, Pattern] = weakref.WeakValueDictionary()
@@ -236,10 +246,11 @@ class Pattern:
         cls, n: int, below: int, above: int = 0, *, device: torch.device | str | None = None
     ) -> Pattern:
         """Make the pattern of the cells with ``-below <= col - row <= above`` in an n x n matrix."""
-        if below < 0 or above < 0:
-            raise ValueError(
-                f"Pattern.banded(n, below, above): widths must be at least 0, got {below}, {above}."
-            )
+        call = "Pattern.banded(n, below, above)"
+        n, below, above = (
+            check_count(call, name, size) for name, size in (("n", n), ("below", below), ("above", above))
+        )
+        below, above = min(below, n), min(above, n)
         row = torch.arange(n, device=device).repeat_interleave(below + above + 1)
         col = row + torch.arange(-below, above + 1, device=device).repeat(n)
         inside = (col >= 0) & (col < n)
@@ -419,7 +430,7 @@ class Pattern:
         if not self.nnz:
             return torch.full_like(wanted, -1)
         place = torch.searchsorted(keys, wanted).clamp_(max=self.nnz - 1)
-        return torch.where(keys[place] == wanted, place, -1)
+        return torch.where((self.row[place] == row) & (self.col[place] == col), place, -1)
 
     def equals(self, other: Pattern) -> bool:
         """Say whether two patterns have the same cells (``==`` says whether they are the same object)."""

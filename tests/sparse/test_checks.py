@@ -114,7 +114,7 @@ def test_operands_have_one_dtype_and_one_device():
 
 @pytest.mark.parametrize("block", [(2,), 2, (2.0, 2), (True, 1)])
 def test_a_block_is_two_integers(block):
-    with pytest.raises(TypeError, match="a block must be two integers, its rows and columns, got"):
+    with pytest.raises(TypeError, match="a block must be two integers, rows and columns, got"):
         SparseTensor.from_dense(torch.eye(4)).to_blocks(block)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from metagrad.sparse import Pattern, SparseTensor
+from metagrad.sparse import Pattern, Segments, SparseTensor
 from tests.sparse.strategies import entries, patterns
 
 quick = settings(max_examples=25, deadline=None)
@@ -142,11 +142,35 @@ def test_blocks_are_taken_apart_into_rows():
     assert torch.equal(blocks.reshape(-1)[order.ids], dense[dense >= 0])
 
 
-@pytest.mark.parametrize(("below", "above"), [(0, 0), (1, 0), (1, 2), (9, 0)])
+@pytest.mark.parametrize(("below", "above"), [(0, 0), (1, 0), (1, 2), (9, 0), (10**12, 1)])
 def test_bands_are_the_diagonals_between(below, above):
     offset = torch.arange(5) - torch.arange(5)[:, None]
     expected = (offset >= -below) & (offset <= above)
     assert torch.equal(Pattern.banded(5, below, above).to_mask(), expected)
+
+
+def test_what_lies_outside_is_not_found():
+    row, col = torch.tensor([0, 0, 0, 5, -1, 2]), torch.tensor([1, 4, -1, 0, 1, 0])
+    assert A.find(row, col).tolist() == [0, -1, -1, -1, -1, 2]
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_what_inference_mode_has_computed_can_be_differentiated_later(made_inside):
+    """A graph saves the orders and places that a pattern keeps, and refuses tensors of inference mode."""
+    with torch.inference_mode(made_inside):
+        first, second = Pattern.banded(4, 1, 1), Pattern.banded(4, 0, 2)
+    a = SparseTensor(first, torch.ones(first.nnz).clone()).requires_grad_()
+    b = SparseTensor(second, torch.ones(second.nnz))
+
+    def uses():
+        used = [a.t(), a + b, a * b, a @ b, a * torch.ones(4, 4), a * torch.ones(4, 1), a.softmax(0)]
+        return sum(x.values.square().sum() for x in used) + (a + torch.ones(4, 4)).square().sum()
+
+    with torch.inference_mode():
+        value = uses()
+    uses().backward()
+    assert a.grad is not None
+    torch.testing.assert_close(uses().detach(), value.clone())
 
 
 def test_equality_is_identity_and_equals_compares_cells():
@@ -216,7 +240,14 @@ def test_two_devices_are_refused():
             TypeError,
             r"mask must be a boolean tensor.*torch.float32",
         ),
-        (lambda: Pattern.banded(3, -1), ValueError, r"widths must be at least 0, got -1, 0"),
+        (
+            lambda: Pattern.banded(3, -1),
+            ValueError,
+            r"banded\(n, below, above\): below must be at least 0, got -1",
+        ),
+        (lambda: Pattern.banded(3, 1.5), TypeError, r"below must be an integer, got 1\.5"),
+        (lambda: Segments(ids([0]), 2.5), TypeError, r"num_segments must be an integer, got 2\.5"),
+        (lambda: Segments(ids([]).long(), -1), ValueError, r"num_segments must be at least 0, got -1"),
         (
             lambda: Pattern.coalesce(ids([5]), ids([0]), (2, 2)),
             ValueError,

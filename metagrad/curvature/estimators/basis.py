@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probing import Estimator, Probing
 from metagrad.curvature.rows import orthonormal
 
@@ -13,14 +14,17 @@ from metagrad.curvature.rows import orthonormal
 class Basis:
     r"""Rows that span what was appended so far: appended = lower @ rows.
 
+    Args:
+        nothing: No rows, [0, n].
+
     Attributes:
         rows: The basis, [k, n], orthonormal to rounding whatever is appended.
         lower: The coordinates of what was appended, [k, k], lower triangular.
     """
 
-    def __init__(self, n: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.rows: Tensor = torch.empty(0, n, dtype=dtype, device=device)
-        self.lower: Tensor = torch.empty(0, 0, dtype=dtype, device=device)
+    def __init__(self, nothing: Tensor) -> None:
+        self.rows: Tensor = nothing
+        self.lower: Tensor = nothing.new_zeros(0, 0)
 
     def append(self, vectors: Tensor, call: str) -> Tensor:
         """Add vectors, [j, n], and return the new rows of the basis, [j, n].
@@ -86,11 +90,20 @@ class ProbedBasis(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis: Basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.probes: Tensor = nothing
-        self.products_of_basis: Tensor = nothing
+        self.basis: Basis = Basis(probing.zeros(0, probing.n))
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products_of_basis: Tensor = probing.zeros(0, probing.n)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the basis is one of the whole space, so that nothing is left to estimate."""
+        return len(self.basis.rows) == self.probing.n
+
+    def exact(self, value: Tensor, quantity: str) -> Estimate:
+        """Return what a complete basis gives, with a bound on its rounding error."""
+        # The basis is orthonormal to a few units of rounding.
+        bound = 10 * self.probing.rounding(linalg.matrix_norm(self.products_of_basis))
+        return Estimate(value, bound.expand_as(value), 0, self.probing.matvecs, self.name, quantity=quantity)
 
     def extend(self, products: int) -> None:
         """Spend so many more products: half on probes, half on the basis of their products."""

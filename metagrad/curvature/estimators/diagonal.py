@@ -34,6 +34,8 @@ class XDiag(ProbedBasis):
         """Estimate from all the products so far."""
         probing, basis = self.probing, self.basis.rows
         on_basis = (basis * self.products_of_basis).sum(0)
+        if self.is_complete:
+            return self.exact(on_basis, "diagonal")
         lost = left_out(self.basis.lower)
         alone = (lost * self.basis.lower).sum(1, keepdim=True)  # of each product, outside of the others' span
         directions, products = lost @ basis, lost @ self.products_of_basis
@@ -146,19 +148,19 @@ def diagonal(
 class _Ratio(Estimator):
     """The ratio of sums, with the variance of a ratio, in one pass over the probes.
 
-    Squares are summed of x - d0 z^2, where x = z * Az and d0 is the ratio over the first piece: what has no variance
-    then leaves no rounding errors of the size of its square root.
+    The squares that are summed are those of x - d0 z^2, where x = z * Az and d0 is the ratio over the first piece, so
+    that an element without variance does not get a standard error from cancellation.
     """
 
     name = "hutchinson"
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        zero = torch.zeros(probing.n, dtype=probing.operator.dtype, device=probing.operator.device)
+        zero = probing.zeros(probing.n)
         self.numerator, self.weights = zero, zero  # sums of x and of z^2
         self.origin: Tensor | None = None  # d0
         self.first, self.second, self.crossed, self.fourth = zero, zero, zero, zero  # of y, y^2, y z^2, z^4
-        self.squares = torch.zeros((), dtype=zero.dtype, device=zero.device)  # of Az
+        self.squares = probing.zeros()  # of Az
 
     def extend(self, products: int) -> None:
         for probes, found in self.probing.pieces(products):

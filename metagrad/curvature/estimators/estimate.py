@@ -124,7 +124,7 @@ def standard_error(samples: Tensor, floor: Tensor, inflation: Tensor | None = No
 
 
 def _with_error(value: float, stderr: float) -> str:
-    """Write a number with as many digits as its error, to two of its own, lets it have."""
+    """Format a number to the digit of the second significant digit of its error."""
     if not (math.isfinite(value) and math.isfinite(stderr) and value and stderr):
         return f"{value:.6g} +- {stderr:.2g}"
     decimals = 1 - math.floor(math.log10(stderr))

@@ -26,9 +26,8 @@ class Hutchinson(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        empty = torch.empty(0, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.samples: Tensor = empty
-        self.squares: Tensor = empty
+        self.samples: Tensor = probing.zeros(0)
+        self.squares: Tensor = probing.zeros(0)
 
     def extend(self, products: int) -> None:
         """Spend so many more products."""
@@ -64,18 +63,14 @@ class Exact(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        empty = torch.empty(0, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.diagonal: Tensor = empty
-        self.squares: Tensor = empty
+        self.diagonal: Tensor = probing.zeros(0)
+        self.squares: Tensor = probing.zeros(0)
 
     def extend(self, products: int) -> None:
         """Make all n products, whatever ``products`` is."""
         probing = self.probing
         for start in range(0, probing.n, probing.rows):
-            rows = range(start, min(start + probing.rows, probing.n))
-            units = torch.zeros(
-                len(rows), probing.n, dtype=probing.operator.dtype, device=self.diagonal.device
-            )
+            units = probing.zeros(min(probing.rows, probing.n - start), probing.n)
             units.diagonal(start).fill_(1)
             found = widened(probing.products(units))
             self.diagonal = torch.cat([self.diagonal, found.diagonal(start)])
@@ -110,12 +105,10 @@ class HutchPlusPlus(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis: Basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.products_of_basis: Tensor = nothing
-        self.probes: Tensor = nothing
-        self.products: Tensor = nothing
+        self.basis: Basis = Basis(probing.zeros(0, probing.n))
+        self.products_of_basis: Tensor = probing.zeros(0, probing.n)
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products: Tensor = probing.zeros(0, probing.n)
 
     def extend(self, products: int) -> None:
         """Spend so many more products, a third on each part."""

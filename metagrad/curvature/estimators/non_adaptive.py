@@ -45,13 +45,11 @@ class NonAdaptiveHutchPlusPlus(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        dtype, device = probing.operator.dtype, probing.operator.device
-        self.basis: Basis = Basis(probing.n, dtype, device)
-        nothing = torch.empty(0, probing.n, dtype=dtype, device=device)
-        self.tests: Tensor = nothing
-        self.products_of_tests: Tensor = nothing
-        self.probes: Tensor = nothing
-        self.products: Tensor = nothing
+        self.basis: Basis = Basis(probing.zeros(0, probing.n))
+        self.tests: Tensor = probing.zeros(0, probing.n)
+        self.products_of_tests: Tensor = probing.zeros(0, probing.n)
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products: Tensor = probing.zeros(0, probing.n)
 
     def extend(self, products: int) -> None:
         """Spend so many more products: a quarter on the span, half on coordinates in it, the rest on probes."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core.budget import Bytes, checked_bytes
+from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.rows import norm
 
 Distribution = Literal["rademacher", "normal", "sphere"]
@@ -72,6 +73,15 @@ def draw(
     return rows if device is None else rows.to(device)
 
 
+def draw_for(
+    operator: LinearMap, count: int, distribution: Distribution, generator: torch.Generator | None
+) -> Tensor:
+    """Draw probes, [count, n], for an operator."""
+    dtype, device = operator.dtype, operator.device
+    n = operator.shape[0]
+    return draw(count, n, distribution=distribution, dtype=dtype, device=device, generator=generator)
+
+
 def check_drawing(call: str, distribution: str, generator: object) -> None:
     """Check the arguments for random probes."""
     if distribution not in get_args(Distribution):
@@ -85,7 +95,7 @@ def check_drawing(call: str, distribution: str, generator: object) -> None:
 
 
 def piece_sizes(operator: object, count: int, rows: int) -> Iterator[int]:
-    """Split ``count`` vectors into pieces of at most ``rows``, and of no more than the operator gains by."""
+    """Split ``count`` vectors into pieces of at most ``rows``, and of the operator's ``num_together``."""
     while count > 0:
         size = min(count, rows, getattr(operator, "num_together", None) or rows)
         yield size

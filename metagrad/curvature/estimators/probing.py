@@ -14,7 +14,13 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import is_a, is_integer
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
+from metagrad.curvature.estimators.probes import (
+    Distribution,
+    check_drawing,
+    draw_for,
+    piece_sizes,
+    rows_in_chunk,
+)
 from metagrad.curvature.linear_map import FACTORISED, LinearMap, checked_products, checked_size
 
 FIRST = 16  # products before the interval is first checked: the spread of fewer samples is unreliable
@@ -55,16 +61,13 @@ class Probing:
         self.rtol = rtol
         self.matvecs: int = 0
 
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros in the dtype of the map, on its device."""
+        return torch.zeros(shape, dtype=self.operator.dtype, device=self.operator.device)
+
     def draw(self, count: int) -> Tensor:
         """Draw the next probes, [count, n]."""
-        return draw(
-            count,
-            self.n,
-            distribution=self.distribution,
-            dtype=self.operator.dtype,
-            device=self.operator.device,
-            generator=self.generator,
-        )
+        return draw_for(self.operator, count, self.distribution, self.generator)
 
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply rows; refuse products that are not finite or of another shape."""
@@ -73,7 +76,7 @@ class Probing:
         return found
 
     def pieces(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw and multiply ``count`` probes, as many at once as a chunk holds and the operator gains by."""
+        """Draw and multiply ``count`` probes, in the pieces of :func:`piece_sizes`."""
         for size in piece_sizes(self.operator, count, self.rows):
             probes = self.draw(size)
             yield probes, self.products(probes)

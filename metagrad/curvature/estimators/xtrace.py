@@ -39,6 +39,8 @@ class XTrace(ProbedBasis):
         """Estimate from all the products so far."""
         probing, basis, lower = self.probing, self.basis.rows, self.basis.lower
         on_basis = inner(basis, self.products_of_basis)
+        if self.is_complete:
+            return self.exact(on_basis.trace(), "trace")
         inside = inner(self.probes, basis)
         lost = left_out(lower)
         one = _LeftOut(
@@ -139,9 +141,8 @@ class XNysTrace(Estimator):
 
     def __init__(self, probing: Probing) -> None:
         self.probing = probing
-        nothing = torch.empty(0, probing.n, dtype=probing.operator.dtype, device=probing.operator.device)
-        self.probes: Tensor = nothing
-        self.products: Tensor = nothing
+        self.probes: Tensor = probing.zeros(0, probing.n)
+        self.products: Tensor = probing.zeros(0, probing.n)
 
     def extend(self, products: int) -> None:
         """Spend so many more products, one on each probe."""
@@ -201,8 +202,14 @@ class XNysTrace(Estimator):
                 f"{self.probing.call}: the products require grad, and {k} of them are numerically dependent, so "
                 'that their inverse has no usable derivative. Take method="hutchinson" or fewer probes.'
             )
+        smallest = linalg.eigvalsh(gram)[0]
+        if smallest <= k * eps * self.probing.n:
+            raise ValueError(
+                f"{self.probing.call}: the {k} probes are linearly dependent, as random signs in {self.probing.n} "
+                'dimensions may be. Take distribution="sphere", or method="exact".'
+            )
         least = k**0.5 * eps * torch.where(highest > 0, highest, torch.ones_like(highest))
-        shift = (least - lowest.clamp_max(0)) / linalg.eigvalsh(gram)[0]
+        shift = (least - lowest.clamp_max(0)) / smallest
         return form + shift * gram, shift
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -52,7 +52,16 @@ class OutputLoss(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Categorical(OutputLoss):
+class _ClosedForm(OutputLoss):
+    """A loss whose attributes are its arguments."""
+
+    output: Tensor
+    scale: Tensor
+    count: Tensor | float | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Categorical(_ClosedForm):
     r"""Cross-entropy of logits: :math:`\ell = -\log p_y` with :math:`p = \mathrm{softmax}(z)`.
 
     .. math:: H_L = F_L = s\, (\mathrm{diag}(p) - p p^\top), \qquad
@@ -73,10 +82,6 @@ class Categorical(OutputLoss):
         Martens, "New insights and perspectives on the natural gradient method", JMLR 21, 2020, section 8; Kunstner,
         Balles, Hennig, "Limitations of the empirical Fisher approximation", NeurIPS 2019, section 2.
     """
-
-    output: Tensor
-    scale: Tensor
-    count: Tensor | float | None = None
 
     @property
     def num_data(self) -> int:
@@ -117,7 +122,7 @@ class Categorical(OutputLoss):
         return self.scale.sqrt() * (self.probabilities - label)
 
 
-class _Elementwise(OutputLoss):
+class _Elementwise(_ClosedForm):
     """A loss whose outputs are independent of each other."""
 
     @abstractmethod
@@ -159,10 +164,7 @@ class Gaussian(_Elementwise):
         tensor([1., 3.])
     """
 
-    output: Tensor
-    scale: Tensor
     precision: Tensor
-    count: Tensor | float | None = None
 
     def _information(self) -> Tensor:
         return self.precision
@@ -186,10 +188,6 @@ class Bernoulli(_Elementwise):
         >>> Bernoulli(torch.zeros(1), scale=torch.tensor(1.0)).hessian_product(torch.ones(1))
         tensor([0.2500])
     """
-
-    output: Tensor
-    scale: Tensor
-    count: Tensor | float | None = None
 
     def _information(self) -> Tensor:
         p = self.output.sigmoid()
@@ -218,10 +216,7 @@ class BernoulliProbability(_Elementwise):
         (tensor([16.]), tensor([5.3333]))
     """
 
-    output: Tensor
-    scale: Tensor
     target: Tensor
-    count: Tensor | float | None = None
 
     def _curvature(self) -> Tensor:
         p, q = self._clamped()

@@ -87,7 +87,7 @@ def is_linear_in(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
 class _Call(NamedTuple):
     function: Callable[..., Tensor]
     arguments: _Arguments
-    result: Tensor  # held, lest another tensor takes its id
+    result: Tensor  # kept alive, so that no other tensor gets its id
     node: Node | None  # of the result, as it was returned
 
 
@@ -114,7 +114,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _watched(loss: Callable[[], Tensor]) -> tuple[Tensor, _Call | None]:
-    """Evaluate a loss; return the call whose number it is, None of another or of one with deprecated arguments."""
+    """Evaluate a loss; return the call that made it, None if none did or if its arguments are deprecated."""
     with _Watch() as watch:
         value = loss()
     call = watch.calls.get(id(value))
@@ -158,7 +158,7 @@ def _cross_entropy(arguments: _Arguments) -> OutputLoss | None:
 def _categorical(logits: Tensor, scale: Tensor, count: Tensor | float, arguments: _Arguments) -> OutputLoss:
     scale = scale.unsqueeze(min(logits.ndim - 1, 1))
     if arguments["reduction"] == "mean":
-        return Categorical(logits, scale / count, count)
+        return Categorical(logits, scale / count, count=count)
     return Categorical(logits, scale)
 
 

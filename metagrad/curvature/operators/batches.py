@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
-from metagrad.core._torch import distinct, linalg, named_modules
+from metagrad.core._torch import distinct, linalg, named_modules, to_list
 from metagrad.core.capture import AutocastState
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.operators.operator import LossOperator, Operator
-from metagrad.curvature.operators.space import ParameterSpace
-from metagrad.distributed.sums import refuse_different, sums, union
-from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.curvature.operators.space import Parameters, ParameterSpace
+from metagrad.distributed.sums import refuse_different, sums, unions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,7 +54,7 @@ def is_one_batch(data: object) -> bool:
 
 
 def batches_of(data: Iterable[Batch] | Batch) -> Iterable[Batch]:
-    """Return batches, of which one batch alone is a list."""
+    """Return batches: one batch alone as a list."""
     return [data] if is_one_batch(data) else data
 
 
@@ -75,7 +74,7 @@ def refuse_graph(call: str, group: ProcessGroup | None, *, has_data: bool, creat
 
 def accumulated(
     operator_for: Callable[[Batch], LossOperator],
-    params: Mapping[str, Tensor | SparseTensor],
+    params: Parameters,
     batches: Iterable[Batch],
     *,
     call: str = "accumulated(operator_for, params, batches)",
@@ -109,8 +108,9 @@ def accumulated(
             takes two passes.
         begin_pass: Called before each pass, to draw the same random numbers in all of them.
         model: Where to look for layers that may be the reason then.
-        group: Processes that have other batches of the same data; sums go over the batches of all of them. They make
-            the same products in the same order, with the same parameters and vectors; products have no graph.
+        group: Processes that have other batches of the same data; sums go over the batches of all of them, of which
+            some may have none. They make the same products in the same order, with the same parameters and vectors;
+            products have no graph.
 
     Returns:
         The operator. Of sparse tables its coordinates are the rows that any batch looks up.
@@ -151,7 +151,7 @@ class Accumulated(Operator):
     def __init__(
         self,
         operator_for: Callable[[Batch], LossOperator],
-        params: Mapping[str, Tensor | SparseTensor],
+        params: Parameters,
         batches: Iterable[Batch],
         call: str,
         reduction: Reduction | None,
@@ -174,7 +174,11 @@ class Accumulated(Operator):
     def _products(self, vectors: Tensor) -> Tensor:
         if self._group is not None:
             refuse_different(self.call, "the vector of a product", vectors, self._group)
-        return self._sum(lambda operator, places: [self._multiplied(operator, places, vectors)])[0]
+
+        def multiply(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
+            return [self._multiplied(operator, places, vectors)]
+
+        return self._sum(multiply, [vectors.shape])[0]
 
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         self._refuse_closed()
@@ -185,12 +189,13 @@ class Accumulated(Operator):
             wide = self.space.widen(block, vectors)
             return [self.space.narrow(block, self._multiplied(operator, places, wide))]
 
-        return self._sum(multiply)[0]
+        return self._sum(multiply, [vectors.shape])[0]
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Return the loss of all data and its gradient, flat, from one pass."""
         loss, gradient = self._sum(
-            lambda operator, places: [operator.loss, self._grown(operator.gradient, places)]
+            lambda operator, places: [operator.loss, self._grown(operator.gradient, places)],
+            [(), (self.space.size,)],
         )
         return loss, gradient
 
@@ -204,7 +209,7 @@ class Accumulated(Operator):
             parts = [operator.loss, gradient, self._multiplied(operator, places, vector)]
             return [part.detach() for part in parts]
 
-        loss, gradient, product = self._sum(compute)
+        loss, gradient, product = self._sum(compute, [(), (self.space.size,), vector.shape])
         return loss, gradient, product
 
     def _operators(self) -> Generator[tuple[Batch, LossOperator]]:
@@ -225,11 +230,20 @@ class Accumulated(Operator):
                 self.progress.update(1)
             elif self.progress is not None:
                 self.progress(done, num_batches)
-        if not done:
+        if not done and self._group is None:
             raise ValueError(f"{self.call}: the data has no batches.")
 
-    def _sum(self, compute: Callable[[LossOperator, Tensor | None], list[Tensor]]) -> list[Tensor]:
-        """Add up over batches, and divide by what a mean divides by."""
+    def _sum(
+        self,
+        compute: Callable[[LossOperator, Tensor | None], list[Tensor]],
+        shapes: Sequence[Sequence[int]],
+    ) -> list[Tensor]:
+        """Add up over batches, and divide by what a mean divides by; of a group, a process may have nothing to add.
+
+        Args:
+            compute: The terms of a batch.
+            shapes: Those of the terms.
+        """
         totals: list[Tensor] = []
         divisor: float | Tensor | None = None
         for batch, operator in self._operators():
@@ -241,14 +255,21 @@ class Accumulated(Operator):
                 terms = [term * count for term in terms]
                 divisor = count if divisor is None else divisor + count
             totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
-        if not totals:
+        has_terms = bool(totals)
+        if self._group is not None:
+            totals = totals or [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+            counts = torch.tensor(
+                [float(has_terms), 0.0 if divisor is None else float(divisor)],
+                dtype=torch.promote_types(self.dtype, torch.float32),
+                device=self.device,
+            )
+            *totals, counts = sums([*totals, counts], self._group)
+            num_processes, count = to_list(counts)
+            has_terms, divisor = bool(num_processes), count or None
+        if not has_terms:
             raise ValueError(
                 f"{self.call}: no batch has data that count, so that there is no mean over them."
             )
-        if self._group is not None:
-            number = totals[0].new_full((), 0.0 if divisor is None else float(divisor))
-            *totals, number = sums([*totals, number], self._group)
-            divisor = None if divisor is None else number
         return totals if divisor is None else [total / divisor for total in totals]
 
     def _count(self, batch: Batch, operator: LossOperator) -> float | Tensor | None:
@@ -258,7 +279,7 @@ class Accumulated(Operator):
             return operator.count
         return None if self.reduction == "sum" else num_data(self.call, batch)
 
-    def _joint_space(self, params: Mapping[str, Tensor | SparseTensor]) -> ParameterSpace:
+    def _joint_space(self, params: Parameters) -> ParameterSpace:
         """Return the space of the rows that any batch looks up; without tables, that of the first batch."""
         rows: dict[str, Tensor] = {}
         operators = self._operators()
@@ -270,7 +291,7 @@ class Accumulated(Operator):
             for name, found in of_batch.items():
                 rows[name] = distinct(torch.cat([rows.get(name, found), found]))
         if self._group is not None:
-            rows = {name: union(found, self._group) for name, found in rows.items()}
+            rows = unions(rows, self.device, self._group)
         return ParameterSpace(params, rows=rows)
 
     def _multiplied(self, operator: LossOperator, places: Tensor | None, vectors: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from metagrad.curvature.operators.output_hessians import (
     observed_scores,
     sampled_scores,
 )
-from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
+from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
+from metagrad.curvature.operators.space import Parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

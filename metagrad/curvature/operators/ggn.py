@@ -23,8 +23,8 @@ from metagrad.curvature.operators.batches import (
 from metagrad.curvature.operators.jacobian import Jacobian, JacobianMode, Mode
 from metagrad.curvature.operators.operator import LossOperator, Operator
 from metagrad.curvature.operators.output_hessians import OutputMatrix, loss_hessian
-from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem, Parameters
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
+from metagrad.curvature.operators.space import Parameters, ParameterSpace
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,23 +71,20 @@ def ggn(
             :class:`~metagrad.sparse.SparseTensor`. They need not require grad.
         data: A batch ``(x, y)``, whose graph is kept for all products; or an iterable of batches that can be iterated
             over repeatedly: every product goes through all of them.
-        sparse: Embedding tables of which only the rows that are looked up count; those with sparse gradients are
-            treated so anyway.
+        sparse: As for :func:`hessian`.
         mode: How products with :math:`J` are computed. ``"reverse"``: from a graph of the backward pass, which is
             kept; ``"forward"``: by ``torch.func.jvp``, which runs the model for each, and needs forward derivatives;
             ``"auto"``: the first, and with a warning the second where a derivative is missing.
-        chunk: Working memory that several products at a time may take, in bytes or as ``"64MiB"``.
+        chunk: As for :func:`hessian`.
         create_graph: Put products on the tape, to be differentiated in ``params``, which must require grad then, and
             in vectors.
-        allow_unused: Treat parameters that the loss does not depend on as constants, instead of raising.
+        allow_unused: As for :func:`hessian`.
         reduction: For several batches, how their losses reduce their terms: ``"mean"``, ``"sum"``, or a function
             of the batch that counts; see :func:`~metagrad.curvature.accumulated`. Not needed for losses known in
             closed form.
-        progress: For several batches; called as ``progress(done, total)``, or a progress bar.
-        check_deterministic: For several batches: compute loss, gradient and a product twice, and raise if they
-            differ.
-        group: Processes that have other data each, as a share of the batches: products are those of all data. They
-            make the same products in the same order, with the same parameters and vectors, and without a graph.
+        progress: As for :func:`hessian`.
+        check_deterministic: As for :func:`hessian`.
+        group: As for :func:`hessian`.
 
     Returns:
         An operator, which is a context manager.
@@ -140,7 +137,6 @@ class GaussNewtonOperator(LossOperator):
         *,
         mode: JacobianMode,
         chunk: int,
-        reduction: Reduction | None = None,
     ) -> None:
         super().__init__(evaluation.space())
         self.loss = evaluation.loss if evaluation.problem.create_graph else evaluation.loss.detach()
@@ -148,14 +144,7 @@ class GaussNewtonOperator(LossOperator):
         self._output_matrix = output_matrix
         self._jacobian = Jacobian(evaluation, mode)
         self._chunk = chunk
-        self._reduction: Reduction | None = reduction
         self._together = Together()
-
-    @property
-    def count(self) -> float | Tensor | None:
-        """What the mean of a batch divides by; None if the loss is a sum."""
-        evaluation = self._evaluation
-        return count_of(evaluation.problem.call, evaluation.batch, evaluation.known, self._reduction)
 
     @property
     def gradient(self) -> Tensor:
@@ -206,14 +195,17 @@ def operator_of(
     how = JacobianMode(problem.call, mode)
     size = checked_bytes(problem.call, "chunk", chunk)
 
+    is_alone = group is None and is_one_batch(data)
+
     def operator_for(batch: Batch) -> GaussNewtonOperator:
         evaluation = problem.evaluate(batch)
-        return GaussNewtonOperator(
-            evaluation, output_matrix_of(evaluation), mode=how, chunk=size, reduction=reduction
-        )
+        operator = GaussNewtonOperator(evaluation, output_matrix_of(evaluation), mode=how, chunk=size)
+        if not is_alone:
+            operator.count = count_of(problem.call, batch, evaluation.known, reduction)
+        return operator
 
     refuse_graph(problem.call, group, has_data=True, create_graph=problem.create_graph)
-    if group is None and is_one_batch(data):
+    if is_alone:
         return operator_for(data)
     return accumulated(
         operator_for,

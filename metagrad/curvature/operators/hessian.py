@@ -32,9 +32,9 @@ from metagrad.curvature.operators.batches import (
     is_one_batch,
     refuse_graph,
 )
-from metagrad.curvature.operators.objective import BatchLoss, LossFn, Parameters, takes_nothing
+from metagrad.curvature.operators.objective import BatchLoss, LossFn, takes_nothing
 from metagrad.curvature.operators.operator import LossOperator, Named, Operator
-from metagrad.curvature.operators.space import ParameterSpace, check_params
+from metagrad.curvature.operators.space import Parameters, ParameterSpace, check_params
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def hessian(
     def operator_for(batch: Batch) -> HessianOperator:
         operator, known = evaluated(batch)
         says = "mean" if reduction is None and known is None else reduction
-        operator.divisor = count_of(call, batch, known, says)
+        operator.count = count_of(call, batch, known, says)
         return operator
 
     if group is None and (data is None or is_one_batch(data)):
@@ -211,10 +211,7 @@ class HessianOperator(LossOperator):
 
     Attributes:
         loss: The loss at the parameters.
-        divisor: Of one of several batches, what its mean divides by; None if the loss is a sum.
     """
-
-    divisor: float | Tensor | None = None
 
     def __init__(self, space: ParameterSpace, loss: Tensor, gradient: Named) -> None:
         super().__init__(space)
@@ -225,11 +222,6 @@ class HessianOperator(LossOperator):
     def gradient(self) -> Tensor:
         """The gradient at the parameters, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
         return self.space.flatten(self._gradient)
-
-    @property
-    def count(self) -> float | Tensor | None:
-        """What the mean of one of several batches divides by; None if the loss is a sum."""
-        return self.divisor
 
     def __repr__(self) -> str:
         return f"HessianOperator(shape={self.shape}, dtype={self.dtype})"

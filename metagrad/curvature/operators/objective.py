@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -18,15 +18,13 @@ from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.capture import AutocastState, RandomState, restored
 from metagrad.core.modules import ModuleState, modules_of
 from metagrad.core.tree import Tree, tree_leaves
-from metagrad.curvature.operators.space import ParameterSpace
+from metagrad.curvature.operators.space import Parameters, ParameterSpace
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.table_proxy import LocalRows
 
 LossFn: TypeAlias = Callable[..., Tensor]
 """``loss_fn(params, *batch)``, or a function without arguments that reads the parameters where they are."""
-
-Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 
 
 class BatchLoss:

@@ -361,27 +361,33 @@ class Sum(Operator):
             term.close()
 
 
-class Scaled(Operator):
-    """An operator times a number, which may require grad."""
+class _Wrapped(Operator):
+    """An operator made from another one, which it closes."""
 
-    def __init__(self, operator: Operator, factor: float | Tensor) -> None:
-        super().__init__(operator.space)
+    def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
+        super().__init__(operator.space if space is None else space)
         self.operator = operator
-        self.factor = factor
-
-    def _products(self, vectors: Tensor) -> Tensor:
-        return self.operator.products(vectors) * self.factor
 
     def _free(self) -> None:
         self.operator.close()
 
 
-class Preconditioned(Operator):
+class Scaled(_Wrapped):
+    """An operator times a number, which may require grad."""
+
+    def __init__(self, operator: Operator, factor: float | Tensor) -> None:
+        super().__init__(operator)
+        self.factor = factor
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self.operator.products(vectors) * self.factor
+
+
+class Preconditioned(_Wrapped):
     """An operator between two copies of a symmetric map."""
 
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
-        super().__init__(operator.space)
-        self.operator = operator
+        super().__init__(operator)
         self.root: Rows = self._checked(root)
 
     def _checked(self, root: Rows | Tensor | Vectors) -> Rows:
@@ -400,9 +406,6 @@ class Preconditioned(Operator):
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.root(self.operator.products(self.root(vectors)))
-
-    def _free(self) -> None:
-        self.operator.close()
 
 
 def _described(value: object) -> str:
@@ -426,18 +429,11 @@ class Identity(Operator):
         return vectors.clone()
 
 
-class DiagonalBlock(Operator):
+class DiagonalBlock(_Wrapped):
     """A diagonal block of an operator."""
-
-    def __init__(self, operator: Operator, space: ParameterSpace) -> None:
-        super().__init__(space)
-        self.operator = operator
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.operator._block_products(self.space, vectors)
-
-    def _free(self) -> None:
-        self.operator.close()
 
 
 class LossOperator(Operator):
@@ -445,16 +441,13 @@ class LossOperator(Operator):
 
     Attributes:
         loss: The loss of the batch.
+        count: What the mean of the batch divides by; None if the loss is a sum.
     """
 
     loss: Tensor
+    count: float | Tensor | None = None
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of the loss, flat."""
-        raise NotImplementedError
-
-    @property
-    def count(self) -> float | Tensor | None:
-        """What the mean of the batch divides by; None if the loss is a sum."""
         raise NotImplementedError

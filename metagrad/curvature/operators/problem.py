@@ -21,11 +21,10 @@ from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
-from metagrad.curvature.operators.space import ParameterSpace, check_params
+from metagrad.curvature.operators.space import Parameters, ParameterSpace, check_params
 from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.sparse.matrix.tensor import SparseTensor
 
-Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
 """A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from metagrad.core._torch import from_numpy
+
 if TYPE_CHECKING:
-    import numpy as np
     from scipy.sparse.linalg import LinearOperator
 
     from metagrad.curvature.linear_map import LinearMap
@@ -35,13 +37,16 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
             f"H.to_scipy(): NumPy has no {operator.dtype}. Convert the model and its data with .float() first."
         )
 
+    dtype = _NUMPY[operator.dtype]
+
     def matmat(columns: np.ndarray) -> np.ndarray:
-        rows = torch.as_tensor(columns.T, dtype=operator.dtype, device=operator.device)
+        rows = from_numpy(np.array(columns.T, dtype)).to(
+            operator.device
+        )  # a copy: torch has no negative strides
         return operator.products(rows).detach().cpu().numpy().T
 
     def matvec(column: np.ndarray) -> np.ndarray:
         return matmat(column.reshape(-1, 1))[:, 0]
 
-    dtype = _NUMPY[operator.dtype]
     untyped: Any = LinearOperator
     return untyped(operator.shape, matvec, rmatvec=matvec, matmat=matmat, rmatmat=matmat, dtype=dtype)

@@ -20,6 +20,9 @@ from metagrad.sparse.operations.entries import like
 from metagrad.sparse.pattern import Pattern
 from metagrad.sparse.tables.row_sparse import RowSparse
 
+Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
+"""Parameters by name."""
+
 Vectors: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 """A vector by the names of the parameters, or several: then every tensor has one more dimension in front."""
 
@@ -113,9 +116,7 @@ class ParameterSpace:
         tensor([4., 5.])
     """
 
-    def __init__(
-        self, params: Mapping[str, Tensor | SparseTensor], *, rows: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, params: Parameters, *, rows: Mapping[str, Tensor] | None = None) -> None:
         check_params("ParameterSpace(params)", params)
         first = next(iter(params.values()))
         self.dtype: torch.dtype = first.dtype
@@ -126,7 +127,7 @@ class ParameterSpace:
         self.slices: dict[str, slice] = _slices(self.entries)
 
     @classmethod
-    def of(cls, params: Mapping[str, Tensor | SparseTensor], variables: Sequence[Variable]) -> ParameterSpace:
+    def of(cls, params: Parameters, variables: Sequence[Variable]) -> ParameterSpace:
         """Return the space of parameters in the graph of a loss, of tables the rows that it looks up."""
         tables = [variable.lookups for variable in variables]
         return cls(
@@ -273,8 +274,8 @@ def _coordinates(name: str, param: Tensor | SparseTensor, rows: Tensor | None) -
     return Coordinates(name, (len(rows), *shape[1:]), table=TableRows(rows, shape))
 
 
-def check_params(call: str, params: Mapping[str, Tensor | SparseTensor]) -> None:
-    """Refuse what are no parameters by name, real and of one dtype on one device."""
+def check_params(call: str, params: Parameters) -> None:
+    """Check that parameters are a dict of real floating-point tensors, of one dtype on one device."""
     if not is_mapping(params):
         raise TypeError(
             f"{call}: expected a dict of parameters by name, such as dict(model.named_parameters()), got "
@@ -297,7 +298,7 @@ def check_params(call: str, params: Mapping[str, Tensor | SparseTensor]) -> None
             )
 
 
-def _values(call: str, params: Mapping[str, Tensor | SparseTensor]) -> Iterator[tuple[str, Tensor]]:
+def _values(call: str, params: Parameters) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
         if not is_a(p, Tensor, SparseTensor):
             raise TypeError(f"{call}: {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}.")

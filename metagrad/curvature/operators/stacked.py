@@ -102,7 +102,7 @@ def stacked(
 class Hessians:
     """The Hessians of several losses; :func:`hessians` makes it.
 
-    A linear map for :func:`metagrad.curvature.solve`. A row that is not finite stays alone with that.
+    A linear map for :func:`metagrad.curvature.solve`. A row that is not finite does not affect the others.
 
     Attributes:
         losses: ``[k]``.

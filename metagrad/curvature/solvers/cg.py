@@ -17,6 +17,7 @@ from metagrad.curvature.solvers.iteration import (
     Limits,
     Run,
     Solver,
+    begun,
     divide,
     ended,
     fill,
@@ -24,7 +25,6 @@ from metagrad.curvature.solvers.iteration import (
     is_finite,
     length,
     multiply,
-    running,
 )
 from metagrad.curvature.solvers.solution import Result
 
@@ -83,9 +83,7 @@ class ConjugateGradients:
         return state._replace(status=ended(state.status))
 
     def _initial_state(self, b: Tensor, x: Tensor, r: Tensor, is_sound: Tensor) -> CGState:
-        status = fill(running(b), ~is_sound, Result.NON_FINITE)
-        status = fill(status, length(r) <= self.tolerance, Result.CONVERGED)
-        z, rz, status = self._preconditioned(r, status)
+        z, rz, status = self._preconditioned(r, begun(r, is_sound, self.tolerance))
         return CGState(
             x,
             r,
@@ -125,6 +123,9 @@ class ConjugateGradients:
         if self.progress is not None:
             status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
         z, rz, status = self._preconditioned(r, status)
+        x = torch.where(
+            (moves & ~rz.detach().isfinite())[:, None], state.x, x
+        )  # the step was too long to be one
         goes_on = status == RUNNING
         beta = divide(rz, state.rz, where=goes_on)[:, None]
         p = torch.where(goes_on[:, None], z + beta * state.p, state.p)

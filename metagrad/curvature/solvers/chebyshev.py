@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.iteration import (
     RUNNING,
     Limits,
     Run,
     Solver,
+    begun,
     ended,
     fill,
     initial,
     is_finite,
     length,
     multiply,
-    running,
 )
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import CALL, LinearSystem
@@ -94,8 +94,7 @@ class Chebyshev(Solver):
         assert self.interval is not None
         center, square = sum(self.interval) / 2, ((self.interval[1] - self.interval[0]) / 2) ** 2
         x, r = initial(products, b, x0)
-        status = fill(running(b), ~is_finite(r), Result.NON_FINITE)
-        status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
+        status = begun(r, is_finite(r), limits.tolerance)
         steps, bound, slack = torch.zeros_like(status), length(r), 1 + 100 * torch.finfo(b.dtype).eps
         ratio, d = 1 / center, r / center
         for _ in range(limits.max_steps):
@@ -128,15 +127,9 @@ def _interval(system: LinearSystem) -> tuple[float, float]:
     def products(rows: Tensor) -> Tensor:
         return system.constant_products(rows.reshape(-1, n)).view_as(rows)
 
-    whole: Any = SimpleNamespace(
-        shape=(size, size),
-        dtype=operator.dtype,
-        device=operator.device,
-        products=products,
-    )
-    start = draw(
-        1, size, distribution="normal", dtype=whole.dtype, device=whole.device, generator=system.generator
-    )
+    dtype, device = operator.dtype, operator.device
+    whole: Any = SimpleNamespace(shape=(size, size), dtype=dtype, device=device, products=products)
+    start = draw_for(whole, 1, "normal", system.generator)
     state = lanczos(whole, start, steps=LANCZOS_STEPS, call=CALL)
     values = gauss_rule(state, 0).nodes
     high = float(values[-1] + state.off_diagonal[0, len(values) - 1])

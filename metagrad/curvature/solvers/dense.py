@@ -14,11 +14,10 @@ from metagrad.curvature.solvers.iteration import (
     Limits,
     Run,
     Solver,
+    begun,
     fill,
     initial,
     is_finite,
-    length,
-    running,
 )
 from metagrad.curvature.solvers.solution import Result
 
@@ -59,8 +58,7 @@ class Dense(Solver):
         x, r = initial(products, b, x0)
         matrices = matrices_of(products, b)
         are_sound = is_finite(matrices.flatten(1))
-        status = fill(running(b), ~(is_finite(r) & are_sound), Result.NON_FINITE)
-        status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
+        status = begun(r, is_finite(r) & are_sound, limits.tolerance)
         identity = torch.eye(b.shape[1], dtype=b.dtype, device=b.device)
         symmetric = torch.where(are_sound[:, None, None], (matrices + matrices.mT) / 2, identity)
         factors, info = linalg.cholesky_ex(symmetric)

@@ -63,10 +63,16 @@ def refuse_derivatives(x: Tensor, sentence: str, *depends_on: Tensor) -> Tensor:
     return _Refusal.apply(x, sentence, *depends_on)
 
 
+def transforms() -> list[_torch.TransformType]:
+    """Return the transforms of ``torch.func`` that are active, the outermost first."""
+    return [interpreter.key() for interpreter in _torch.get_interpreter_stack() or ()]
+
+
 def check_transforms() -> None:
     """Refuse forward mode inside, or outside of, another derivative of ``torch.func``."""
-    levels = [interpreter.key() for interpreter in _torch.get_interpreter_stack() or ()]
-    derivatives = [key for key in levels if key in (_torch.TransformType.Jvp, _torch.TransformType.Grad)]
+    derivatives = [
+        key for key in transforms() if key in (_torch.TransformType.Jvp, _torch.TransformType.Grad)
+    ]
     if _torch.TransformType.Jvp in derivatives and len(derivatives) > 1:
         raise ValueError(_NOT_NESTED)
 

@@ -103,9 +103,11 @@ def ended(status: Tensor) -> Tensor:
     return fill(status, status == RUNNING, Result.MAX_STEPS)
 
 
-def running(b: Tensor) -> Tensor:
-    """Return the status of rows that all run, [k]."""
-    return torch.full((len(b),), RUNNING, dtype=torch.int64, device=b.device)
+def begun(r: Tensor, is_sound: Tensor, tolerance: Tensor) -> Tensor:
+    """Return the status of rows at their first residuals, [k]: they run, have converged, or are not finite."""
+    status = torch.full((len(r),), RUNNING, dtype=torch.int64, device=r.device)
+    status = fill(status, ~is_sound, Result.NON_FINITE)
+    return fill(status, length(r) <= tolerance, Result.CONVERGED)
 
 
 def initial(products: Rows, b: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from metagrad.curvature.solvers.iteration import (
     Limits,
     Run,
     Solver,
+    begun,
     divide,
     ended,
     fill,
@@ -22,7 +23,6 @@ from metagrad.curvature.solvers.iteration import (
     is_finite,
     length,
     multiply,
-    running,
 )
 from metagrad.curvature.solvers.solution import Result
 
@@ -123,8 +123,7 @@ class MINRES(Solver):
 
 
 def _initial_state(x: Tensor, r: Tensor, precondition: Rows | None, limits: Limits) -> MinresState:
-    status = fill(running(r), ~is_finite(r), Result.NON_FINITE)
-    status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
+    status = begun(r, is_finite(r), limits.tolerance)
     image = r if precondition is None else precondition(r)
     status, beta = _length(status, r, image)
     zero, zeros = torch.zeros_like(beta), torch.zeros_like(r)
@@ -145,10 +144,7 @@ def _step(
     state: MinresState, products: Rows, precondition: Rows | None, limits: Limits, singular: float
 ) -> MinresState:
     active = state.status == RUNNING
-    v = (
-        state.lanczos.image
-        * divide(torch.ones_like(state.phi_bar), state.lanczos.beta, where=active)[:, None]
-    )
+    v = state.lanczos.image * _inverse(state.lanczos.beta, active)
     product = multiply(products, v, active)
     status = fill(state.status, ~is_finite(product), Result.NON_FINITE)
     # A row that is not finite takes no part in this step, for 0 * nan is nan.
@@ -160,13 +156,10 @@ def _step(
     before, last = state.w
     # Paige and Saunders, section 6: w_i of  v_i = gamma_i w_i + delta_i w_{i-1} + epsilon_i w_{i-2}.
     mix = v - state.rotation.epsilon[:, None] * before - delta[:, None] * last
-    w = mix * divide(torch.ones_like(gamma), gamma, where=regular)[:, None]
+    w = mix * _inverse(gamma, regular)
     phi = torch.where(regular, rotation.cs * state.phi_bar, 0.0)
     phi_bar = torch.where(regular, rotation.sn * state.phi_bar, state.phi_bar)
-    following = (
-        lanczos.now
-        * divide(torch.ones_like(gamma), lanczos.beta, where=regular & (lanczos.beta > 0))[:, None]
-    )
+    following = lanczos.now * _inverse(lanczos.beta, regular & (lanczos.beta > 0))
     r = rotation.sn.square()[:, None] * state.r - (phi_bar * rotation.cs)[:, None] * following
     r = torch.where(regular[:, None], r, state.r)
     status = fill(status, active & (length(r) <= limits.tolerance), Result.CONVERGED)
@@ -183,6 +176,11 @@ def _step(
         steps=state.steps + regular,
         status=status,
     )
+
+
+def _inverse(x: Tensor, where: Tensor) -> Tensor:
+    """Return 1 / x as a column, 0 elsewhere."""
+    return divide(torch.ones_like(x), x, where)[:, None]
 
 
 def _next_lanczos(
@@ -220,10 +218,8 @@ def _rotate(
     cs, sn, delta_bar, _ = state.rotation
     delta, gamma_bar = cs * delta_bar + sn * alpha, sn * delta_bar - cs * alpha
     square = gamma_bar.square() + beta.square()
-    column = (
-        (alpha.square() + beta.square() + state.lanczos.beta.square() * (state.steps > 0)).detach().sqrt()
-    )
-    size = torch.maximum(state.size, torch.where(active, column, 0.0))
+    column = alpha.square() + beta.square() + state.lanczos.beta.square() * (state.steps > 0)
+    size = torch.maximum(state.size, torch.where(active, column.detach().sqrt(), 0.0))
     image_of_residual = torch.hypot(gamma_bar.detach(), (cs * beta).detach())
     regular = active & (image_of_residual > singular * size)
     gamma = torch.where(regular, square, 1.0).sqrt()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.solvers.chebyshev import Chebyshev
 from metagrad.curvature.solvers.iteration import Limits, Run, Solver, length
@@ -81,13 +81,7 @@ class Neumann(Solver):
 def _largest_eigenvalue(system: LinearSystem) -> float:
     """Estimate the largest eigenvalue of positive operators, from below: by half at worst, in all likelihood."""
     operator = system.undamped
-    v = draw(
-        operator.num_matrices or 1,
-        operator.shape[0],
-        dtype=operator.dtype,
-        device=operator.device,
-        generator=system.generator,
-    )
+    v = draw_for(operator, operator.num_matrices or 1, "rademacher", system.generator)
     size = v.new_zeros(())
     for _ in range(POWER_STEPS):
         v = system.constant_products(v / length(v).clamp_min(torch.finfo(v.dtype).tiny)[:, None])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size, refuse_half
 from metagrad.curvature.rows import inner, orthonormal
 from metagrad.curvature.solvers.cg import CG
@@ -176,14 +176,7 @@ def _more(
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
     """Add ``count`` orthonormal test vectors, and their products, to those there are; all are rows."""
-    fresh = draw(
-        count,
-        operator.shape[0],
-        distribution="normal",
-        dtype=operator.dtype,
-        device=operator.device,
-        generator=generator,
-    )
+    fresh = draw_for(operator, count, "normal", generator)
     if omega is not None:
         for _ in range(2):  # twice is enough (Kahan, Parlett)
             fresh = fresh - inner(fresh, omega) @ omega

@@ -1,4 +1,4 @@
-"""Preconditioners, and cheap checks that a map of rows is symmetric."""
+"""Preconditioners, and a cheap check that a map of rows is symmetric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.curvature.estimators.probes import draw
+from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.rows import dot, norm
 
@@ -69,14 +69,7 @@ def check_symmetric(
 
     The numbers are drawn from a generator of their own.
     """
-    pair = draw(
-        2,
-        operator.shape[0],
-        distribution="normal",
-        dtype=operator.dtype,
-        device=operator.device,
-        generator=torch.Generator().manual_seed(0),
-    )
+    pair = draw_for(operator, 2, "normal", torch.Generator().manual_seed(0))
     with torch.no_grad():
         images = products(pair).detach()
     if images.shape != pair.shape:

@@ -48,8 +48,9 @@ class Result(Enum):
         "The preconditioner is not positive definite: a residual has no positive product with its image."
     )
     NON_FINITE = (
-        "A product of the operator or of the preconditioner has NaN or inf. Look for them in the parameters, in the "
-        "loss and in its first and second derivatives; the value is the last iterate before."
+        "A product of the operator or of the preconditioner has NaN or inf, or iterates grew without bound, as of a "
+        "singular operator and a right-hand side outside its range. Look for NaN in the parameters, in the loss and "
+        "in its first and second derivatives, or add damping; the value is the last iterate before."
     )
 
     @property

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from metagrad.core._torch import to_list
+from metagrad.core._torch import TransformType, to_list
 from metagrad.core.checks import warn
 from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
@@ -19,6 +19,7 @@ from metagrad.curvature.solvers.implicit import (
     check_transforms,
     is_batched,
     refuse_derivatives,
+    transforms,
 )
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
 from metagrad.curvature.solvers.preconditioner import (
@@ -93,7 +94,7 @@ def solve(
         order: How many derivatives ``"implicit"`` provides for; each keeps the graph of one product. One too many
             raises. No limit where only ``b`` requires grad.
         check_symmetry: Check the operator, if it is one, and the preconditioner on a random pair of vectors; two
-            products.
+            products. Not inside ``vmap`` and ``jacfwd``.
 
     Returns:
         The solution in the shape of ``b``, with how it ended and what it cost. Residuals are recomputed at the end,
@@ -133,6 +134,8 @@ def solve(
     if x0 is not None:
         check_vector("x0", x0, operator, like=b)
     weight = checked_damping(damping)
+    # vmap, by which jacfwd makes several tangents of one, refuses random numbers.
+    check_symmetry = check_symmetry and TransformType.Vmap not in transforms()
     precondition = checked_preconditioner(CALL, preconditioner, operator, weight, check_symmetry)
     counted = Counted(operator)
     if check_symmetry and counted.num_matrices is None:

@@ -52,11 +52,16 @@ class Density:
         """Evaluate the density at some points.
 
         Args:
-            grid: Points, of any shape.
+            grid: Points, floating point, of any shape.
 
         Returns:
             The density there, with its standard error over the probes.
+
+        Raises:
+            TypeError: The points are not floating point.
         """
+        if not grid.is_floating_point():
+            raise TypeError(f"density(grid): expected floating point, got {grid.dtype}. Use grid.double().")
         points = grid.detach().cpu().double()
         samples = torch.stack([self._of_probe(points, k) for k in range(len(self.nodes))]).to(grid)
         return self._estimate(samples, "density")

@@ -52,8 +52,8 @@ def lanczos(
     derivatives.
 
     Args:
-        operator: A symmetric map of n-vectors. It is not declared to be symmetric but seen: full
-            orthogonalisation computes every coefficient of the projection twice, and compares.
+        operator: A symmetric map of n-vectors. Symmetry is checked: full orthogonalisation computes every
+            coefficient of the projection twice.
         starts: Rows, not zero, shape [num_starts, n].
         steps: How many products for each start; more than n are not taken.
         call: What errors name.
@@ -138,8 +138,8 @@ class LanczosVectors:
 
     .. math:: \beta_j q_{j+1} = A q_j - \alpha_j q_j - \beta_{j-1} q_{j-1}
 
-    :func:`orthogonalise` takes the right side, and what rounding has left along the vectors before. Without a tape
-    they are in a buffer, since a copy at each step costs as a product does.
+    :func:`orthogonalise` computes the right side, without what rounding leaves along earlier vectors. Off the tape
+    the vectors are in a buffer, since a copy at each step would cost as much as a product.
 
     Attributes:
         rows: The vectors, [k, m, n]; zero from where a row has ended.
@@ -188,7 +188,7 @@ def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def negligible(dtype: torch.dtype) -> float:
-    """How large, relative to a product, what orthogonalisation leaves of it may be and still be rounding alone."""
+    """Return the part of a product below which what orthogonalisation leaves of it is rounding alone."""
     return 10 * torch.finfo(dtype).eps
 
 

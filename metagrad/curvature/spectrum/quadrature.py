@@ -14,15 +14,18 @@ from metagrad.core._torch import linalg
 from metagrad.core.checks import is_a, is_integer
 from metagrad.core.tree import widened
 from metagrad.curvature.estimators.estimate import Estimate, from_samples, standard_error
-from metagrad.curvature.estimators.probes import Distribution, check_drawing, draw, piece_sizes, rows_in_chunk
-from metagrad.curvature.estimators.probing import check_probes
+from metagrad.curvature.estimators.probes import (
+    Distribution,
+    check_drawing,
+    draw_for,
+    piece_sizes,
+    rows_in_chunk,
+)
+from metagrad.curvature.estimators.probing import check_probes, is_tight
 from metagrad.curvature.linear_map import LinearMap, checked_size
 from metagrad.curvature.rows import dot
 from metagrad.curvature.spectrum.first_order import first_order
 from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
-
-LEVEL = 0.95
-"""The level of the interval that ``rtol`` is about."""
 
 
 class GaussRule(NamedTuple):
@@ -95,9 +98,7 @@ def krylov_spaces(
     n = checked_size(call, operator)
     rows = rows_in_chunk(call, chunk, n * max(1, min(steps, n)), operator.dtype)
     for size in piece_sizes(operator, count, rows):
-        probes = draw(
-            size, n, distribution=distribution, dtype=operator.dtype, device=operator.device, generator=generator
-        )  # fmt: skip
+        probes = draw_for(operator, size, distribution, generator)
         yield probes, lanczos(operator, probes, steps=steps, call=call)
 
 
@@ -269,8 +270,7 @@ def _estimate(samples: Tensor, matvecs: int, rtol: float | None, eps: float, cal
     if rtol is None:
         converged = bool(unfinished <= standard_error(values.detach(), rounding))
     else:
-        low, high = (end.detach() for end in found.interval(LEVEL))
-        converged = bool((high - low) / 2 <= rtol * found.value.detach().abs())
+        converged = is_tight(found, rtol)
     return dataclasses.replace(found, converged=converged)
 
 

@@ -11,11 +11,7 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.curvature.linear_map import LinearMap, checked_products
 from metagrad.curvature.rows import scaled_norm
-from metagrad.curvature.spectrum.lanczos import (
-    check_symmetric,
-    negligible,
-    orthogonalise,
-)
+from metagrad.curvature.spectrum.lanczos import check_symmetric, negligible, orthogonalise
 
 Which = Literal["largest", "smallest", "both", "magnitude"]
 

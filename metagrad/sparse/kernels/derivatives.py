@@ -62,7 +62,7 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
 
 
 def shown(*tensors: Tensor) -> Sequence[Tensor]:
-    """Show function modes the operands of a rule: a checkpoint finds the tensors that a function reads by them."""
+    """Make the operands of a rule visible to function modes, by which a checkpoint finds what a function reads."""
     return [tensor.view_as(tensor) for tensor in tensors] if _torch.num_function_modes() else tensors
 
 

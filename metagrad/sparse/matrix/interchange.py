@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ScipyFormat: TypeAlias = Literal["bsr", "coo", "csc", "csr", "dia", "dok", "lil"]
 
-SCIPY_FORMATS = ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")
+SCIPY_FORMATS = get_args(ScipyFormat)
 SCIPY_DTYPES = (torch.float32, torch.float64)
 LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 BLOCK_LAYOUTS = (torch.sparse_bsr, torch.sparse_bsc)

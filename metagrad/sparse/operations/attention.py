@@ -13,6 +13,7 @@ from metagrad.core.checks import is_a
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
+from metagrad.sparse.operations.segments import largest
 from metagrad.sparse.pattern import Pattern
 
 _CALL = "attention(q, k, v, pattern)"
@@ -85,23 +86,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, dropout_p: float)
     """Attend in one head, scale included in the queries."""
     scores = rules.sample(pattern, q, k)
     # The result does not depend on what is subtracted, so it may be a constant at every order.
-    weights = torch.exp(scores - rules.gather(_row_max(scores.detach(), pattern), pattern.rows))
+    weights = torch.exp(scores - rules.gather(largest(scores, pattern.rows, pattern.shape[0]), pattern.rows))
     if dropout_p:  # all weights are normalised by, those left are summed
         total = rules.segment_sum(weights, pattern.rows).unsqueeze(1)
         summed = rules.matmul(pattern, F.dropout(weights, dropout_p), v)
     else:
         both = rules.matmul(pattern, weights, torch.cat([v, v.new_ones(v.shape[0], 1)], dim=1))
         summed, total = both[:, :-1], both[:, -1:]
-    return summed / torch.where(_is_empty(pattern), 1, total)
-
-
-def _row_max(scores: Tensor, pattern: Pattern) -> Tensor:
-    lowest = scores.new_full((pattern.shape[0],), -torch.inf)
-    return lowest.scatter_reduce(0, pattern.row, scores, "amax")
-
-
-def _is_empty(pattern: Pattern) -> Tensor:
-    return (pattern.rows.counts == 0).unsqueeze(1)
+    is_empty = (pattern.rows.counts == 0).unsqueeze(1)
+    return summed / torch.where(is_empty, 1, total)
 
 
 def _group(num: int, nnz: int) -> int:

@@ -8,6 +8,7 @@ those are gathered for one kernel position at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -79,7 +80,34 @@ class _ConvContext(Context, Protocol):
     structure: tuple[Routes, bool]
 
 
-class _Convolve(Bilinear):
+def _each(
+    rule: type[Bilinear],
+    info: VmapInfo,
+    in_dims: Sequence[int | None],
+    rulebook: Routes,
+    backwards: bool,
+    *operands: Tensor,
+) -> tuple[Tensor, int]:
+    """Apply a rule to each member of a vmapped batch."""
+    members = zip(
+        *(
+            [x] * info.batch_size if dim is None else x.unbind(dim)
+            for x, dim in zip(operands, in_dims[-2:], strict=True)
+        ),
+        strict=True,
+    )
+    return torch.stack([rule.apply(rulebook, backwards, *member) for member in members]), 0
+
+
+class _Rule(Bilinear):
+    """A rule of which ``vmap`` is a loop."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls.vmap = staticmethod(functools.partial(_each, cls))
+
+
+class _Convolve(_Rule):
     """x [sites, C_in], w [positions, C_in, C_out] to [outputs, C_out]; backwards, x is on the sites of the output."""
 
     @staticmethod
@@ -102,14 +130,8 @@ class _Convolve(Bilinear):
         d_w = _Correlate.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
         return None, None, d_x, d_w
 
-    @staticmethod
-    def vmap(
-        info: VmapInfo, in_dims: Sequence[int | None], rulebook: Routes, backwards: bool, x: Tensor, w: Tensor
-    ) -> tuple[Tensor, int]:
-        return _each(_Convolve, info, in_dims, (rulebook, backwards), x, w), 0
 
-
-class _Correlate(Bilinear):
+class _Correlate(_Rule):
     """x [sites, C_in], g [outputs, C_out] to [positions, C_in, C_out]: the sum of x g^T over the pairs of each."""
 
     @staticmethod
@@ -132,34 +154,10 @@ class _Correlate(Bilinear):
         d_g = _Convolve.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
         return None, None, d_x, d_g
 
-    @staticmethod
-    def vmap(
-        info: VmapInfo, in_dims: Sequence[int | None], rulebook: Routes, backwards: bool, x: Tensor, g: Tensor
-    ) -> tuple[Tensor, int]:
-        return _each(_Correlate, info, in_dims, (rulebook, backwards), x, g), 0
-
 
 def _adjoint(w: Tensor) -> Tensor:
     """Return the kernel that moves cotangents back along the pairs."""
     return w.mT.contiguous()
-
-
-def _each(
-    rule: type[Bilinear],
-    info: VmapInfo,
-    in_dims: Sequence[int | None],
-    structure: tuple[Routes, bool],
-    *operands: Tensor,
-) -> Tensor:
-    """Apply a rule to each member of a vmapped batch."""
-    members = zip(
-        *(
-            [x] * info.batch_size if dim is None else x.unbind(dim)
-            for x, dim in zip(operands, in_dims[-2:], strict=True)
-        ),
-        strict=True,
-    )
-    return torch.stack([rule.apply(*structure, *member) for member in members])
 
 
 def _check_arguments(

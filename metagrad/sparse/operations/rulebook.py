@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,32 +16,35 @@ _RULEBOOK = "Rulebook(coords, kernel_size, dilation)"
 _STRIDED = "StridedRulebook(coords, kernel_size, stride)"
 
 
-class Routes(Protocol):
-    """What a convolution asks of a rulebook."""
+class Routes:
+    """Which sites meet at each position of a kernel: what a convolution asks of a rulebook."""
 
+    coords: Tensor
     kernel_size: tuple[int, ...]
+    dilation: tuple[int, ...]
+    pairs: tuple[tuple[Tensor, Tensor], ...]
 
     @property
     def num_sites(self) -> int:
         """Sites of the input."""
-        ...
+        return self.coords.shape[0]
 
     @property
     def num_outputs(self) -> int:
-        """Sites of the output."""
-        ...
+        """Sites of the output; those of the input, unless there is a stride."""
+        return self.num_sites
 
     @property
     def device(self) -> torch.device:
         """Where the sites are."""
-        ...
+        return self.coords.device
 
     def routes(self) -> list[tuple[Tensor, Tensor] | None]:
         """Return for each kernel position the sites of the output and of the input; None is each with itself."""
-        ...
+        return list(self.pairs)
 
 
-class Rulebook:
+class Rulebook(Routes):
     """The pairs of sites that lie one kernel offset apart, found once and shared by all layers on these sites.
 
     The grid has no border: coordinates may be any integers, and whatever is not a site is zero. The offsets of an
@@ -75,11 +77,6 @@ class Rulebook:
         Graham, van der Maaten, "Submanifold sparse convolutional networks", arXiv:1706.01307, section 3.
     """
 
-    coords: Tensor
-    kernel_size: tuple[int, ...]
-    dilation: tuple[int, ...]
-    pairs: tuple[tuple[Tensor, Tensor], ...]
-
     def __init__(
         self, coords: Tensor, kernel_size: int | Sequence[int], *, dilation: int | Sequence[int] = 1
     ) -> None:
@@ -95,16 +92,6 @@ class Rulebook:
             )
         self.pairs = _find_pairs(self.coords, _first_offsets(self.kernel_size, self.dilation))
 
-    @property
-    def num_sites(self) -> int:
-        """Sites."""
-        return self.coords.shape[0]
-
-    @property
-    def num_outputs(self) -> int:
-        """Sites of the output, which are those of the input."""
-        return self.num_sites
-
     def routes(self) -> list[tuple[Tensor, Tensor] | None]:
         """Return for each kernel position the sites of the output and of the input; None is each with itself."""
         return [*self.pairs, None, *((there, here) for here, there in reversed(self.pairs))]
@@ -114,11 +101,6 @@ class Rulebook:
         """Products of a site's features with a kernel position's matrix: each site with itself, and both ways."""
         return self.num_sites + 2 * sum(len(sites) for sites, _ in self.pairs)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the sites are."""
-        return self.coords.device
-
     def __repr__(self) -> str:
         return (
             f"Rulebook(sites={self.num_sites}, kernel_size={self.kernel_size}, dilation={self.dilation}, "
@@ -126,7 +108,7 @@ class Rulebook:
         )
 
 
-class StridedRulebook:
+class StridedRulebook(Routes):
     r"""The pairs of sites that a convolution with a stride joins; its output is on other, mostly fewer sites.
 
     .. math:: \mathrm{out} = \{q : \exists\, 0 \le o < \mathrm{kernel\_size},\;
@@ -167,14 +149,10 @@ class StridedRulebook:
         convolution SC, beside the submanifold one.
     """
 
-    coords: Tensor
     out_coords: Tensor
     out_grid: tuple[int, ...] | None
-    kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    pairs: tuple[tuple[Tensor, Tensor], ...]
 
     def __init__(
         self,
@@ -200,11 +178,6 @@ class StridedRulebook:
         self.out_coords, self.pairs = self._joined()
 
     @property
-    def num_sites(self) -> int:
-        """Sites of the input."""
-        return self.coords.shape[0]
-
-    @property
     def num_outputs(self) -> int:
         """Sites of the output."""
         return self.out_coords.shape[0]
@@ -213,15 +186,6 @@ class StridedRulebook:
     def num_pairs(self) -> int:
         """Products of a site's features with a kernel position's matrix."""
         return sum(len(sites) for _, sites in self.pairs)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the sites are."""
-        return self.coords.device
-
-    def routes(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return for each kernel position the sites of the output and of the input."""
-        return list(self.pairs)
 
     def __repr__(self) -> str:
         return (
@@ -286,7 +250,7 @@ def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[T
     """Find the sites that have a neighbour at each offset, by sorting and searching their numbers."""
     if not len(coords):
         return ((coords.new_zeros(0), coords.new_zeros(0)),) * len(offsets)
-    # Numbered with as many empty cells after each line as an offset is long: a step out of a line meets no site.
+    # Every line is padded by the reach of the kernel, so that a step beyond its end does not land on the next one.
     reach = [max((abs(offset[d]) for offset in offsets), default=0) for d in range(coords.shape[1] - 1)]
     keys, strides = _numbered(_RULEBOOK, coords, reach)
     keys, order = torch.sort(keys)
@@ -301,7 +265,7 @@ def _find_pairs(coords: Tensor, offsets: list[tuple[int, ...]]) -> tuple[tuple[T
 
 
 def _numbered(call: str, coords: Tensor, reach: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
-    """Number the cells of the box around sites, in their order, with ``reach`` more at the end of each line."""
+    """Number the sites row by row in the box around them, whose lines are ``reach`` cells longer."""
     lowest = coords.amin(0)
     more = [0, *(reach or [0] * (coords.shape[1] - 1))]
     spans = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.core.tree import widened
-from metagrad.sparse.checks import check_floating, check_ids, check_index
+from metagrad.sparse.checks import check_count, check_floating, check_ids, check_index
 from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.kernels.accumulation import index_rows, index_sum
 from metagrad.sparse.pattern import Segments
@@ -104,7 +104,7 @@ def segment_mean(values: Tensor, index: Index, num_segments: int | None = None) 
         tensor([2., 0., 2.])
     """
     index, num = _check_entries("segment_mean(values, index, num_segments)", values, index, num_segments)
-    counts = index.counts if isinstance(index, Segments) else _counts(index, num)
+    counts = index.counts if isinstance(index, Segments) else index_sum(torch.ones_like(index), index, num)
     sums = total(widened(values), index, num)
     return (sums / counts.clamp(min=1).view(num, *[1] * (values.ndim - 1))).to(values.dtype)
 
@@ -143,8 +143,8 @@ def segment_max(values: Tensor, index: Index, num_segments: int | None = None) -
     is_top = values == spread(top, index)
     ties = total(is_top.to(values.dtype), index, num)
     shared = total(torch.where(is_top, values, 0) / spread(ties, index), index, num)
-    # A third of a number, three times, may not be the number: the value comes from the comparison, the derivative
-    # from the shares. Infinity minus itself is NaN, and shares of infinity are infinite.
+    # Shares of equal entries may not add up to the entry exactly, so only the derivative is theirs; but for infinite
+    # values, which minus themselves are NaN.
     return torch.where(top.isfinite(), top + (shared - shared.detach()), shared).to(dtype)
 
 
@@ -217,6 +217,7 @@ def _check_entries(call: str, values: Tensor, index: Index, num_segments: int | 
         num_segments = index.num_segments
     elif num_segments is None:
         raise ValueError(f"{call}: index holds ids, so num_segments must be given.")
+    num_segments = check_count(call, "num_segments", num_segments)
     index = _checked(call, index, values, num_segments)
     entries = len(index)
     if not values.ndim or len(values) != entries:
@@ -238,7 +239,3 @@ def _checked(call: str, index: Index, x: Tensor, num_segments: int) -> Index:
     if ids.device.type == "cpu" and not _torch.functorch_is_active():
         check_index(call, "index", ids, num_segments)
     return ids.long()
-
-
-def _counts(ids: Tensor, num_segments: int) -> Tensor:
-    return ids.new_zeros(num_segments).index_add(0, ids, torch.ones_like(ids))

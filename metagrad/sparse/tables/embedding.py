@@ -215,7 +215,7 @@ def reduce_bags(
 
 
 def over(mask: Tensor, values: Tensor) -> Tensor:
-    """Give a tensor of the first dimensions trailing ones, to be broadcast over rows."""
+    """Append dimensions of size 1 to a tensor, so that it broadcasts over the rows of ``values``."""
     return mask.view((*mask.shape, *[1] * (values.ndim - mask.ndim)))
 
 

@@ -168,7 +168,7 @@ def total(
     x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Sum over dimensions; over the rows of a table the sum is strided."""
-    dims, k = _normalized(dim, x.ndim), x.row_ndim
+    dims, k = _dims("sum", x, dim), x.row_ndim
     values = widened(x.values) if dtype is None else x.values.to(dtype)
     within = [d - k + 1 for d in dims if d >= k]
     if within:
@@ -194,15 +194,27 @@ def _sum_over_rows(x: RowSparse, values: Tensor, dims: list[int]) -> Tensor:
     return sums.view(*lead, *values.shape[1:])
 
 
-def _normalized(dim: Any, ndim: int) -> list[int]:
+def _dims(call: str, x: RowSparse, dim: Any) -> list[int]:
+    """Return dimensions, ascending and counted from the start; all of them where none is given."""
     if dim is None or (isinstance(dim, Sequence) and not dim):
-        return list(range(ndim))
-    return sorted(d % ndim for d in ([dim] if isinstance(dim, int) else dim))
+        return list(range(x.ndim))
+    return sorted(_counted_dims(call, x, [dim] if isinstance(dim, int) else dim))
+
+
+def _counted_dims(call: str, x: RowSparse, dims: Sequence[int]) -> list[int]:
+    """Count dimensions from the start."""
+    found = [d % x.ndim for d in dims]
+    if any(not -x.ndim <= d < x.ndim for d in dims) or len(set(found)) < len(found):
+        raise ValueError(
+            f"{call}(x, dim={tuple(dims)}): x is {tuple(x.shape)}, so dim must be from {-x.ndim} to {x.ndim - 1}, "
+            "and none twice."
+        )
+    return found
 
 
 def mean(x: RowSparse, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     """Average over dimensions, over all rows of the whole."""
-    count = math.prod(x.shape[d] for d in _normalized(dim, x.ndim))
+    count = math.prod(x.shape[d] for d in _dims("mean", x, dim))
     sums = total(x, dim, keepdim, dtype=widened(x.values).dtype if dtype is None else dtype)
     return _cast(sums / count, x.dtype if dtype is None else dtype)
 
@@ -246,7 +258,7 @@ def extremum(function: Callable[[Tensor], Tensor]) -> Handler:
 
 def index_select(x: RowSparse, dim: int, index: Tensor) -> Tensor:
     """Select rows, kept or not; the result is strided."""
-    if dim % x.ndim != 0 or x.row_ndim != 1:
+    if _counted_dims("index_select", x, [dim]) != [0] or x.row_ndim != 1:
         raise unknown(f"index_select(x, {dim}, index)", "only the rows of one table are selected, by dim=0")
     return gather_rows(x, index)
 
@@ -278,8 +290,8 @@ def cut(
     x: RowSparse, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> RowSparse:
     """Take a slice: within rows, or of the rows of one table."""
-    dim, size = dim % x.ndim, x.shape[dim % x.ndim]
-    start, end, step = slice(start, end, step).indices(size)
+    (dim,) = _counted_dims("slice", x, [dim])
+    start, end, step = slice(start, end, step).indices(x.shape[dim])
     shape = (*x.shape[:dim], len(range(start, end, step)), *x.shape[dim + 1 :])
     if dim >= x.row_ndim:
         within = [slice(None)] * (dim - x.row_ndim + 1)
@@ -305,7 +317,7 @@ def put_back(x: RowSparse, sizes: Sequence[int], dim: int, start: int, end: int,
 
 def permute(x: RowSparse, dims: Sequence[int]) -> RowSparse:
     """Order the tables of a stack anew."""
-    k, dims = x.row_ndim, [d % x.ndim for d in dims]
+    k, dims = x.row_ndim, _counted_dims("permute", x, dims)
     if dims[k:] != list(range(k, x.ndim)):
         raise unknown(f"permute(x, {dims})", "rows must stay whole")
     places = torch.unravel_index(x.rows, x.shape[:k])

@@ -1,4 +1,4 @@
-"""Row-sparse tensors, of which few rows are not zero, such as the gradient of an embedding table.
+"""Row-sparse tensors, most rows of which are zero, such as the gradient of an embedding table.
 
 Two operations are closed under differentiation, and everything else is composed from them: to gather rows from a
 table, and to scatter rows into one. The derivative of each is the other, so the gradient of a table, of any
@@ -62,8 +62,8 @@ class Rows(TensorSubclass):
         """How many of the first dimensions count rows: 1, and more of a stack of tables."""
         return self.ndim - self.kept.values.ndim + 1
 
-    # torch answers a TypeError inside an operator with NotImplemented, and Python then with a message of its own,
-    # or, for ==, with False. Called as functions they raise what they have to say.
+    # A TypeError inside one of torch's operators becomes NotImplemented, for which Python raises a message of its
+    # own, or returns False for ==. Functions raise ours.
     __add__: ClassVar[Operation] = _operator(torch.add)
     __radd__: ClassVar[Operation] = _operator(torch.add)
     __sub__: ClassVar[Operation] = _operator(torch.sub)
@@ -90,7 +90,7 @@ class Rows(TensorSubclass):
 
 
 class RowSparse(Rows):
-    r"""A tensor that is zero but in some rows; the cotangent of an embedding table.
+    r"""A tensor that is zero except in some rows; the cotangent of an embedding table.
 
     .. math:: X_{r_i} = v_i, \qquad X_j = 0 \text{ for } j \notin r
 
@@ -130,12 +130,10 @@ class RowSparse(Rows):
     """
 
     def __new__(cls, rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # noqa: D102
-        _check_parts("RowSparse(rows, values, shape)", rows, values, shape)
-        if bool((rows[1:] <= rows[:-1]).any()):
-            raise ValueError(
-                "RowSparse(rows, values, shape): rows must ascend without duplicates. "
-                "Call RowSparse.coalesce(rows, values, shape), which sorts them and adds duplicates up."
-            )
+        call = "RowSparse(rows, values, shape)"
+        _check_parts(call, rows, values, shape)
+        remedy = " Call RowSparse.coalesce(rows, values, shape), which sorts them and adds duplicates up."
+        check_ascending(call, rows, remedy)
         return scatter_rows(values, rows, shape, unique=True)
 
     @staticmethod
@@ -256,9 +254,20 @@ def check_range(name: str, ids: Tensor, row_shape: Sequence[int], holes: bool = 
         )
 
 
-def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) -> None:
+def check_ascending(call: str, rows: Tensor, remedy: str = "") -> None:
+    """Refuse rows that are unsorted or duplicated."""
+    if bool((rows[1:] <= rows[:-1]).any()):
+        raise ValueError(f"{call}: rows must ascend without duplicates.{remedy}")
+
+
+def check_int64(call: str, rows: Tensor) -> None:
+    """Refuse rows of another dtype."""
     if rows.dtype != torch.int64:
         raise TypeError(f"{call}: rows must be int64, got {rows.dtype}. Call rows.long().")
+
+
+def _check_parts(call: str, rows: Tensor, values: Tensor, shape: Sequence[int]) -> None:
+    check_int64(call, rows)
     shape, width = tuple(shape), tuple(values.shape[1:])
     if rows.ndim != 1 or values.ndim < 1 or len(rows) != len(values):
         raise ValueError(
@@ -481,13 +490,13 @@ def look_up(table: Rows, ids: Tensor) -> Tensor:
     found = table.elsewhere(ids)
     if not len(rows):
         return found
-    place = torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)
+    place = torch.searchsorted(rows.contiguous(), ids.contiguous()).clamp_(max=len(rows) - 1)
     hit = (rows[place] == ids).view(-1, *[1] * (values.ndim - 1))
     return torch.where(hit, values.index_select(0, place), found)
 
 
 def written_out(tensor: Tensor) -> Tensor:
-    """Give memory to the zeros without memory that torch's formulas return; operations below the tape read it."""
+    """Materialise the zero tensors that torch's derivative formulas return, which operations below the tape read."""
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor

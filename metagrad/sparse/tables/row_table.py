@@ -1,4 +1,4 @@
-"""Tables of which a few rows have moved away from a base that is left as it is."""
+"""Tables that share all but a few rows with a base, which is not modified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from torch import Tensor
 from metagrad.core import _torch
 from metagrad.core._torch import Context, VmapInfo
 from metagrad.sparse.kernels.tangents import Kernel, nestable
-from metagrad.sparse.tables.row_sparse import Kept, Rows, check_range, gather_rows, scatter_rows, take, wrap
+from metagrad.sparse.tables.row_sparse import (
+    Kept,
+    Rows,
+    check_ascending,
+    check_int64,
+    check_range,
+    gather_rows,
+    scatter_rows,
+    take,
+    wrap,
+)
 
 
 class RowTable(Rows):
@@ -172,16 +182,14 @@ class _Overlay(Kernel):
 
 def _check(base: Tensor, rows: Tensor, values: Tensor, scale: Tensor | None) -> None:
     call = "RowTable(base, rows, values)"
-    if rows.dtype != torch.int64:
-        raise TypeError(f"{call}: rows must be int64, got {rows.dtype}. Call rows.long().")
+    check_int64(call, rows)
     if rows.ndim != 1 or base.ndim < 2 or values.shape != (len(rows), *base.shape[1:]):
         raise ValueError(
             f"{call}: values must be a row of the base for each of rows, got shapes base {tuple(base.shape)}, rows "
             f"{tuple(rows.shape)} and values {tuple(values.shape)}."
         )
     check_range(f"{call}: rows", rows, base.shape[:1])
-    if bool((rows[1:] <= rows[:-1]).any()):
-        raise ValueError(f"{call}: rows must ascend without duplicates.")
+    check_ascending(call, rows)
     if scale is not None and scale.shape != base.shape[1:]:
         raise ValueError(
             f"{call}: scale must be a row, of shape {tuple(base.shape[1:])}, got {tuple(scale.shape)}."

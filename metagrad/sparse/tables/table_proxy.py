@@ -118,14 +118,14 @@ pytree.register_pytree_node(SharedTable, lambda shared: ([], shared), lambda _, 
 
 
 def _proxy_of_table(table: Tensor, name: str) -> Tensor:
-    # As of rows.
+    # For the same reason as in _proxy_of_rows.
     if has_torch_function((table,)):
         return handle_torch_function(_proxy_of_table, (table,), table, name)
     return TableProxy(name, table.shape, table, lambda ids: embedding(ids, table))
 
 
 def _proxy_of_rows(rows: Tensor, values: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
-    # Recordings must see that rows and values are read here, and that the proxy is made anew by each call.
+    # What records a function must see that it reads rows and values here, and makes a new proxy in each call.
     if has_torch_function((rows, values)):
         return handle_torch_function(_proxy_of_rows, (rows, values), rows, values, name, shape)
 

@@ -1,4 +1,4 @@
-"""Which rows of its tables a model looks up: found by one forward pass that leaves nothing behind."""
+"""Which rows of its tables a model looks up: found by a forward pass without side effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metagrad.sparse.tables.table_proxy import TableProxy
 
 
 def find_tables(call: str, model: nn.Module, sparse: Sequence[str]) -> dict[str, Tensor]:
-    """Find tables by name, and refuse what is none."""
+    """Find tables by name."""
     if isinstance(sparse, str):
         raise TypeError(
             f"{call}: expected a list of parameter names, got the string {sparse!r}; write [{sparse!r}]."
@@ -59,8 +59,7 @@ def touched_rows(
         call: How to call the model with those arguments.
 
     Returns:
-        Ascending rows by name, ``[R]`` or ``[tasks, R]``; where a task has fewer than another, its last is
-        repeated.
+        Ascending rows by name, ``[R]`` or ``[tasks, R]``; of a task with fewer rows the last is repeated.
     """
     with _left_alone(model):
         found = [_found_ids(functools.partial(call, model), model, tables, args, stacked) for args in calls]
@@ -70,7 +69,7 @@ def touched_rows(
 def unique_rows(ids: Tensor) -> Tensor:
     """Sort ids ``[..., n]`` and drop duplicates, ``[..., R]``; R is that of the longest, and 1 or more.
 
-    Shorter ones are filled up with their last, and such that have none with row 0.
+    Shorter ones are padded with their last row, empty ones with row 0.
     """
     if ids.shape[-1] == 0:
         return ids.new_zeros(*ids.shape[:-1], 1)
@@ -102,7 +101,7 @@ def _found_ids(
 
 def _noting(table: Tensor, name: str, note: Callable[[Tensor], None]) -> Tensor:
     """Return a proxy that looks up the table itself and notes the ids."""
-    # Enclosing recordings must see that the proxy is made anew by each call.
+    # What records the function around must see that each call makes a new proxy.
     if has_torch_function((table,)):
         return handle_torch_function(_noting, (table,), table, name, note)
     source = table.detach()

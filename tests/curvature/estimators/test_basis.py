@@ -19,7 +19,7 @@ def orthonormal(basis):
 @pytest.mark.parametrize("counts", [[7], [3, 4], [1, 1, 5], [4, 8]])
 def test_what_was_appended_is_lower_times_rows(counts):
     given = vectors(sum(counts))
-    basis = Basis(12, given.dtype, given.device)
+    basis = Basis(given.new_zeros(0, 12))
     for part in given.split(counts):
         before = basis.rows
         new = basis.append(part, "f()")
@@ -32,7 +32,7 @@ def test_what_was_appended_is_lower_times_rows(counts):
 def test_signs_of_a_factorisation_do_not_matter():
     """LAPACK finds the rows that it made itself with a plus; other libraries need not."""
     given = vectors(7)
-    basis = Basis(12, given.dtype, given.device)
+    basis = Basis(given.new_zeros(0, 12))
     basis.append(given[:4], "f()")
     basis.rows, basis.lower = -basis.rows, -basis.lower
     basis.append(given[4:], "f()")
@@ -42,7 +42,7 @@ def test_signs_of_a_factorisation_do_not_matter():
 @pytest.mark.parametrize("scale", [0.0, 1e-17])
 def test_dependent_vectors_leave_it_orthonormal(scale):
     first = torch.eye(12, dtype=torch.float64)[:2]
-    basis = Basis(12, first.dtype, first.device)
+    basis = Basis(first.new_zeros(0, 12))
     basis.append(first, "f()")
     again = first.flip(0).repeat(2, 1) + scale * vectors(4)
     basis.append(again, "f()")
@@ -52,7 +52,7 @@ def test_dependent_vectors_leave_it_orthonormal(scale):
 
 def test_left_out_directions_span_what_the_others_do_not():
     given = vectors(5)
-    basis = Basis(12, given.dtype, given.device)
+    basis = Basis(given.new_zeros(0, 12))
     basis.append(given, "f()")
     lost = left_out(basis.lower)
     for i in range(5):
@@ -71,7 +71,7 @@ def test_zero_pivots_have_directions_too(lower):
 
 def test_dependent_vectors_have_no_derivative():
     given = vectors(3).requires_grad_()
-    basis = Basis(12, given.dtype, given.device)
+    basis = Basis(given.new_zeros(0, 12))
     basis.append(given, "f(...)")
     assert basis.rows.requires_grad
     with pytest.raises(

@@ -112,6 +112,21 @@ def test_xdiag_is_exact_for_low_rank(distribution):
     assert found.stderr.max() < 1e-11
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_xdiag_is_exact_where_its_basis_is_the_whole_space(distribution, n):
+    """Leave-one-out estimates are not, and signs in few dimensions made them all equal."""
+    A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
+    A = A + A.t()
+    for seed in range(4):
+        found = diagonal(
+            MatrixMap(A), method="xdiag", probes=2 * n, distribution=distribution, generator=seeded(seed)
+        )
+        assert ((found.value - A.diagonal()).abs() <= found.stderr).all()
+        assert found.stderr.max() < 1e-13
+        assert found.samples == 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_has_a_zero_diagonal(method):
     found = diagonal(MatrixMap(torch.zeros(9, 9)), method=method, probes=6)

@@ -58,6 +58,25 @@ def test_a_budget_of_everything_is_exact(method, spectrum):
     assert found.method == method
 
 
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_xtrace_is_exact_where_its_basis_is_the_whole_space(distribution, n):
+    """Leave-one-out estimates are not, and signs in few dimensions made them all equal."""
+    A = torch.randn(n, n, dtype=torch.float64, generator=seeded())
+    A = A + A.t()
+    for seed in range(4):
+        options = {"distribution": distribution, "generator": seeded(seed)}
+        found = trace(MatrixMap(A), method="xtrace", probes=2 * n, **options)
+        assert abs(found.value - A.trace()) <= found.stderr < 1e-13
+        assert found.samples == 0
+
+
+def test_xnystrace_names_probes_that_are_dependent():
+    options = {"method": "xnystrace", "probes": 2, "distribution": "rademacher", "generator": seeded(3)}
+    with pytest.raises(ValueError, match=r'the 2 probes are linearly dependent.*distribution="sphere"'):
+        trace(MatrixMap(torch.eye(2)), **options)
+
+
 @pytest.mark.parametrize("method", SKETCHING)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

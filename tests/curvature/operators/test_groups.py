@@ -56,6 +56,50 @@ def test_products_are_those_of_all_data(kind, reduction):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("share", ["ignored", "no data", "no batches"])
+def test_a_process_may_have_nothing_to_add(kind, share):
+    """It raised there, and the other processes waited for it."""
+    (x, y), nets = data_of(3), models(3)
+    nothing = {"ignored": (x, torch.full_like(y, -100)), "no data": (x[:0], y[:0]), "no batches": []}[share]
+    with operator(kind, nets[2], (x, y), "mean") as H:
+        expected = H.to_dense()
+
+    def process(group):
+        data = nothing if group.rank() else (x, y)
+        with operator(kind, nets[group.rank()], data, "mean", group=group) as H:
+            return H.to_dense()
+
+    for found in in_threads(2, process):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_data_that_no_process_has_are_an_error_in_all():
+    (x, y), nets = data_of(2), models(2)
+
+    def process(group):
+        with pytest.raises(ValueError, match="no batch has data that count"):
+            operator("ggn", nets[group.rank()], (x, torch.full_like(y, -100)), "mean", group=group)
+
+    in_threads(2, process)
+
+
+def test_a_process_without_batches_knows_the_rows_of_the_others():
+    table = {"table": torch.randn(9, 2).double().requires_grad_()}
+
+    def loss_fn(params, ids):
+        return F.embedding(ids, params["table"]).pow(4).mean()
+
+    def process(group):
+        data = [] if group.rank() else [(torch.tensor([[1, 2], [2, 5]]),)]
+        with mg.hessian(loss_fn, table, data, sparse=["table"], group=group) as H:
+            return H.to_dense()
+
+    first, second = in_threads(2, process)
+    assert first.shape == (6, 6)
+    assert torch.equal(first, second)
+
+
 def test_rows_of_a_table_are_those_that_any_process_looks_up():
     ids = torch.tensor([[1, 2], [2, 5], [7, 1]])
     table = {"table": torch.randn(9, 2).double().requires_grad_()}

@@ -34,6 +34,14 @@ def test_it_ends_after_as_many_steps_as_there_are_distinct_eigenvalues():
         torch.testing.assert_close(solution.value, torch.linalg.solve(A, b), rtol=1e-8, atol=1e-9)
 
 
+def test_iterates_that_grow_beyond_all_bounds_are_not_returned():
+    """A product with the null space that is exactly zero leaves a curvature of rounding errors squared."""
+    A = torch.diag(torch.tensor([1.0, 2.0, 0.0, 0.0, 3.0], dtype=torch.float64))
+    found = solve(MatrixMap(A), torch.ones(5, dtype=torch.float64), method="cg")
+    assert found.result is Result.NON_FINITE
+    assert found.value.isfinite().all()
+
+
 def between(residuals: torch.Tensor, rtol: float) -> tuple[int, float]:
     """Return after how many steps the residual falls most at once below about rtol, and a tolerance halfway."""
     lowest = residuals.cummin(0).values

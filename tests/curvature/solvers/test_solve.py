@@ -564,6 +564,13 @@ def test_forward_mode_has_the_first_derivative(name):
     torch.testing.assert_close(got, wanted)
 
 
+def test_forward_mode_goes_with_the_checks_of_symmetry():
+    """They draw random numbers, which vmap refuses, and jacfwd vmaps."""
+    A, b = matrix("flat", 4), torch.ones(4, dtype=torch.float64)
+    jacobian = torch.func.jacfwd(lambda b: solve(MatrixMap(A), b, rtol=1e-12).value)(b)
+    torch.testing.assert_close(jacobian, torch.linalg.inv(A))
+
+
 def test_forward_mode_is_not_nested():
     inputs = [x.detach() for x in leaves()]
     f = of("theta", inputs)(solution_of)

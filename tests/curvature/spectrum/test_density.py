@@ -147,6 +147,8 @@ def test_bad_arguments_of_a_density():
     phi = density(MatrixMap(torch.eye(4)), probes=2)
     with pytest.raises(ValueError, match=r"density\.grid\(num_points\): expected at least 2, got 1"):
         phi.grid(1)
+    with pytest.raises(TypeError, match=r"density\(grid\): expected floating point, got torch\.int64"):
+        phi(torch.arange(3))
     with pytest.raises(ValueError, match=r"density\.moment\(degree\): degree must be at least 0, got -1"):
         phi.moment(-1)
 

@@ -78,6 +78,20 @@ def test_shapes(shape, width):
     assert torch.autograd.grad(found.sum(), table)[0].shape == table.shape
 
 
+def test_ids_may_be_a_column_of_a_batch():
+    """torch warns of a search for what is not contiguous, else once in a program."""
+    table = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[1, 0], [5, 0], [1, 0]])[:, 0]
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        (gradient,) = torch.autograd.grad((embedding(ids, table) ** 3).sum(), table, create_graph=True)
+        (second,) = torch.autograd.grad((gradient * embedding(ids, gradient).sum()).sum(), table)
+    finally:
+        torch.set_warn_always(always)
+    assert second.rows.tolist() == [1, 5]
+
+
 def test_without_ids_the_gradient_has_no_rows_at_any_order():
     """F.embedding raises at order two there."""
     level = table = leaf(V, D)

@@ -323,6 +323,25 @@ def test_norms_that_torch_composes():
     torch.testing.assert_close(table.grad.norm(), torch.tensor(1.0, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.sum(2),
+        lambda x: x.sum((0, 0)),
+        lambda x: x.mean(-3),
+        lambda x: x.index_select(2, torch.tensor([0])),
+        lambda x: x.permute(0, 2),
+        lambda x: x.narrow(2, 0, 1),
+    ],
+)
+def test_dimensions_that_are_not_there_are_refused(use):
+    """Counted modulo the number of dimensions, ``sum(2)`` was that over the rows."""
+    with pytest.raises(
+        (ValueError, IndexError), match=r"dim must be from -2 to 1, and none twice|out of range"
+    ):
+        use(row_sparse())
+
+
 def test_two_of_different_shapes_are_not_added():
     with pytest.raises(ValueError, match=r"must have one shape, got \(7, 2\) and \(8, 2\)"):
         row_sparse() + row_sparse(shape=(8, D))
