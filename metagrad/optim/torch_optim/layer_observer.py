@@ -154,10 +154,16 @@ class LayerOptimizer(CurvatureOptimizer):
 
     def _called(self, name: str, inputs: Tensor) -> ObservedCall | None:
         """Record a layer's call, if its gradient is needed."""
-        group = self._group_of(self._layers[name].weight)
-        # As the rule's `needs_curvature`, which is not made at each call of a layer.
-        if group is None or (group["step"] % group["curvature_every"] and not self._lacks_factors(name)):
+        weight = self._layers[name].weight
+        group = self._group_of(weight)
+        if group is None or not inputs.numel():  # no examples have no mean
             return None
+        # As the rule's `needs_curvature`, which is not made at each call of a layer.
+        if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
+            return None
+        if weight.grad is None:  # what there is belongs to a gradient that was dropped
+            self._calls.pop(name, None)
+            self._sums.pop(name, None)
         if not group["eigen"]:
             self._reduce(name)  # a micro-batch before: what is left of it are sums
         waiting = self._waiting.setdefault(name, weakref.WeakSet())

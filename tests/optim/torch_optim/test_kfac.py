@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from metagrad.optim.curvature import Kronecker
 from metagrad.optim.kronecker.factors import Factors, preconditioned
+from metagrad.optim.kronecker.layer_objective import LayerObjective
 from metagrad.optim.torch_optim.kfac import KFAC
 from tests.optim.torch_optim.cases import (
     assert_equal,
@@ -295,6 +297,35 @@ def test_a_layer_that_is_used_later_begins_then():
     run(opt, classification(model), 1)
     assert opt.state[model.second.weight]["updates"] == 1
     assert opt.state[model.first.weight]["updates"] == 1
+
+
+@pytest.mark.parametrize("eigen", [False, True])
+def test_calls_without_examples_have_no_factors(eigen):
+    moved = []
+    for is_called in (True, False):
+        model = seeded(lambda: nn.Linear(4, 3))
+        opt = kfac(model, eigen=eigen)
+        F.mse_loss(model(batch()[0]), torch.ones(12, 3)).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+        if is_called:
+            model(torch.empty(0, 4)).sum().backward()
+        opt.step()
+        moved.append(snapshot(model))
+    assert_equal(*moved)
+    objective = LayerObjective(model, lambda z, y: z.sum(), torch.empty(0, 4), torch.empty(0))
+    assert objective.kronecker_factors(Kronecker("empirical")) == {}
+
+
+def test_a_weight_that_is_made_of_parameters_is_no_layers():
+    """As by ``nn.utils.weight_norm``, which is deprecated, or by a network that makes weights."""
+    model = nn.Linear(4, 3)
+    model.made_of = nn.Parameter(model.weight.detach().clone())
+    del model.weight
+    model.weight = 2 * model.made_of
+    with pytest.warns(UserWarning, match="moved along the plain gradient: the model itself"):
+        opt = kfac(model)
+    assert not opt._layers
 
 
 def test_frozen_and_unused_parameters_stay():
