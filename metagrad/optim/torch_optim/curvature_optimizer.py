@@ -99,10 +99,10 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
     if leaf.grad is None:
         # Two leaves may have been given the same tensor, and the graph may hold it: .grad is a copy.
         leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
-    elif is_strided:
+    elif is_strided and leaf.grad.layout == torch.strided:
         leaf.grad.add_(gradient)
-    else:
-        leaf.grad = leaf.grad + gradient
+    else:  # torch adds a sparse tensor to a dense one, and not the other way round
+        leaf.grad = gradient + leaf.grad if is_strided else leaf.grad + gradient
     hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(leaf)
@@ -207,7 +207,7 @@ class CurvatureOptimizer(RuleOptimizer):
         Raises:
             ValueError: The loss is complex.
         """
-        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+        self._begin_pass(loss)
         if scaler is not None:
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
             loss = scaler.scale(loss)  # type: ignore[assignment]
@@ -225,7 +225,7 @@ class CurvatureOptimizer(RuleOptimizer):
             return
 
         def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-            refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+            self._begin_pass(loss)
             self._asked_for_graph = self._asked_for_graph or create_graph
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
@@ -251,12 +251,9 @@ class CurvatureOptimizer(RuleOptimizer):
             return closure()
 
     def _move(self) -> None:
-        try:
-            self._refuse_averaged()
-            if not hasattr(self, "found_inf") or self._unscaled():
-                super()._move()
-        finally:
-            self._forget()
+        self._refuse_averaged()
+        if not hasattr(self, "found_inf") or self._unscaled():
+            super()._move()
 
     def _refuse_averaged(self) -> None:
         """Refuse gradients of several processes beside the curvature of one."""
@@ -299,6 +296,12 @@ class CurvatureOptimizer(RuleOptimizer):
             for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
                 p.grad.mul_(inverse_of(self._scale, p.device))
         return True
+
+    def _begin_pass(self, loss: Tensor) -> None:
+        """Refuse a complex loss, and drop the losses whose gradients were dropped, as by ``model.zero_grad()``."""
+        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+        if all(p.grad is None for p in self._all_params()):
+            self._losses = []
 
     def _is_curvature_due(self) -> bool:
         return any(needs_curvature(self._rule(group), group["step"]) for group in self.param_groups)
@@ -350,8 +353,7 @@ class CurvatureOptimizer(RuleOptimizer):
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Drop what was taken since the last step."""
-        self._losses = []
+        super()._forget()
         self._scale: Tensor | None = None
         self._asked_for_graph = False  # by create_graph=True, which is not passed on
 

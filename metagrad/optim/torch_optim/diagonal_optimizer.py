@@ -59,7 +59,8 @@ class DiagonalOptimizer(CurvatureOptimizer):
             keep = retain_graph or index + 1 < len(requests)
             for key, estimate in curvature.diagonal(request, retain_graph=keep).items():
                 p = params[key]
-                estimates[p] = estimates[p] + estimate if p in estimates else estimate
+                goes_on = p in estimates and p.grad is not None  # else its gradient was dropped
+                estimates[p] = estimates[p] + estimate if goes_on else estimate
         self._estimates = estimates
 
     def _requests(self) -> dict[Diagonal, Params]:

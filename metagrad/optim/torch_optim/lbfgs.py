@@ -18,7 +18,7 @@ from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature, scalar_of
 from metagrad.optim.torch_optim.curvature_optimizer import leaves_behind
-from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Options, flat
+from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Iteration, Options, flat
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 from metagrad.optim.torch_optim.optimizer import Option, as_number
@@ -159,7 +159,8 @@ class LBFGS(
             self._known = (
                 None  # the loss and the gradient of a closure that has changed may be of different losses
             )
-        return self._change(params, descent, step), (descent, evaluate is not None)
+        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
+        return self._change(params, descent, step), (descent.report, {} if evaluate is None else counts)
 
     def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
         """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
@@ -232,19 +233,18 @@ class LBFGS(
         moved = descent.tensors(descent.at.w) if descent.report.length else {}
         return Change(params, moved, states, implied=self.implied)
 
-    def _described(self, descent: Descent, has_closure: bool, /) -> dict[str, float | int | str]:
+    def _described(self, report: Iteration, counts: Mapping[str, int], /) -> dict[str, float | int | str]:
         """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
-        length, evaluations = descent.report
-        found: dict[str, float | int | str] = {
+        length, evaluations = report
+        return {
             "steps": evaluations,
             "products": 0,
             "ending": "NONE",
             "ratio": math.nan,
             "length": length * max(float(as_number(group["lr"])) for group in self.param_groups),
             "direction": "quasi_newton" if length else "none",
+            **counts,
         }
-        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
-        return {**found, **(counts if has_closure else {})}
 
 
 def _code_of(closure: Callable[..., Any]) -> object:

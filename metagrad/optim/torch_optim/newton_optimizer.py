@@ -40,7 +40,7 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
 )
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option, Work, as_number
-from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
+from metagrad.optim.torch_optim.state import apart, joined
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 
@@ -328,7 +328,10 @@ class NewtonOptimizer(CurvatureOptimizer):
         if self.notes_losses and not losses:
             raise ValueError(unknown_loss(type(self).__name__))
         parts = [KnownPart(loss, frozenset(leaves_behind(loss.loss.output))) for loss in losses]
-        self._passes = [*(self._passes or []), BackwardPass(self._value, grads, parts)]
+        before, params = self._passes or [], self._all_params()
+        if all(p.grad is None for p in params):  # those of earlier passes were dropped
+            before = [one for one in before if one.grads.keys().isdisjoint(params)]
+        self._passes = [*before, BackwardPass(self._value, grads, parts)]
 
     def _forget(self) -> None:
         super()._forget()
@@ -460,7 +463,6 @@ class NewtonOptimizer(CurvatureOptimizer):
                     group["step"] += 1
         finally:
             self._is_moving = False
-            self._forget()
 
     def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, str]]:
         """Return the new values of all parameters after a step, with its report and the name of its direction."""
@@ -495,8 +497,8 @@ class NewtonOptimizer(CurvatureOptimizer):
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""
         states = {key: self.state.get(p, {}) for key, p in params.items()}
         steps = {state.get("step") for state in states.values()}
-        is_known = len(steps) == 1 and None not in steps
-        state = joined(rule, _completed(states, rule, values)) if is_known else rule.init(values)
+        is_known = len(steps) == 1
+        state = joined(rule, states if is_known else {key: {} for key in params}, values)
         # The number of the group's step has decided what the closure was called for.
         return state if group.get("curvature_every", 1) == 1 else state._replace(step=group["step"])
 
@@ -516,21 +518,6 @@ class NewtonOptimizer(CurvatureOptimizer):
             factor, added = float(getattr(state, "factor", 1.0)), float(getattr(state, "added", 0.0))
             found[self.adapted] = float(self.param_groups[0][self.adapted]) * factor + added
         return found
-
-
-def _completed(
-    states: Mapping[str, ParameterState], rule: Any, values: Params
-) -> Mapping[str, ParameterState]:
-    """Begin what states lack where a hyper-parameter was another: pairs, where ``curvature_every`` was 1."""
-    pattern = pattern_of(rule)._asdict()
-    names = [field for field, value in pattern.items() if isinstance(value, dict)]
-    if all(field in state for state in states.values() for field in names):
-        return states
-    begun = rule.init(values)
-    return {
-        key: {**{field: getattr(begun, field)[key] for field in names}, **state}
-        for key, state in states.items()
-    }
 
 
 def check_fraction(name: str, fraction: float) -> None:

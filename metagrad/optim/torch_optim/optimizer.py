@@ -257,7 +257,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 )
             self._move()
         finally:
-            self._losses = []
+            self._forget()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     @property
@@ -269,6 +269,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Load a state: tensors go to the devices of their parameters, and keep their own dtypes."""
         with keeping_dtypes(self):
             super().load_state_dict(state_dict)
+
+    def _forget(self) -> None:
+        """Drop what was taken of the losses since the last step."""
+        self._losses = []
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
@@ -452,10 +456,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         return _made(self.rule, tuple([(name, as_number(group[name])) for name in names]))
 
     def _named(self, index: int) -> Params:
-        """Return the parameters of a group by name; those without are named by their place."""
+        """Return the parameters of a group by name; by their places where they have none, or several have one."""
         group = self.param_groups[index]
-        places = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
-        return dict(zip(group.get("param_names", places), group["params"], strict=True))
+        names = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+        given = group.get("param_names", names)
+        if len(set(given)) < len(given):  # of two models, say
+            given = [f"{place}: {name}" for place, name in zip(names, given, strict=True)]
+        return dict(zip(given, group["params"], strict=True))
 
     def _check_group(self, index: int) -> None:
         name, group = type(self).__name__, self.param_groups[index]
