@@ -357,6 +357,14 @@ class CurvatureOptimizer(RuleOptimizer):
         self._scale: Tensor | None = None
         self._asked_for_graph = False  # by create_graph=True, which is not passed on
 
+    def _without_curvature(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
+            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and "
+            "returns it; or, where a step does not look at the loss again, opt.backward(loss) in place of "
+            "loss.backward()."
+        )
+
     def _known_scale(self, of: str) -> Tensor:
         """Return the scale by which a GradScaler has multiplied the loss."""
         if self.grad_scale is not None:

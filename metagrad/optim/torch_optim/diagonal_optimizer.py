@@ -114,13 +114,6 @@ class DiagonalOptimizer(CurvatureOptimizer):
             }
         )
 
-    def _without_curvature(self) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
-            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
-            "and returns it, or opt.backward(loss) in place of loss.backward()."
-        )
-
     def _unscaled(self) -> bool:
         """Take the scale off the curvature, too."""
         if not super()._unscaled():

@@ -38,9 +38,9 @@ class LBFGS(
     beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
     iteration, with gradients that may be clipped or accumulated.
 
-    What a closure differentiates is observed at its first step. If that is what it returns, it is the loss at later
-    steps without being observed, also of closures defined anew by the same code; if it is not, every step is
-    observed, and the loss is what is differentiated, whatever is returned.
+    The first step observes which losses the closure calls ``backward`` on. If that is the one it returns, or if it
+    writes gradients without ``backward``, the loss of later steps is what it returns, also of closures defined anew
+    by the same code. Else every step observes, and the loss is what ``backward`` was called on.
 
     Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
     Groups may differ in step size and weight decay.
@@ -118,12 +118,16 @@ class LBFGS(
         """Call the closure, and record what it differentiates, unless that is known to be what it returns."""
         is_observed = self._is_curvature_due()
         result = super()._evaluated(closure)
-        if is_observed:
-            returns_loss = _is_the_loss(result, self._passes) and not self._asked_for_graph
+        loss = result if isinstance(result, Tensor) and result.numel() == 1 else None
+        # A closure that calls no backward writes the gradients of what it returns by itself.
+        writes = is_observed and self._passes is None and self.group is None
+        if is_observed and (not writes or loss is None):
+            returns_loss = _is_the_loss(loss, self._passes) and not self._asked_for_graph
             self._known = _code_of(closure) if returns_loss else None
-        elif isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-            self._differentiated = [result]
-            self._passes = [BackwardPass(result.detach(), {}, ())]
+        elif loss is not None:
+            self._known = _code_of(closure)
+            self._differentiated = [loss]
+            self._passes = [BackwardPass(loss.detach(), {}, ())]
         else:
             self._known = None
             raise RuntimeError(
@@ -165,9 +169,11 @@ class LBFGS(
     def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
         """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
         mean = self._mean()
-        if self._closure is None or (self._passes is None and mean.share):
+        if self._closure is None:
             self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
             return math.nan, None
+        if self._passes is None and mean.share:
+            raise self._without_curvature()
         evaluation = functools.cache(lambda: self._evaluation(params))  # observed when it is asked for
         value = GraphCurvature(params, self._passes or [], mean=mean).value.item()
         return value, lambda at: evaluation()(at)
@@ -252,13 +258,7 @@ def _code_of(closure: Callable[..., Any]) -> object:
     return getattr(closure, "__code__", closure)
 
 
-def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
-    """Say whether what a closure returns is what it differentiates, and not a part of it or a number."""
-    return (
-        passes is not None
-        and len(passes) == 1
-        and isinstance(result, Tensor)
-        and result.numel() == 1
-        and result.requires_grad
-        and result.data_ptr() == passes[0].value.data_ptr()
-    )
+def _is_the_loss(loss: Tensor | None, passes: Sequence[BackwardPass] | None) -> bool:
+    """Say whether the number that a closure returns is what it differentiates, and not a part of it."""
+    is_on_tape = loss is not None and loss.requires_grad and passes is not None
+    return is_on_tape and [loss.data_ptr()] == [one.value.data_ptr() for one in passes]

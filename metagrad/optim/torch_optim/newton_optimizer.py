@@ -372,16 +372,12 @@ class NewtonOptimizer(CurvatureOptimizer):
         return dataclasses.replace(rule, **by_name) if by_name else rule
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
-        rule, name = self._rule(group), type(self).__name__
-        if not needs_curvature(rule, group["step"]):
+        name = type(self).__name__
+        if not needs_curvature(self._rule(group), group["step"]):
             return None
         mean = self._mean()
         if self._passes is None and mean.share:
-            raise RuntimeError(
-                f"{name}.step: there are gradients, but no curvature: loss.backward() outside of a closure gives "
-                "none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and returns "
-                "it, or, where nothing is adapted, opt.backward(loss) in place of loss.backward()."
-            )
+            raise self._without_curvature()
         generators, fraction = self._generators(draws_labels=self.notes_losses), self._fraction(group)
         if self._closure is not None:
             return self._objective(params, generators)

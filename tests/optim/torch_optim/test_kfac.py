@@ -317,6 +317,22 @@ def test_calls_without_examples_have_no_factors(eigen):
     assert objective.kronecker_factors(Kronecker("empirical")) == {}
 
 
+@every
+def test_a_bias_that_is_frozen_between_steps_begins_its_layer_anew(options):
+    """Its layer has one input less, and other factors."""
+    model = seeded(lambda: nn.Linear(4, 3))
+    opt = kfac(model, options, curvature_every=2)
+    for is_trained in (True, False, True):
+        model.bias.requires_grad_(is_trained)
+        model.bias.grad = None
+        before = snapshot(model)
+        run(opt, classification(model), 1)
+        assert opt.state[model.weight]["updates"] == 1
+        assert opt.state[model.weight]["inputs"].shape == ((5, 5) if is_trained else (4, 4))
+        moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(model), strict=True)]
+        assert moved == [True, is_trained]
+
+
 def test_a_weight_that_is_made_of_parameters_is_no_layers():
     """As by ``nn.utils.weight_norm``, which is deprecated, or by a network that makes weights."""
     model = nn.Linear(4, 3)
