@@ -260,5 +260,6 @@ def _code_of(closure: Callable[..., Any]) -> object:
 
 def _is_the_loss(loss: Tensor | None, passes: Sequence[BackwardPass] | None) -> bool:
     """Say whether the number that a closure returns is what it differentiates, and not a part of it."""
-    is_on_tape = loss is not None and loss.requires_grad and passes is not None
-    return is_on_tape and [loss.data_ptr()] == [one.value.data_ptr() for one in passes]
+    if loss is None or not loss.requires_grad:
+        return False
+    return [loss.data_ptr()] == [one.value.data_ptr() for one in passes or ()]
