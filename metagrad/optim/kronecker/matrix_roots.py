@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import Function, linalg
-from metagrad.core.checks import is_integer
+from metagrad.optim.hyperparameters import check_count
 from metagrad.sparse.kernels.tangents import nestable, primal
 
 
@@ -42,8 +42,7 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     References:
         Higham, "Functions of matrices", SIAM 2008, section 3.2 (Daleckii and Krein).
     """
-    if not is_integer(p) or p < 1:
-        raise ValueError(f"inverse_root(matrix, p): p must be a whole number of at least 1, got {p!r}.")
+    check_count("inverse_root(matrix, p)", "p", p)
     _check_square("inverse_root(matrix, p)", matrix)
     values, vectors = linalg.eigh(matrix.detach())
     return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)

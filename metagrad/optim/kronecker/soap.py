@@ -11,8 +11,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.optim.arithmetic import average, plus_scaled, root
-from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import check_count, is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
 from metagrad.optim.per_parameter import Values
@@ -106,8 +105,7 @@ class SOAPRule(AxisMatrices):
     max_size: int = option(default=10000, doc="Longer axes have no basis.")
     precondition_1d: bool = option(default=False, doc="Give vectors a basis too.")
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
     batch_ndim: int = 0
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import initial, length
+from metagrad.optim.hyperparameters import check_count
 
 
 class Pairs(NamedTuple):
@@ -185,5 +185,4 @@ def check_solver(call: str, rtol: float, progress: float | None, max_steps: int)
         raise ValueError(f"{call}: rtol must be between 0 and 1, got {rtol}.")
     if progress is not None and not progress > 0:
         raise ValueError(f"{call}: progress must be above 0, or None, got {progress}.")
-    if not is_integer(max_steps) or max_steps < 1:
-        raise ValueError(f"{call}: max_steps must be a whole number of at least 1, got {max_steps!r}.")
+    check_count(call, "max_steps", max_steps)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import backward
-from metagrad.core.checks import is_integer
 from metagrad.core.tree import widened
+from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
@@ -96,11 +96,8 @@ class LBFGS(
         super()._check_group(index)
         name, group = type(self).__name__, self.param_groups[index]
         for option in ("max_iter", "max_eval"):
-            value = group[option]
-            if (option, value) != ("max_eval", None) and (not is_integer(value) or value < 1):
-                raise ValueError(
-                    f"{name}(params): {option} must be a whole number of at least 1, got {value!r}."
-                )
+            if (option, group[option]) != ("max_eval", None):
+                check_count(f"{name}(params)", option, group[option])
         if not group["tolerance_grad"] >= 0:
             raise ValueError(
                 f"{name}(params): tolerance_grad must be at least 0, got {group['tolerance_grad']!r}."

@@ -23,6 +23,7 @@ from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.per_parameter import check_real
 from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import (
@@ -474,12 +475,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule = self._rule(group)
         refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
-            if not p.is_floating_point():
-                raise TypeError(
-                    f"{name}(params): {key!r} is {p.dtype}, and must be of a real floating point dtype. A complex "
-                    "parameter can be kept as a real one of shape [..., 2], and made complex by "
-                    "torch.view_as_complex in the model."
-                )
+            check_real(f"{name}(params)", key, p)
             if hasattr(rule, "check"):
                 rule.check(key, p)
 
