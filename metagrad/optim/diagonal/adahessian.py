@@ -185,9 +185,8 @@ class AdaHessian(DiagonalOptimizer, rule=AdaHessianRule):
               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
 
     with :math:`v` the average of the squares of :math:`z \odot H z`. A closure of the usual form works,
-    or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; what does not work is said
-    of :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. A step costs two to three
-    gradients.
+    or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; for what does not work, see
+    :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. A step costs two to three gradients.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.

@@ -198,8 +198,8 @@ class SophiaH(DiagonalOptimizer, rule=SophiaHRule):
                     - \eta \, \operatorname{clip}\bigl(m_t / \max(\gamma h_t, \epsilon), 1\bigr)
 
     with :math:`h` the average of :math:`u \odot H u` at every ``curvature_every``-th step. A closure of the usual
-    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; what does not
-    work is said of :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. The steps between two
+    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; for what does
+    not work, see :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. Steps between two
     estimates cost a gradient.
 
     Raises:

@@ -94,8 +94,8 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     return _Eigenvectors.apply(matrix, vectors.flip(-1), values.flip(-1))[0]
 
 
-# Outputs are not saved but made again, from eigenvectors that are given: it costs products, and a saved output would
-# be detached by a torch function that recording a step for recomputation must not see.
+# Outputs are recomputed from the eigenvectors, not saved: torch would detach a saved output by a call, which the
+# recording of a step for recomputation must not see.
 
 
 class _InverseRoot(Function):

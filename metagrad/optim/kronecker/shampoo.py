@@ -120,8 +120,8 @@ class ShampooRule(AxisMatrices):
     exponent: int | None = option(default=None, doc="The p of the roots, for all parameters; None is 2 k.")
     block_size: int = option(
         default=1024,
-        doc="Longer axes are cut into parts of at most so many, and each block of the parameter has matrices of"
-        " its own.",
+        doc="Longer axes are cut into parts of at most this length, and each block of the parameter has matrices of "
+        "its own.",
     )
     root_every: int = option(
         default=1,
@@ -285,8 +285,8 @@ class ShampooRule(AxisMatrices):
     def _unlike_zero(self, g: Tensor) -> Tensor:
         """Replace a gradient of zero by ones, where it matters.
 
-        The ratio of two lengths of zero is that of what the two rules make of any direction, since before the first
-        gradient both only scale it; so the step has there the derivative that it has nearby.
+        Both lengths are zero there. Before the first gradient both rules only scale their input, so that any other
+        one has the ratio which makes the derivative of the step continuous.
         """
         if not torch.is_grad_enabled():
             return g

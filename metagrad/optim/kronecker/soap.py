@@ -51,10 +51,10 @@ class SOAPRule(AxisMatrices):
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
                \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
 
-    and every so many steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`, with the columns
-    first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
-    the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
-    parameter's own coordinates, so that it is in those of a new basis by itself.
+    and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`. Before
+    that, its columns, and :math:`V` with them, are put into the order of :math:`q^\top L_t q`. The first bases are
+    eigenvectors for the gradient of the first step; the paper's program takes no step there, this rule does.
+    :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
 
     To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
     space of the statistics, where gradients are nothing else, has no steps.

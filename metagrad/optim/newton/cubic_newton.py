@@ -90,7 +90,7 @@ class CubicNewtonRule(SecondOrder):
         doc="The process ends when the gradient of the model is so small, relative to that of the loss.",
     )
     max_steps: int = option(
-        default=50, doc="The most steps of the Lanczos process, which keeps so many vectors."
+        default=50, doc="The most steps of the Lanczos process, which keeps a vector of each."
     )
 
     call, matrix, above_zero = "cubic_newton(...)", "products", ("cubic",)

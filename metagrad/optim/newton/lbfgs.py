@@ -19,7 +19,7 @@ from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hy
 
 _DECREASE, _CURVATURE = 1e-4, 0.9
 _CLOSEST, _FARTHEST = 0.01, 10.0
-"""An extrapolation goes beyond the last interval by this part of it or more, and to so many times its end or less."""
+"""Bounds of an extrapolation: this part of the last interval beyond its end, and this multiple of its end."""
 _MARGIN = 0.1
 """An interpolation that repeatedly comes this close to an end of its interval, as a part of it, is moved away."""
 

@@ -24,11 +24,11 @@ from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_opt
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
-    """The rows of parameters whose first axes, so many, count tasks; of half precision in float32.
+    """The rows of parameters whose first ``batch_ndim`` axes count tasks; half precision becomes float32.
 
     Args:
         params: Parameters by name, of one dtype and device.
-        batch_ndim: How many axes; without any there is one row.
+        batch_ndim: Without axes of tasks there is one row.
     """
 
     params: Params

@@ -103,7 +103,7 @@ class TrustRegionNewtonRule(SecondOrder):
     max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
     boundary_steps: int = option(
         default=50,
-        doc="The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the "
+        doc="The most steps of the Lanczos process on the boundary, which keeps a vector of each; with 0 the "
         "step ends where conjugate gradients leave the region (Steihaug).",
     )
 

@@ -144,17 +144,17 @@ class CurvatureOptimizer(RuleOptimizer):
     which computes a gradient that keeps its graph, computes what the rule asks for, adds the gradient to ``.grad``
     and frees the graph. Nothing is patched, and no graph outlives the step. Without a closure, ``opt.backward(loss)``
     does that, or ``with opt.recording():`` around the computation of the loss and its ``backward``. The curvature of
-    several backward passes adds up, as their gradients do, until a step is taken or gradients are set to zero. At
-    steps whose rule needs no curvature, nothing of this happens.
+    several backward passes adds up, as their gradients do, until a step, ``opt.zero_grad()``, or gradients that are
+    set to None. At steps whose rule needs no curvature, ``backward`` is torch's own.
 
     What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
     which cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients, and
     which is refused in a closure; and hooks on a parameter, which see the products with the Hessian too.
 
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
-    unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
-    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it. An optimizer
-    that needs to know the form of the loss observes it within ``with opt.recording():``.
+    unscaled, and an overflow skips the step. ``scaler.unscale_(opt)``, to clip gradients before the step, hides the
+    scale of the curvature: ``opt.backward(loss, scaler=scaler)`` remembers it. An optimizer that needs to know the
+    form of the loss is to see it computed, within ``with opt.recording():``.
 
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.
@@ -284,17 +284,15 @@ class CurvatureOptimizer(RuleOptimizer):
             seed = mixed(seed, self.group.rank())
         return generators_of(seed, first["step"])
 
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _unscaled(self) -> bool:
         """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
         if float(self.found_inf) > 0:
             return False
         if self.grad_scale is not None:
             self._scale = self.grad_scale
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                p.grad.mul_(inverse_of(self._scale, p.device))
+            for p in self._all_params():
+                if p.grad is not None:
+                    p.grad.mul_(inverse_of(self._scale, p.device))
         return True
 
     def _begin_pass(self, loss: Tensor) -> None:

@@ -145,7 +145,7 @@ class LayerOptimizer(CurvatureOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._handles:
-            _remove(self._handles)  # those of a copy, which tell nobody
+            _remove(self._handles)  # the inert ones of the copied model
             self._set_hooks()
 
     def _named(self, index: int) -> Params:

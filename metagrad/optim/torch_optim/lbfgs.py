@@ -70,7 +70,7 @@ class LBFGS(
     """
 
     differentiates_twice = False
-    # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
+    # Where the gradient at the start is not finite, the new parameters are not, and no pair is added.
     implied = ("place", "gradient", "moves", "changes", "products")
     options: ClassVar[Mapping[str, Option]] = {
         "max_iter": Option(20, "The most iterations of a step.", "int"),

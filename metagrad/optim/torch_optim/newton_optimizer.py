@@ -120,8 +120,8 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     Products with the curvature are what a step costs, and need fewer data than the gradient does. Where an optimizer
     has a ``curvature_fraction`` below 1, gradient and loss are those of all data, and the curvature that of a part:
-    for it, the closure is called once more, as ``closure(fraction=0.25)``. It is to compute the mean over so many
-    examples, the first or any others::
+    for it, the closure is called once more, as ``closure(fraction=0.25)``. It computes the mean over that part of
+    the examples, the first ones or any others::
 
         def closure(fraction=1.0):
             opt.zero_grad()
@@ -173,13 +173,15 @@ class NewtonOptimizer(CurvatureOptimizer):
     def stats(self) -> dict[str, float | int | str]:
         """What the last step did.
 
-        ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search), among them those
-        with probes of a diagonal of the Hessian, and both 0 where the last solve gave the direction; its ``ending``,
-        a name of :class:`metagrad.curvature.Result`, or ``NONE``; the ``ratio`` of the reductions of loss and model,
-        NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step, in the first
-        group; the ``length`` of the step in units of its direction, of the largest step size; and the ``direction``:
-        ``newton``, ``natural_gradient`` or ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where
-        nothing moved. And ``skipped``, as of all optimizers, which is there before a step too.
+        - ``steps`` and ``products`` of the inner solver, 0 at a step without a solve. Probes for a preconditioner
+          count as products. Of L-BFGS, ``steps`` are the gradients of the line search.
+        - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`, or ``NONE``.
+        - ``ratio`` of the reductions of loss and model; NaN where the loss was not evaluated.
+        - ``damping`` (``radius``, ``cubic``) of the next step, in the first group.
+        - ``length`` of the step in units of its direction, by the largest step size.
+        - ``direction``: ``newton``, ``natural_gradient``, ``quasi_newton``, ``negative_curvature``, ``boundary``, or
+          ``none`` where nothing moved.
+        - ``skipped``, as of all optimizers, also before the first step.
         """
         last = self.__dict__.get("_last")
         return {**({} if last is None else self._described(*last)), **super().stats}

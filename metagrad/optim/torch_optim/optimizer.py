@@ -72,9 +72,9 @@ NONFINITE = Option(
 
 GROUP = Option(
     None,
-    "Processes that have the same parameters, and gradients that :func:`~metagrad.distributed.average_gradients` has "
-    "averaged, in the closure if there is one; others are refused. All have the same parameters and state "
-    "afterwards, and what is not finite in one is so in all. None is this one alone.",
+    "The processes that train together: their parameters are the same, and their gradients averaged by "
+    ":func:`~metagrad.distributed.average_gradients`, in the closure if there is one; else the step is refused. All "
+    "take the same step, or none where something is not finite in one of them. None: this process alone.",
     "ProcessGroup | None",
 )
 
@@ -97,7 +97,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
-    (``nonfinite``). To know so costs the norms of gradients and of new values, and on an accelerator a wait for them.
+    (``nonfinite``). The check costs the norms of gradients and of new values, and on an accelerator a wait for them.
 
     Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
     loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
@@ -250,8 +250,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             if isinstance(loss, Tensor):
                 refuse_complex(f"{type(self).__name__}.step(closure)", loss)
             self._losses = [*self._losses, *_numbers(loss)]
-            parameters = (p for group in self.param_groups for p in group["params"])
-            if closure is not None and all(p.grad is None for p in parameters):
+            if closure is not None and all(p.grad is None for p in self._all_params()):
                 warn(
                     f"{type(self).__name__}.step(closure): no parameter has a gradient after the closure, so none "
                     "moves. Call loss.backward() in it."
@@ -455,6 +454,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Make the rule of a group's hyper-parameters."""
         names = self.defaults.keys() & _fields_of(type(self))
         return _made(self.rule, tuple([(name, as_number(group[name])) for name in names]))
+
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _named(self, index: int) -> Params:
         """Return the parameters of a group by name; by their places where they have none, or several have one."""

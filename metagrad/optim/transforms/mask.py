@@ -125,7 +125,8 @@ def mask(
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyper-parameters by parameter name
-        have one entry for each parameter that their rule has.
+        have one entry for each parameter that their rule has. A rule that uses curvature has the block of its
+        parameters: it sees the loss as a function of them, the others at their values before the step.
 
     Raises:
         TypeError: ``rule`` or ``other`` is not a rule, or ``names`` are not names.
