@@ -478,6 +478,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
             check_real(f"{name}(params)", key, p)
+            if any(size > 1 and not stride for size, stride in zip(p.shape, p.stride(), strict=True)):
+                raise ValueError(
+                    f"{name}(params): elements of {key!r} share memory, as expand() makes them, so that no step can "
+                    "be written. Make the parameter of a clone()."
+                )
             if hasattr(rule, "check"):
                 rule.check(key, p)
 

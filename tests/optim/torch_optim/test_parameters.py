@@ -191,6 +191,14 @@ def test_parameters_with_names(case):
 
 
 @every
+def test_an_expanded_parameter_is_refused_by_name(case):
+    model = layer(1.0, 2.0)
+    model.weight = nn.Parameter(torch.ones(1, 1).expand(3, 2))
+    with pytest.raises(ValueError, match=rf"{case.name}\(params\): elements of 'weight' share memory"):
+        case.of(model, model.named_parameters())
+
+
+@every
 def test_two_parameters_of_one_name_both_move(case):
     """As of two models, whose named parameters are trained together."""
     model, other = network(), network()
