@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.newton.second_order import check_uniform, endings
-from metagrad.optim.probes import Generators, as_rows
+from metagrad.optim.probes import Generators
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.optim.torch_optim.closure_objective import (
@@ -41,7 +41,6 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option, Work, as_number
 from metagrad.optim.torch_optim.state import apart, joined
-from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class WrittenLoss(OutputLoss):
@@ -435,32 +434,23 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     def _move(self) -> None:
         """Move all groups together; or none, if anything is not finite."""
+        step = self.param_groups[0]["step"]
+        self._is_moving, self._found = True, None
         try:
-            self._refuse_averaged()
-            if hasattr(self, "found_inf") and float(self.found_inf) > 0:
-                return
-            self._is_moving = True
-            named = self._groups_by_name().items()
-            params = {key: p for key, (_, p) in named if p.grad is not None and p.numel()}
-            grads = self._gradients(params)
-            gradients = [(f"the gradient of {key!r}", g) for key, g in grads.items()]
-            if not self._are_finite([*self._seen_losses(), *gradients]):
-                return
-            if self.group is not None:
-                self._refuse_different([Work(self.param_groups[0], params, grads)], self.group)
-            found = self._factorised(
-                lambda: self._changed(params, grads) if params else (Change({}, {}, {}), None)
-            )
-            if found is None:
-                return
-            change, last = found
-            if self._are_finite(list(change.tensors())):
-                change.write(self.state)
-                self._last = last
-                for group in self.param_groups:
-                    group["step"] += 1
+            super()._move()
         finally:
             self._is_moving = False
+        if self.param_groups[0]["step"] > step:
+            self._last = self._found
+
+    def _all_work(self) -> list[Work]:
+        params = {key: p for key, (_, p) in self._groups_by_name().items()}
+        return [self._work(self.param_groups[0], params)]
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        grads = {key: widened(g) for key, g in work.grads.items()}
+        change, self._found = self._changed(work.params, grads)
+        yield change
 
     def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, str]]:
         """Return the new values of all parameters after a step, with its report and the name of its direction."""
@@ -480,16 +470,6 @@ class NewtonOptimizer(CurvatureOptimizer):
     ) -> tuple[Params, Any]:
         """Return what the rule makes of parameters and state."""
         return rule.update(grads, state, values, curvature)
-
-    def _gradients(self, params: Params) -> Params:
-        grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
-        for key, g in grads.items():
-            if isinstance(g, RowSparse):
-                self._check_rows(self.param_groups[0], key)
-        inverse = 1.0
-        if hasattr(self, "found_inf") and self.grad_scale is not None:
-            inverse = 1 / float(self.grad_scale)
-        return {key: widened(g) if inverse == 1 else inverse * widened(g) for key, g in grads.items()}
 
     def _joined(self, group: Group, rule: Any, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""

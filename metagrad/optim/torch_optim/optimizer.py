@@ -280,7 +280,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _move(self) -> None:
         """Move every parameter that has a gradient; or none, if anything is not finite."""
-        work = [self._work(index) for index in range(len(self.param_groups))]
+        work = self._all_work()
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
         if self.group is not None:
@@ -296,10 +296,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
 
-    def _work(self, index: int) -> Work:
+    def _all_work(self) -> list[Work]:
+        return [self._work(group, self._named(index)) for index, group in enumerate(self.param_groups)]
+
+    def _work(self, group: Group, named: Params) -> Work:
         """Return the parameters of a group that have gradients, and elements to move."""
-        group = self.param_groups[index]
-        params = {key: p for key, p in self._named(index).items() if p.grad is not None and p.numel()}
+        params = {key: p for key, p in named.items() if p.grad is not None and p.numel()}
         grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
             if isinstance(g, RowSparse):
