@@ -267,11 +267,14 @@ class NewtonOptimizer(CurvatureOptimizer):
         first, group = self.param_groups[0], self.param_groups[index]
         own = self._rule(first).by_parameter
         for option in self.defaults:
-            if option in (*own, "step") or as_number(group[option]) == as_number(first[option]):
+            values = [
+                as_number(one.get(option)) for one in (first, group)
+            ]  # groups that were loaded lack torch's own
+            if option in (*own, "step") or values[0] == values[1]:
                 continue
             raise ValueError(
                 f"{type(self).__name__}(params): all groups make one step, whose {option} must be one, got "
-                f"{option}={first[option]} in group 0 and {group[option]} in group {index}. Only "
+                f"{option}={values[0]} in group 0 and {values[1]} in group {index}. Only "
                 f"{', '.join(name for name in own if name in self.defaults)} may differ; else give each group an "
                 "optimizer of its own."
             )

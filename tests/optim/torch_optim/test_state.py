@@ -80,6 +80,21 @@ def test_loading_shares_no_memory(case):
 
 
 @every
+def test_groups_are_loaded_into_those_that_were_added_later(case):
+    models = [network() for _ in range(2)]
+    opts = [optimizer(case, model, [{"params": [model.first.weight]}]) for model in models]
+    run(opts[0], classification(models[0]), 1)
+    for opt, model, lr in zip(opts, models, (0.01, 0.5), strict=True):
+        opt.add_param_group({"params": [model.second.weight], "lr": lr})
+    run(opts[0], classification(models[0]), 1)
+    models[1].load_state_dict(models[0].state_dict())
+    opts[1].load_state_dict(opts[0].state_dict())
+    for opt, model in zip(opts, models, strict=True):
+        run(opt, classification(model), 1)
+    assert_equal(*map(snapshot, models))
+
+
+@every
 @pytest.mark.parametrize(
     "again", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
 )
