@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import is_integer
 from metagrad.optim.rule import Hyperparameter, Params
 
 
@@ -40,6 +41,12 @@ def check_hyperparameter(call: str, name: str, value: Hyperparameter, *, below: 
         raise ValueError(f"{call}: {name} must be at least 0, got {value}.")
     elif not value < below:
         raise ValueError(f"{call}: {name} must be below {below:g}, got {value}.")
+
+
+def check_count(call: str, name: str, value: int) -> None:
+    """Refuse what is not a whole number of 1 or more."""
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")
 
 
 def at_step(

@@ -27,6 +27,9 @@ class PerParameter(RuleNode):
     A subclass is a frozen dataclass that names its ``hyper``-parameters and its ``State``, and writes ``slots`` and
     ``move``, which is given the hyper-parameters that were chosen for the step and the parameter.
 
+    A rule that treats elements one by one has ``decays_linearly``: whether a step multiplies those whose gradients
+    have all been zero by a factor that is the same for all.
+
     Parameters of half precision are moved in float32, and rounded; their state is float32: averages would stand still
     in bfloat16, and the squares of gradients overflow or vanish in float16.
     """
@@ -54,11 +57,7 @@ class PerParameter(RuleNode):
 
     def check(self, key: str, param: Tensor) -> None:
         """Refuse a parameter that the rule cannot update."""
-        if param.is_complex():
-            raise TypeError(
-                f"{self.call}.init: {key!r} is {param.dtype}, and rules move real parameters. Make it real by "
-                "torch.view_as_real, and complex again in the model."
-            )
+        check_real(f"{self.call}.init", key, param)
 
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
@@ -126,6 +125,15 @@ class PerParameter(RuleNode):
             return results
         rows = zip(results, dtypes, differ, strict=True)
         return [result.to(own) if other else result for result, own, other in rows]
+
+
+def check_real(call: str, key: str, param: Tensor) -> None:
+    """Refuse a parameter that is no floating point tensor."""
+    if not param.is_floating_point():
+        raise TypeError(
+            f"{call}: {key!r} is {param.dtype}, and must be real, of a floating point dtype. A complex one can be "
+            "kept as torch.view_as_real gives it, and made complex by torch.view_as_complex in the model."
+        )
 
 
 def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: bool = False) -> Params:

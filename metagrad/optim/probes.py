@@ -18,7 +18,7 @@ Generators: TypeAlias = "Callable[[torch.device], torch.Generator | None]"
 
 
 def torchs_own(device: torch.device) -> torch.Generator | None:
-    """Draw from torch's global generator, whose state a recomputed inner step sets back."""
+    """Draw from torch's global generator, whose state is restored where an inner step is recomputed."""
     return None
 
 

@@ -88,7 +88,7 @@ class Rule(Protocol):
     """A functional optimizer, as in optax: two pure functions; its hyper-parameters are fields of a frozen dataclass.
 
     An elementwise rule works unchanged on stacked tasks. Any other (matrices, norms) declares a field
-    ``batch_ndim: int = 0``: so many leading axes of each parameter count tasks, in ``init`` and ``update``.
+    ``batch_ndim: int = 0``: how many leading axes of each parameter count tasks, in ``init`` and ``update``.
     :func:`with_batch_ndim` sets it wherever it occurs in a rule.
     """
 
@@ -167,7 +167,7 @@ def _plain(value: object) -> object:
 
 
 def with_batch_ndim(rule: R, batch_ndim: int) -> R:
-    """Return a rule for parameters whose first axes, so many, count tasks.
+    """Return a rule for parameters whose first ``batch_ndim`` axes count tasks.
 
     Args:
         rule: Any rule, or a chain or another composition of rules.

@@ -389,7 +389,7 @@ def test_negative_hyperparameters_are_refused_by_name(case):
 def test_complex_parameters_are_refused_by_name(case):
     name = next(iter(case.shapes))
     params = {**case.params(), name: case.params()[name].detach().to(torch.complex128)}
-    with pytest.raises(TypeError, match=rf"init: '{name}' is torch.complex128, and rules move real"):
+    with pytest.raises(TypeError, match=rf"init: '{name}' is torch.complex128, and must be real"):
         case.rule().init(params)
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
 from metagrad.optim.arithmetic import average, average_square, is_differentiated, minus_quotient
 from metagrad.optim.curvature import Diagonal, checked_diagonal
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import check_count, is_used
 from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
@@ -73,8 +72,7 @@ class AdaHessianRule(PerParameter):
         below=1.0,
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-4,
-        doc="What is added to the diagonal; it bounds the step where there is no curvature.",
+        default=1e-4, doc="What is added to the diagonal; it bounds the step where there is no curvature."
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,
@@ -94,21 +92,16 @@ class AdaHessianRule(PerParameter):
         "averages absolute values there, this rule the values, as the paper says.",
     )
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
     batch_ndim: int = 0
 
     call, State = "adahessian(...)", AdaHessianState
+    decays_linearly = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.call, "samples", self.samples)
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is linear in the parameters and the state."""
-        return True
 
     @property
     def request(self) -> Diagonal:
@@ -184,12 +177,6 @@ def power(value: Tensor, exponent: float | Tensor) -> Tensor:
     return torch.where(zero, at_zero, torch.where(zero, 1, value) ** exponent)
 
 
-def check_count(call: str, name: str, value: int) -> None:
-    """Refuse what is not a whole number of 1 or more."""
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{call}: {name} must be a whole number of at least 1, got {value!r}.")
-
-
 class AdaHessian(DiagonalOptimizer, rule=AdaHessianRule):
     r"""Optimize by AdaHessian: Adam whose second moment is that of the Hessian's diagonal.
 
@@ -198,9 +185,8 @@ class AdaHessian(DiagonalOptimizer, rule=AdaHessianRule):
               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
 
     with :math:`v` the average of the squares of :math:`z \odot H z`. A closure of the usual form works,
-    or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; what does not work is said
-    of :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. A step costs two to three
-    gradients.
+    or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; for what does not work, see
+    :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. A step costs two to three gradients.
 
     Raises:
         ValueError: A hyper-parameter is out of its range.

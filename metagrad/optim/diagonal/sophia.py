@@ -10,8 +10,7 @@ from torch import Tensor
 
 from metagrad.optim.arithmetic import average, plus_scaled
 from metagrad.optim.curvature import Diagonal, checked_diagonal
-from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import check_count, is_used
 from metagrad.optim.per_parameter import PerParameter, Values, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.diagonal_optimizer import DiagonalOptimizer
@@ -73,8 +72,7 @@ class SophiaHRule(PerParameter):
         below=1.0,
     )
     gamma: Hyperparameter = hyperparameter(
-        default=0.01,
-        doc="The factor of the diagonal, which decides how many elements are clipped.",
+        default=0.01, doc="The factor of the diagonal, which decides how many elements are clipped."
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-12, doc="The least that a momentum is divided by; above 0."
@@ -85,8 +83,7 @@ class SophiaHRule(PerParameter):
         r"paper, 0.2.",
     )
     curvature_every: int = option(
-        default=10,
-        doc="Steps from one estimate to the next, :math:`k`; the first step makes one.",
+        default=10, doc="Steps from one estimate to the next, :math:`k`; the first step makes one."
     )
     samples: int = option(default=1, doc="Probes for each estimate.")
     maximize: bool = option(
@@ -96,16 +93,12 @@ class SophiaHRule(PerParameter):
     matrix: ClassVar[Literal["hessian", "gauss_newton"]] = "hessian"
 
     call, State = "sophia_h(...)", SophiaState
+    decays_linearly = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.call, "curvature_every", self.curvature_every)
         check_count(self.call, "samples", self.samples)
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is linear in the parameters, where the average has always been zero."""
-        return True
 
     @property
     def request(self) -> Diagonal:
@@ -205,8 +198,8 @@ class SophiaH(DiagonalOptimizer, rule=SophiaHRule):
                     - \eta \, \operatorname{clip}\bigl(m_t / \max(\gamma h_t, \epsilon), 1\bigr)
 
     with :math:`h` the average of :math:`u \odot H u` at every ``curvature_every``-th step. A closure of the usual
-    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; what does not
-    work is said of :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. The steps between two
+    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``; for what does
+    not work, see :class:`~metagrad.optim.torch_optim.curvature_optimizer.CurvatureOptimizer`. Steps between two
     estimates cost a gradient.
 
     Raises:

@@ -49,14 +49,11 @@ class AdadeltaRule(PerParameter):
     """
 
     lr: Hyperparameter = hyperparameter(
-        default=1.0,
-        doc=r"The factor :math:`\eta` of the step, 1 in the paper.",
+        default=1.0, doc=r"The factor :math:`\eta` of the step, 1 in the paper."
     )
     _: KW_ONLY
     rho: Hyperparameter = hyperparameter(
-        default=0.9,
-        doc="How much of both averages is kept, from 0 to below 1.",
-        below=1.0,
+        default=0.9, doc="How much of both averages is kept, from 0 to below 1.", below=1.0
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-6,
@@ -64,17 +61,12 @@ class AdadeltaRule(PerParameter):
         r":math:`\sqrt{\epsilon / (1 - \rho)}`, and must be above 0 for that.",
     )
     weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="The factor of the parameters that is added to their gradients.",
+        default=0.0, doc="The factor of the parameters that is added to their gradients."
     )
     maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "adadelta(...)", AdadeltaState
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is not linear in the parameters: their decay goes through the root."""
-        return False
+    decays_linearly = False
 
     def slots(self, param: Tensor) -> tuple[Tensor, Tensor]:
         """Return averages of zero."""

@@ -50,36 +50,27 @@ class AdagradRule(PerParameter):
         JMLR 12, 2011, section 1.3.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-2,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     lr_decay: Hyperparameter = hyperparameter(
         default=0.0, doc=r"How fast it shrinks from step to step, :math:`\gamma`."
     )
     eps: Hyperparameter = hyperparameter(default=1e-10, doc="What is added to the root.")
     weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="The factor of the parameters that is added to their gradients.",
+        default=0.0, doc="The factor of the parameters that is added to their gradients."
     )
     initial_accumulator_value: float | Tensor = option(
-        default=0.0,
-        doc="The sum :math:`s_0` before the first step, a number or a 0-d tensor.",
+        default=0.0, doc="The sum :math:`s_0` before the first step, a number or a 0-d tensor."
     )
     maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "adagrad(...)", AdagradState
+    decays_linearly = False
     nested = ("initial_accumulator_value",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_hyperparameter(self.call, "initial_accumulator_value", self.initial_accumulator_value)
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is not linear in the parameters: their decay goes through the root."""
-        return False
 
     def slots(self, param: Tensor) -> tuple[Tensor]:
         """Return the sum before the first step."""

@@ -65,10 +65,7 @@ class AdamRule(PerParameter):
         the convergence of Adam and beyond", ICLR 2018, algorithm 2, whose bias is corrected here as in torch.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-3,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter] = hyperparameter(
         default=(0.9, 0.999),
@@ -76,8 +73,7 @@ class AdamRule(PerParameter):
         below=1.0,
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-8,
-        doc="What is added to the root; it bounds the step where gradients vanish.",
+        default=1e-8, doc="What is added to the root; it bounds the step where gradients vanish."
     )
     weight_decay: Hyperparameter = hyperparameter(
         default=0.0,

@@ -61,10 +61,7 @@ class AdanRule(PerParameter):
         arXiv:2208.06677, 2022, algorithm 1, without its restarts.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-3,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     betas: tuple[Hyperparameter, Hyperparameter, Hyperparameter] = hyperparameter(
         default=(0.98, 0.92, 0.99),
@@ -82,11 +79,7 @@ class AdanRule(PerParameter):
     )
 
     call, State = "adan(...)", AdanState
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step whose gradients have all been zero is linear in the parameters."""
-        return True
+    decays_linearly = True
 
     def slots(self, param: Tensor) -> tuple[Tensor, ...]:
         """Return a gradient and averages of zero."""

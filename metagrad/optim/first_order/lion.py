@@ -67,16 +67,11 @@ class LionRule(PerParameter):
         r" larger than Adam's as ``lr`` is smaller.",
     )
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
 
     call, State = "lion(...)", LionState
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step is linear in the parameters if all gradients have been zero: so is the sign of their average."""
-        return True
+    decays_linearly = True
 
     def slots(self, param: Tensor) -> tuple[Tensor]:
         """Return an average of zero."""

@@ -56,27 +56,19 @@ class RMSpropRule(PerParameter):
         ``centered``.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-2,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-2, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     alpha: Hyperparameter = hyperparameter(
-        default=0.99,
-        doc="How much of the average of squares is kept, from 0 to below 1.",
-        below=1.0,
+        default=0.99, doc="How much of the average of squares is kept, from 0 to below 1.", below=1.0
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-8,
-        doc="What is added to the root, which bounds the step where gradients vanish.",
+        default=1e-8, doc="What is added to the root, which bounds the step where gradients vanish."
     )
     weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc="The factor of the parameters that is added to their gradients.",
+        default=0.0, doc="The factor of the parameters that is added to their gradients."
     )
     momentum: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none.",
+        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none."
     )
     centered: bool = option(
         default=False,
@@ -85,11 +77,7 @@ class RMSpropRule(PerParameter):
     maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "rmsprop(...)", RMSpropState
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is not linear in the parameters: their decay goes through the root."""
-        return False
+    decays_linearly = False
 
     def slots(self, param: Tensor) -> tuple[Tensor | None, ...]:
         """Return averages and a velocity of zero, as far as there are such."""

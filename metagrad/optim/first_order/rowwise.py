@@ -48,7 +48,7 @@ class Rowwise(RuleNode):
         if not hasattr(self.rule, "decays_linearly"):
             raise TypeError(
                 "rowwise(rule): expected sgd, adam, adamw, adagrad, rmsprop, adadelta or lion, or a rule with their "
-                f"property decays_linearly, got {type(self.rule).__name__}, which does not move rows one by one."
+                f"attribute decays_linearly, got {type(self.rule).__name__}, which does not move rows one by one."
             )
         if self._decays and not self.rule.decays_linearly:  # type: ignore[reportAttributeAccessIssue]
             raise ValueError(

@@ -53,25 +53,24 @@ class SGDRule(PerParameter):
     """
 
     lr: Hyperparameter = hyperparameter(
-        doc=r"The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD.",
+        doc=r"The step size :math:`\eta`. A dict of tensors in the parameters' shapes is Meta-SGD."
     )
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none.",
+        default=0.0, doc=r"The share :math:`\mu` of the last velocity that is kept; 0 keeps none."
     )
     dampening: Hyperparameter = hyperparameter(
         default=0.0,
         doc=r"The share :math:`\tau` of a gradient that its velocity leaves out, but in the first step.",
     )
     weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients.",
+        default=0.0, doc=r"The factor :math:`\lambda` of the parameters that is added to their gradients."
     )
     nesterov: bool = option(default=False, doc="Look ahead along the new velocity.")
     maximize: bool = option(default=False, doc="Climb: take the gradient with the other sign.")
 
     call, State = "sgd(...)", SGDState
+    decays_linearly = True
     takes_rows = True
 
     def __post_init__(self) -> None:
@@ -82,11 +81,6 @@ class SGDRule(PerParameter):
             raise ValueError(
                 f"sgd(..., nesterov=True): Nesterov's momentum is not dampened, got dampening={self.dampening}."
             )
-
-    @property
-    def decays_linearly(self) -> bool:
-        """A step with a zero gradient is linear in the parameters and the velocities."""
-        return True
 
     def slots(self, param: Tensor) -> tuple[Tensor | None]:
         """Return a velocity of zero, if there is one."""

@@ -153,20 +153,6 @@ def inverse(matrix: Tensor) -> Tensor:
     return torch.cholesky_inverse(linalg.cholesky(matrix))
 
 
-def inverses_of(factors: Factors, damping: float | Tensor) -> Factors:
-    """Return the inverses of the factors, each with its share of the damping.
-
-    Raises:
-        torch.linalg.LinAlgError: As :func:`inverse`.
-    """
-    return Factors(*map(inverse, damped(factors, damping)))
-
-
-def preconditioned(gradient: Tensor, inverses: Factors) -> Tensor:
-    r"""Multiply a gradient ``[outputs, inputs]`` with the inverse, :math:`G^{-1} \, \nabla W \, A^{-1}`."""
-    return inverses.outputs @ gradient @ inverses.inputs
-
-
 def kl_length(change: Tensor, kl_clip: float | Tensor) -> Tensor:
     r"""Return the factor of a direction that bounds the change of predictions.
 

@@ -13,9 +13,8 @@ from metagrad.core._torch import linalg
 from metagrad.core.tree import widened
 from metagrad.optim.arithmetic import plus_scaled
 from metagrad.optim.curvature import Kronecker, checked_factors
-from metagrad.optim.diagonal.adahessian import check_count
 from metagrad.optim.first_order.sgd import SGDRule, SGDState
-from metagrad.optim.hyperparameters import at_step, check_hyperparameter, is_used, values_at
+from metagrad.optim.hyperparameters import at_step, check_count, check_hyperparameter, is_used, values_at
 from metagrad.optim.kronecker.factors import Block, FactorEstimate, Factors, FisherBlock, kl_length, renewed
 from metagrad.optim.kronecker.layers import joined
 from metagrad.optim.per_parameter import Values, checked_gradients
@@ -119,10 +118,7 @@ class KFACRule(RuleNode):
         gradient descent", NeurIPS 2019, for what ``"empirical"`` is not.
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=0.1,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=0.1, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
         default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
@@ -133,8 +129,7 @@ class KFACRule(RuleNode):
         r"factors of few examples are singular.",
     )
     weight_decay: Hyperparameter = hyperparameter(
-        default=0.0,
-        doc=r"The factor :math:`\lambda` of the parameters that is added to the direction.",
+        default=0.0, doc=r"The factor :math:`\lambda` of the parameters that is added to the direction."
     )
     decay: Hyperparameter = hyperparameter(
         default=0.95,
@@ -143,8 +138,7 @@ class KFACRule(RuleNode):
         r" 1 / k`` if that is less.",
     )
     curvature_every: int = option(
-        default=10,
-        doc="Steps from one estimate of the factors to the next; the first step makes one.",
+        default=10, doc="Steps from one estimate of the factors to the next; the first step makes one."
     )
     inverse_every: int = option(
         default=10, doc="Steps from one inverse to the next, a multiple of ``curvature_every``."

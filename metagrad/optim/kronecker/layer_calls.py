@@ -113,7 +113,8 @@ class LayerCalls:
         if not self._calls:
             return {}
         found = gradients([call.output for call in self._calls.values()])
-        rows = {key: self._rows(key, g) for key, g in zip(self._calls, found, strict=True) if g is not None}
+        pairs = zip(self._calls, found, strict=True)
+        rows = {key: self._rows(key, g) for key, g in pairs if g is not None and g.numel()}
         if not create_graph:
             rows = {key: (inputs.detach(), g.detach()) for key, (inputs, g) in rows.items()}
         sums = {key: sums_of(*pair) for key, pair in rows.items()}

@@ -32,7 +32,9 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     Warns:
         UserWarning: Other modules have parameters, which K-FAC moves along the plain gradient.
     """
-    layers = layers_among(call, model, lambda param: param.requires_grad)
+    layers = layers_among(
+        call, model, lambda weight: isinstance(weight, nn.Parameter) and weight.requires_grad
+    )
     others = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in named_modules(model)
@@ -46,8 +48,11 @@ def known_layers(call: str, model: nn.Module) -> dict[str, Layer]:
     return layers
 
 
-def layers_among(call: str, model: nn.Module, is_trained: Callable[[nn.Parameter], bool]) -> dict[str, Layer]:
-    """Find the layers whose weight is one of some parameters, by name; refuse those that are grouped or shared."""
+def layers_among(call: str, model: nn.Module, is_trained: Callable[[Tensor], bool]) -> dict[str, Layer]:
+    """Find the layers whose weight is trained, by name; refuse those that are grouped or shared.
+
+    A weight may be a plain tensor, which is made of parameters, as by ``nn.utils.weight_norm``.
+    """
     # A subclass may compute anything: only the layers themselves are known.
     layers: dict[str, Layer] = {
         name: module  # type: ignore[misc]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import Function, linalg
-from metagrad.core.checks import is_integer
+from metagrad.optim.hyperparameters import check_count
 from metagrad.sparse.kernels.tangents import nestable, primal
 
 
@@ -42,8 +42,7 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     References:
         Higham, "Functions of matrices", SIAM 2008, section 3.2 (Daleckii and Krein).
     """
-    if not is_integer(p) or p < 1:
-        raise ValueError(f"inverse_root(matrix, p): p must be a whole number of at least 1, got {p!r}.")
+    check_count("inverse_root(matrix, p)", "p", p)
     _check_square("inverse_root(matrix, p)", matrix)
     values, vectors = linalg.eigh(matrix.detach())
     return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)
@@ -95,8 +94,8 @@ def eigenvectors(matrix: Tensor) -> Tensor:
     return _Eigenvectors.apply(matrix, vectors.flip(-1), values.flip(-1))[0]
 
 
-# Outputs are not saved but made again, from eigenvectors that are given: it costs products, and a saved output would
-# be detached by a torch function that recording a step for recomputation must not see.
+# Outputs are recomputed from the eigenvectors, not saved: torch would detach a saved output by a call, which the
+# recording of a step for recomputation must not see.
 
 
 class _InverseRoot(Function):

@@ -69,10 +69,7 @@ class MuonRule(PerParameter):
         arXiv:2502.16982, equation 4 (``"match_rms_adamw"``).
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=1e-3,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=1e-3, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     weight_decay: Hyperparameter = hyperparameter(
         default=0.1,
@@ -88,8 +85,7 @@ class MuonRule(PerParameter):
         r"or 0-d tensors; or three for each of the ``ns_steps`` iterations.",
     )
     eps: Hyperparameter = hyperparameter(
-        default=1e-7,
-        doc="The least norm that a matrix is divided by before the iterations.",
+        default=1e-7, doc="The least norm that a matrix is divided by before the iterations."
     )
     ns_steps: int = option(default=5, doc="How many iterations.")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = option(
@@ -103,8 +99,7 @@ class MuonRule(PerParameter):
         "for steps that are not differentiated.",
     )
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
     batch_ndim: int = 0
 

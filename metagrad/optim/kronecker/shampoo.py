@@ -12,8 +12,7 @@ from torch import Tensor
 
 from metagrad.distributed.shares import of_matrices
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled, root
-from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import count, is_used
+from metagrad.optim.hyperparameters import check_count, count, is_used
 from metagrad.optim.kronecker.matrix_roots import inverse_roots
 from metagrad.optim.kronecker.per_axis import (
     AxisMatrices,
@@ -88,10 +87,7 @@ class ShampooRule(AxisMatrices):
         for averages, blocks, roots at intervals and grafting (after Agarwal et al., arXiv:2002.11803).
     """
 
-    lr: Hyperparameter = hyperparameter(
-        default=0.1,
-        doc=r"The step size :math:`\eta`.",
-    )
+    lr: Hyperparameter = hyperparameter(default=0.1, doc=r"The step size :math:`\eta`.")
     _: KW_ONLY
     momentum: Hyperparameter = hyperparameter(
         default=0.9, doc=r"How much of the last steps is kept, :math:`\mu`."
@@ -116,19 +112,16 @@ class ShampooRule(AxisMatrices):
         "``\"adam\"`` (without momentum); then ``lr`` is that rule's. None keeps Shampoo's own.",
     )
     graft_decay: Hyperparameter = hyperparameter(
-        default=0.999,
-        doc='How much of the average of squares is kept, by ``"adam"``.',
-        below=1.0,
+        default=0.999, doc='How much of the average of squares is kept, by ``"adam"``.', below=1.0
     )
     graft_eps: Hyperparameter = hyperparameter(
-        default=1e-8,
-        doc='What is added to the root of the squares, by ``"adagrad"`` and ``"adam"``.',
+        default=1e-8, doc='What is added to the root of the squares, by ``"adagrad"`` and ``"adam"``.'
     )
     exponent: int | None = option(default=None, doc="The p of the roots, for all parameters; None is 2 k.")
     block_size: int = option(
         default=1024,
-        doc="Longer axes are cut into parts of at most so many, and each block of the parameter has matrices of"
-        " its own.",
+        doc="Longer axes are cut into parts of at most this length, and each block of the parameter has matrices of "
+        "its own.",
     )
     root_every: int = option(
         default=1,
@@ -136,8 +129,7 @@ class ShampooRule(AxisMatrices):
         "many steps as well, when statistics change fast.",
     )
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
     batch_ndim: int = 0
     group: ProcessGroup | None = None
@@ -293,8 +285,8 @@ class ShampooRule(AxisMatrices):
     def _unlike_zero(self, g: Tensor) -> Tensor:
         """Replace a gradient of zero by ones, where it matters.
 
-        The ratio of two lengths of zero is that of what the two rules make of any direction, since before the first
-        gradient both only scale it; so the step has there the derivative that it has nearby.
+        Both lengths are zero there. Before the first gradient both rules only scale their input, so that any other
+        one has the ratio which makes the derivative of the step continuous.
         """
         if not torch.is_grad_enabled():
             return g

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from metagrad.core._torch import linalg
 from metagrad.optim.arithmetic import average, plus_scaled, root
-from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import check_count, is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
 from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
 from metagrad.optim.per_parameter import Values
@@ -52,10 +51,10 @@ class SOAPRule(AxisMatrices):
         W_t &= (1 - \eta \lambda) W_{t-1} - \eta \, Q_L \,
                \frac{Q_L^\top M_t Q_R / (1 - \beta_1^t)}{\sqrt{V_t / (1 - \beta_2^t)} + \epsilon} \, Q_R^\top
 
-    and every so many steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`, with the columns
-    first put into the order of :math:`q^\top L_t q`, and :math:`V` with them. The first bases are eigenvectors, for
-    the gradient of the first step; the paper's program takes no step there, this rule does. :math:`M` is kept in the
-    parameter's own coordinates, so that it is in those of a new basis by itself.
+    and every ``basis_every`` steps :math:`Q_L \leftarrow \mathrm{qr}(L_t Q_L)`, the same for :math:`Q_R`. Before
+    that, its columns, and :math:`V` with them, are put into the order of :math:`q^\top L_t q`. The first bases are
+    eigenvectors for the gradient of the first step; the paper's program takes no step there, this rule does.
+    :math:`M` is kept in the parameter's own coordinates, so that a new basis leaves it as it is.
 
     To V are added the squares of rounding errors, the machine's precision times the norm of the gradients: the null
     space of the statistics, where gradients are nothing else, has no steps.
@@ -106,8 +105,7 @@ class SOAPRule(AxisMatrices):
     max_size: int = option(default=10000, doc="Longer axes have no basis.")
     precondition_1d: bool = option(default=False, doc="Give vectors a basis too.")
     maximize: bool = option(
-        default=False,
-        doc="Climb: take the gradient with the other sign; weights decay all the same.",
+        default=False, doc="Climb: take the gradient with the other sign; weights decay all the same."
     )
     batch_ndim: int = 0
 

@@ -11,18 +11,20 @@ from torch import Tensor
 from metagrad.curvature.rows import dot, norm
 from metagrad.optim.newton.krylov import check_solver
 from metagrad.optim.newton.second_order import (
+    GOOD,
     LEAST_FACTOR,
     MOST_FACTOR,
+    POOR,
     Report,
     SecondOrder,
-    check_can_evaluate,
+    StepProblem,
     no_report,
 )
 from metagrad.optim.newton.subproblems import minimize_cubic
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 
-_SUFFICIENT, _POOR, _GOOD = 1e-4, 0.25, 0.75
+_SUFFICIENT = 1e-4
 
 
 class CubicNewtonState(NamedTuple):
@@ -88,10 +90,10 @@ class CubicNewtonRule(SecondOrder):
         doc="The process ends when the gradient of the model is so small, relative to that of the loss.",
     )
     max_steps: int = option(
-        default=50, doc="The most steps of the Lanczos process, which keeps so many vectors."
+        default=50, doc="The most steps of the Lanczos process, which keeps a vector of each."
     )
 
-    call, above_zero = "cubic_newton(...)", ("cubic",)
+    call, matrix, above_zero = "cubic_newton(...)", "products", ("cubic",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,13 +104,8 @@ class CubicNewtonRule(SecondOrder):
         factor = self.begun(params, 1.0)
         return CubicNewtonState(0, factor, no_report(factor))
 
-    def update(
-        self, grads: Params, state: CubicNewtonState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
-        if not params:
-            return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, "products", state.step)
+    def stepped(self, problem: StepProblem, state: CubicNewtonState) -> tuple[Params, Any]:
+        """Take the step to the minimum of the model."""
         each = problem.space.each
         factor = each(state.factor)
         cubic = factor * each(self.value("cubic", state.step))
@@ -117,12 +114,11 @@ class CubicNewtonRule(SecondOrder):
         step = problem.step(found.x, curved)
         ratio, length = None, torch.ones_like(factor)
         if self.adapt:
-            check_can_evaluate(self.call, curvature, "set adapt=False")
             predicted = step.predicted + cubic * norm(step.d) ** 3 / 6
             ratio = problem.ratio(problem.after(step.d), predicted)
             length = (ratio > _SUFFICIENT).to(factor)
-            less = torch.where(ratio > _GOOD, factor / 2, factor)
-            factor = torch.where(ratio < _POOR, 2 * factor, less).clamp(LEAST_FACTOR, MOST_FACTOR)
+            less = torch.where(ratio > GOOD, factor / 2, factor)
+            factor = torch.where(ratio < POOR, 2 * factor, less).clamp(LEAST_FACTOR, MOST_FACTOR)
         products = found.products + problem.products_of_step
         report = problem.report(None, ratio, length, products=products)
         report = report._replace(steps=problem.for_task(found.steps))
@@ -139,8 +135,6 @@ class CubicNewton(NewtonOptimizer, rule=CubicNewtonRule):
 
     .. math:: w_t = w_{t-1} + \eta \operatorname*{argmin}_d \;
         g_t^\top d + \tfrac{1}{2} d^\top H_t d + \tfrac{M_t}{6} |d|^3
-
-
 
     Raises:
         ValueError: As for :class:`NewtonCG`.

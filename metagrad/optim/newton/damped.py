@@ -12,35 +12,53 @@ from metagrad.core.tree import widened
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.iteration import divide
 from metagrad.optim.curvature import Diagonal, checked_diagonal
-from metagrad.optim.diagonal.adahessian import check_count
-from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.hyperparameters import check_count, is_used
 from metagrad.optim.newton.krylov import Krylov, Pairs, check_solver, conjugate_gradients
 from metagrad.optim.newton.lbfgs import two_loop
 from metagrad.optim.newton.second_order import (
+    GOOD,
     LEAST_FACTOR,
     MOST_FACTOR,
+    POOR,
     NewtonStep,
     Report,
     RowSpace,
     SecondOrder,
     StepProblem,
-    check_can_evaluate,
     no_report,
 )
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
+_SUFFICIENT = 1e-4  # the part of the slope that a line search asks for
+_HALVINGS = 30
+_FIRST = 0.1  # of the curvature along a step: the damping that begins where there was none
 
-class Memory(NamedTuple):
-    """The state that one linear system passes to the next."""
 
-    solution: Params  # in the shapes of the parameters: where the next one begins
-    moves: Params | None  # search directions p of its solve, [tasks, pairs, ...]; zero where there are none
-    changes: Params | None  # (B + damping I) p, likewise; both None where every step solves a system
+class DampedState(NamedTuple):
+    """The state of a damped rule; numbers are ``[]``, or ``[tasks]``.
+
+    Attributes:
+        step: Steps taken.
+        solution: Of the last system, in the shapes of the parameters: where the next one begins.
+        moves: Search directions of its solve, ``[tasks, pairs, ...]``; None if each step solves.
+        changes: Their products with its matrix, likewise.
+        factor: Of the damping: what the ratios of reduction have made of 1.
+        added: To the damping, where that is 0 and the ratio asks for some.
+        report: What the last step did.
+    """
+
+    step: int
+    solution: Params
+    moves: Params | None
+    changes: Params | None
+    factor: Tensor
+    added: Tensor
+    report: Report
 
 
 @functional_optimizer
-class NewtonSystem(SecondOrder):
-    r"""A rule whose directions are :math:`-(B + \lambda I)^{-1} g`, with a symmetric matrix B.
+class Damped(SecondOrder):
+    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g` with a symmetric matrix B, whose damping follows the ratio.
 
     The damping may differ between parameters, by a dict.
 
@@ -87,14 +105,19 @@ class NewtonSystem(SecondOrder):
         r"drawn from the model: for parameters of different scales.",
     )
     exponent: Hyperparameter = hyperparameter(
-        default=0.75,
-        doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more.",
+        default=0.75, doc=r"Its :math:`\alpha`; 1 would be Jacobi's, and trusts the estimate more."
     )
     samples: int = option(
         default=8,
         doc="How many probes, or draws of the labels, the estimate is the mean of; one costs a product, or a "
         "gradient.",
     )
+    adapt: bool = option(
+        default=True,
+        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or "
+        "more; else both are constant, and a step may climb.",
+    )
+    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,33 +128,26 @@ class NewtonSystem(SecondOrder):
             raise ValueError(
                 f'{self.call}: preconditioner must be "diagonal" or None, got {self.preconditioner!r}.'
             )
+        if not self.change > 1:
+            raise ValueError(f"{self.call}: change must be above 1, got {self.change}.")
 
     def needs_curvature(self, step: int) -> bool:
-        """Say whether the step, of which the first is 0, is given a curvature."""
-        return self.multiplies(step)
+        """Say whether the step, of which the first is 0, takes products or looks at the loss again."""
+        return self.adapt or self.multiplies(step)
 
     def multiplies(self, step: int) -> bool:
         """Say whether the step takes products with the curvature."""
         return step % self.curvature_every == 0
 
-    def no_memory(self, params: Params) -> Memory:
-        """Return the state before the first linear system."""
-        zeros = {key: torch.zeros_like(widened(p)) for key, p in params.items()}
-        if self.curvature_every == 1:
-            return Memory(zeros, None, None)
-        b = self.batch_ndim
-        pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in zeros.items()}
-        return Memory(zeros, pairs, dict(pairs))
-
-    def solved(
-        self, problem: StepProblem, damping: Tensor, step: int, memory: Memory
-    ) -> tuple[Krylov, Memory]:
+    def _solved(
+        self, problem: StepProblem, damping: Tensor, state: DampedState
+    ) -> tuple[Krylov, DampedState]:
         """Solve the system of a step; the damping is ``[tasks, 1]`` or ``[tasks, n]``."""
-        metric = None if self.preconditioner is None else self._metric(problem, damping, step)
+        metric = None if self.preconditioner is None else self._metric(problem, damping, state.step)
         run = conjugate_gradients(
             lambda rows: problem.products(rows) + damping * rows,
             -problem.g,
-            x0=self._start(problem, step, memory),
+            x0=self._start(problem, state),
             metric=metric,
             pairs=0 if self.curvature_every == 1 else self.pairs,
             rtol=self.rtol,
@@ -140,18 +156,19 @@ class NewtonSystem(SecondOrder):
         )
         if metric is not None and self.diagonal == "hessian":
             run = run._replace(products=run.products + self.samples)
-        return run, Memory(problem.space.tensors(run.x), *self._remembered(run.pairs, memory))
+        moves, changes = self._remembered(run.pairs, state)
+        return run, state._replace(solution=problem.space.tensors(run.x), moves=moves, changes=changes)
 
-    def recalled(self, problem: StepProblem, memory: Memory) -> Tensor:
+    def recalled(self, problem: StepProblem, state: DampedState) -> Tensor:
         """Return the quasi-Newton direction by the pairs of the last solve, ``[tasks, n]``; see :func:`two_loop`."""
         num_tasks = len(problem.g)
-        return two_loop(problem.g, self._rows(memory.moves, num_tasks), self._rows(memory.changes, num_tasks))
+        return two_loop(problem.g, self._rows(state.moves, num_tasks), self._rows(state.changes, num_tasks))
 
-    def _start(self, problem: StepProblem, step: int, memory: Memory) -> Tensor | None:
-        decay = self.value("warm_start", step)
-        if step == 0 or not is_used(decay):
+    def _start(self, problem: StepProblem, state: DampedState) -> Tensor | None:
+        decay = self.value("warm_start", state.step)
+        if state.step == 0 or not is_used(decay):
             return None
-        return problem.space.each(decay)[:, None] * problem.space.rows(memory.solution)
+        return problem.space.each(decay)[:, None] * problem.space.rows(state.solution)
 
     def _metric(self, problem: StepProblem, damping: Tensor, step: int) -> Tensor:
         r"""Return Martens' preconditioner :math:`(D + \lambda I)^\alpha`, ``[tasks, n]``."""
@@ -173,13 +190,13 @@ class NewtonSystem(SecondOrder):
         # Where the loss is flat and nothing is damped, 1 leaves the gradient as it is.
         return torch.where(damped == 0, 1.0, damped) ** space.each(self.value("exponent", step))[:, None]
 
-    def _remembered(self, pairs: Pairs, memory: Memory) -> tuple[Params | None, Params | None]:
+    def _remembered(self, pairs: Pairs, state: DampedState) -> tuple[Params | None, Params | None]:
         """Return the pairs of a solve; a solve that took no step along positive curvature leaves those before it."""
         if self.curvature_every == 1:
             return None, None
         is_new = dot(pairs.moves[-1], pairs.changes[-1]) > 0
-        moves = self._updated(pairs.moves, memory.moves, is_new)
-        return moves, self._updated(pairs.changes, memory.changes, is_new)
+        moves = self._updated(pairs.moves, state.moves, is_new)
+        return moves, self._updated(pairs.changes, state.changes, is_new)
 
     def _updated(self, new: tuple[Tensor, ...], old: Params | None, is_new: Tensor) -> Params:
         rows = torch.stack(new, 1)
@@ -201,82 +218,17 @@ class NewtonSystem(SecondOrder):
         assert pairs is not None, "a state has pairs where some steps take no products"
         return RowSpace(pairs, self.batch_ndim + 1)
 
-
-_POOR, _GOOD = 0.25, 0.75  # ratios below and above which a model is trusted less, and more
-_SUFFICIENT = 1e-4  # the part of the slope that a line search asks for
-_HALVINGS = 30
-_FIRST = 0.1  # of the curvature along a step: the damping that begins where there was none
-
-
-class DampedState(NamedTuple):
-    """The state of a damped rule; numbers are ``[]``, or ``[tasks]``.
-
-    Attributes:
-        step: Steps taken.
-        solution: Of the last system, in the shapes of the parameters: where the next one begins.
-        moves: Search directions of its solve, ``[tasks, pairs, ...]``; None if each step solves.
-        changes: Their products with its matrix, likewise.
-        factor: Of the damping: what the ratios of reduction have made of 1.
-        added: To the damping, where that is 0 and the ratio asks for some.
-        report: What the last step did.
-    """
-
-    step: int
-    solution: Params
-    moves: Params | None
-    changes: Params | None
-    factor: Tensor
-    added: Tensor
-    report: Report
-
-    @property
-    def memory(self) -> Memory:
-        """The state from the last system."""
-        return Memory(self.solution, self.moves, self.changes)
-
-
-@functional_optimizer
-class Damped(NewtonSystem):
-    r"""A rule of steps :math:`-(B + \lambda I)^{-1} g`, whose damping follows the ratio of reduction."""
-
-    matrix: ClassVar[str]
-    """The products of the curvature that multiply B."""
-    _: KW_ONLY
-    adapt: bool = option(
-        default=True,
-        doc="Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or "
-        "more; else both are constant, and a step may climb.",
-    )
-    change: float = option(default=3.0, doc="The factor of the damping, above 1.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.change > 1:
-            raise ValueError(f"{self.call}: change must be above 1, got {self.change}.")
-
-    def needs_curvature(self, step: int) -> bool:
-        """Say whether the step, of which the first is 0, takes products or looks at the loss again."""
-        return self.adapt or self.multiplies(step)
-
     def init(self, params: Params) -> Any:
         """Return the state before the first step."""
-        factor = self.begun(params, 1.0)
-        return DampedState(0, *self.no_memory(params), factor, torch.zeros_like(factor), no_report(factor))
+        factor, b, pairs = self.begun(params, 1.0), self.batch_ndim, None
+        zeros = {key: torch.zeros_like(widened(p)) for key, p in params.items()}
+        if self.curvature_every > 1:
+            pairs = {key: p.new_zeros((*p.shape[:b], self.pairs, *p.shape[b:])) for key, p in zeros.items()}
+        return DampedState(0, zeros, pairs, pairs, factor, torch.zeros_like(factor), no_report(factor))
 
-    def update(
-        self, grads: Params, state: DampedState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
-        if not params:
-            return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, self.matrix_of(state.step), state.step)
-        if self.adapt:
-            check_can_evaluate(self.call, curvature, "set adapt=False")
+    def stepped(self, problem: StepProblem, state: DampedState) -> tuple[Params, Any]:
+        """Solve a system, or go along the direction by the pairs of the last."""
         return (self._solved_step if self.multiplies(state.step) else self._recalled_step)(problem, state)
-
-    def matrix_of(self, step: int) -> str | None:
-        """Return the products that a step takes, None of one that takes none."""
-        return self.matrix if self.multiplies(step) else None
 
     def bound(self, problem: StepProblem, step: NewtonStep, number: int) -> Tensor:
         """Return how much of a step is allowed, ``[tasks]``, before the loss is looked at."""
@@ -287,7 +239,7 @@ class Damped(NewtonSystem):
         factor, added = each(state.factor), each(state.added)
         given = self.column("damping", state.step, problem.space)
         damping = factor[:, None] * given + added[:, None]
-        run, memory = self.solved(problem, damping, state.step, state.memory)
+        run, state = self._solved(problem, damping, state)
         slope = dot(problem.g, run.x)
         curved = 2 * (run.model - slope) - dot(run.x, damping * run.x)  # x^T B x
         # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
@@ -302,12 +254,13 @@ class Damped(NewtonSystem):
             found = searched(problem, step, after)
             step, length = step.times(found), found * length
         report = problem.report(run, ratio, length, products=problem.products_of_step)
-        return problem.moved(step.d), DampedState(
-            state.step + 1, *memory, problem.for_task(factor), problem.for_task(added), report
+        factor, added = problem.for_task(factor), problem.for_task(added)
+        return problem.moved(step.d), state._replace(
+            step=state.step + 1, factor=factor, added=added, report=report
         )
 
     def _recalled_step(self, problem: StepProblem, state: DampedState) -> tuple[Params, Any]:
-        d = self.recalled(problem, state.memory)
+        d = self.recalled(problem, state)
         s = problem.scaled(d)
         # With the matrix of BFGS, -g^T d is its d^T (B + damping I) d.
         step = NewtonStep(s, dot(problem.g, s), problem.lr.amax(1) ** 2 * -dot(problem.g, d))
@@ -325,9 +278,9 @@ class Damped(NewtonSystem):
     ) -> tuple[Tensor, Tensor]:
         """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
         # Scalars alone would give numbers in float32.
-        change = torch.where(ratio > _GOOD, 1 / self.change, torch.ones_like(factor))
-        change = torch.where(ratio < _POOR, self.change, change)
-        begins = (ratio < _POOR) & (damping == 0).any(1)
+        change = torch.where(ratio > GOOD, 1 / self.change, torch.ones_like(factor))
+        change = torch.where(ratio < POOR, self.change, change)
+        begins = (ratio < POOR) & (damping == 0).any(1)
         ss = dot(step.d, step.d)
         first = _FIRST * divide(step.curved.abs(), ss, where=ss > 0)
         factor = (factor * change).clamp(LEAST_FACTOR, MOST_FACTOR)

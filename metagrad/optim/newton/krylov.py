@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.rows import dot
 from metagrad.curvature.solvers.cg import ConjugateGradients
 from metagrad.curvature.solvers.iteration import initial, length
+from metagrad.optim.hyperparameters import check_count
 
 
 class Pairs(NamedTuple):
@@ -20,36 +20,26 @@ class Pairs(NamedTuple):
     moves: tuple[Tensor, ...]  # directions p, [tasks, n] each
     changes: tuple[Tensor, ...]  # A p
 
-    def with_pair(self, step: int, move: Tensor, change: Tensor, where: Tensor) -> Pairs:
-        """Add the pair of a step to the rows ``where`` there is one, in the place of another, if it is to be kept."""
-        place = place_given_up(step, len(self.moves)) if self.moves else None
-        if place is None or not bool(where.any()):
-            return self
-        return Pairs(
-            *(_exchanged(old, place, new, where) for old, new in zip(self, (move, change), strict=True))
-        )
-
 
 class PairSampler:
-    """Collects the pairs of a solve with right-hand sides ``b``, ``[tasks, n]``, so many of each row.
+    """Collects at most ``length`` pairs of each row of a solve with right-hand sides ``b``, ``[tasks, n]``.
 
-    None is of a direction whose residual is below the cube root of the precision, relative to ``b``: so late,
-    directions have lost conjugacy to rounding.
+    Directions whose residual is below the cube root of the precision, relative to ``b``, are left out: by then
+    rounding has cost them their conjugacy.
     """
 
     def __init__(self, b: Tensor, length: int) -> None:
-        self.pairs = no_pairs(b, length)
+        places = (torch.zeros_like(b),) * length
+        self.pairs = Pairs(places, places)
         self._least = torch.finfo(b.dtype).eps ** (2 / 3) * dot(b, b).detach()
 
     def __call__(self, step: int, r: Tensor, p: Tensor, q: Tensor, where: Tensor) -> None:
         """Take the pair of a step where it is to be kept."""
-        self.pairs = self.pairs.with_pair(step, p, q, where & (dot(r, r) > self._least))
-
-
-def no_pairs(like: Tensor, length: int) -> Pairs:
-    """Return so many empty places for rows ``like``, ``[tasks, n]``."""
-    zeros = torch.zeros_like(like)
-    return Pairs((zeros,) * length, (zeros,) * length)
+        where = where & (dot(r, r) > self._least)
+        place = place_given_up(step, len(self.pairs.moves))
+        if place is not None and bool(where.any()):
+            both = zip(self.pairs, (p, q), strict=True)
+            self.pairs = Pairs(*(_exchanged(old, place, new, where) for old, new in both))
 
 
 def place_given_up(step: int, length: int) -> int | None:
@@ -129,9 +119,8 @@ def conjugate_gradients(
         x0: Where to begin; rows in which that is worse than 0 begin there.
         radius: Of the trust region around 0, ``[tasks]``; without ``x0`` and ``metric``.
         metric: The diagonal of a preconditioner M that is like A, ``[tasks, n]``, above 0; may be on the tape.
-        pairs: How many pairs of :math:`p_i` and :math:`A p_i` to keep of each row, evenly over its steps. None is of
-            a direction with :math:`\kappa \le 0`, nor of one whose residual is below the cube root of the precision,
-            relative to b: so late, directions have lost conjugacy to rounding.
+        pairs: How many pairs of :math:`p_i` and :math:`A p_i` to keep of each row, evenly over its steps, of
+            directions with :math:`\kappa > 0`; see :class:`PairSampler`.
         rtol: Relative tolerance of a residual; the precision of the dtype bounds it.
         progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
             :math:`k = \max(10, i / 10)` steps; None never does.
@@ -185,5 +174,4 @@ def check_solver(call: str, rtol: float, progress: float | None, max_steps: int)
         raise ValueError(f"{call}: rtol must be between 0 and 1, got {rtol}.")
     if progress is not None and not progress > 0:
         raise ValueError(f"{call}: progress must be above 0, or None, got {progress}.")
-    if not is_integer(max_steps) or max_steps < 1:
-        raise ValueError(f"{call}: max_steps must be a whole number of at least 1, got {max_steps!r}.")
+    check_count(call, "max_steps", max_steps)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_integer
 from metagrad.curvature.rows import dot, inner
 from metagrad.curvature.solvers.iteration import divide
+from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.newton.second_order import Report, SecondOrder, StepProblem, check_can_evaluate, no_report
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 
 _DECREASE, _CURVATURE = 1e-4, 0.9
 _CLOSEST, _FARTHEST = 0.01, 10.0
-"""An extrapolation goes beyond the last interval by this part of it or more, and to so many times its end or less."""
+"""Bounds of an extrapolation: this part of the last interval beyond its end, and this multiple of its end."""
 _MARGIN = 0.1
 """An interpolation that repeatedly comes this close to an end of its interval, as a part of it, is moved away."""
 
@@ -309,9 +309,7 @@ class LBFGSRule(SecondOrder):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("history_size", "max_eval"):
-            value = getattr(self, name)
-            if not is_integer(value) or value < 1:
-                raise ValueError(f"{self.call}: {name} must be a whole number of at least 1, got {value!r}.")
+            check_count(self.call, name, getattr(self, name))
         if not self.tolerance_change >= 0:
             raise ValueError(
                 f"{self.call}: tolerance_change must be at least 0, got {self.tolerance_change!r}."
@@ -333,33 +331,20 @@ class LBFGSRule(SecondOrder):
         pairs = (zero,) * self.history_size
         return LBFGSState(0, zero, zero, pairs, pairs, 0, no_report(number))
 
-    def update(
-        self, grads: Params, state: LBFGSState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective` for a line search."""
-        if not params:
-            return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, None, state.step)
+    def stepped(self, problem: StepProblem, state: LBFGSState) -> tuple[Params, Any]:
+        """Take a quasi-Newton step."""
         w, g = problem.space.place, problem.g
         if state.step > 0:
             state = _remembered(state, w - state.place, g - state.gradient)
         d = problem.scaled(_direction(g, state))
         found = Searched(torch.ones_like(g[:, 0]), 0)
         if self.line_search_fn is not None:
-            self._check_line_search(curvature)
+            check_can_evaluate(self.call, problem.objective, "set line_search_fn=None")
             found = self._searched(problem, d)
         # Where there is no length, the direction may be none, or not finite.
         move = torch.where((found.length > 0)[:, None], found.length[:, None] * d, 0.0)
         report = problem.report(None, None, found.length, steps=found.evaluations)
         return problem.moved(move), state._replace(step=state.step + 1, place=w, gradient=g, report=report)
-
-    def _check_line_search(self, curvature: object | None) -> None:
-        if curvature is None:
-            raise ValueError(
-                f"{self.call}.update: the line search needs the loss at other parameters, and curvature is None. "
-                "Pass TapeObjective(loss, params), or set line_search_fn=None."
-            )
-        check_can_evaluate(self.call, curvature, "set line_search_fn=None")
 
     def _searched(self, problem: StepProblem, d: Tensor) -> Searched:
         g, value = problem.g, problem.value

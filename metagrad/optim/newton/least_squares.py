@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
 from metagrad.curvature.likelihoods.output_losses import Gaussian
 from metagrad.curvature.solvers.solution import SolveError
+from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.newton.gauss_newton import GaussNewtonRule, gauss_newton
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params
@@ -251,8 +251,7 @@ def _checked(residuals: object) -> Tensor:
 
 
 def _check(max_steps: int, **tolerances: float) -> None:
-    if not is_integer(max_steps) or max_steps < 1:
-        raise ValueError(f"least_squares: max_steps must be a whole number of at least 1, got {max_steps!r}.")
+    check_count("least_squares", "max_steps", max_steps)
     for name, tolerance in tolerances.items():
         if not tolerance >= 0:
             raise ValueError(f"least_squares: {name} must be at least 0, got {tolerance}.")

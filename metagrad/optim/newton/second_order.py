@@ -18,17 +18,17 @@ from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.optim.hyperparameters import at_step, by_parameter, check_hyperparameter, is_used
 from metagrad.optim.newton.krylov import Krylov
 from metagrad.optim.objective import Objective
-from metagrad.optim.per_parameter import checked_gradients
+from metagrad.optim.per_parameter import check_real, checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 
 
 @dataclass(frozen=True, eq=False)
 class RowSpace:
-    """The rows of parameters whose first axes, so many, count tasks; of half precision in float32.
+    """The rows of parameters whose first ``batch_ndim`` axes count tasks; half precision becomes float32.
 
     Args:
         params: Parameters by name, of one dtype and device.
-        batch_ndim: How many axes; without any there is one row.
+        batch_ndim: Without axes of tasks there is one row.
     """
 
     params: Params
@@ -115,11 +115,7 @@ def check_uniform(call: str, params: Params) -> None:
     """Refuse complex parameters, and those that have no row in common."""
     first: tuple[str, Tensor] | None = None
     for key, p in params.items():
-        if not p.is_floating_point():
-            raise TypeError(
-                f"{call}: {key!r} is {p.dtype}, and rules move real parameters. Make it real by "
-                "torch.view_as_real, and complex again in the model."
-            )
+        check_real(call, key, p)
         first = first or (key, p)
         if (p.dtype, p.device) != (first[1].dtype, first[1].device):
             raise ValueError(
@@ -129,6 +125,8 @@ def check_uniform(call: str, params: Params) -> None:
             )
 
 
+POOR, GOOD = 0.25, 0.75
+"""Ratios of reduction below and above which a model is trusted less, and more."""
 LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
 """What the ratios of reduction make of 1 stays between these, so that it comes back in time."""
 
@@ -177,6 +175,8 @@ class SecondOrder(RuleNode):
     """The hyper-parameters that 0 is no value of."""
     by_parameter: ClassVar[tuple[str, ...]] = ("lr", "weight_decay")
     """The hyper-parameters that may be dicts by parameter name."""
+    matrix: ClassVar[str | None] = None
+    """The products of the curvature that a step takes; None of one that takes none."""
     lr: Hyperparameter = hyperparameter(
         default=1.0,
         doc=r"The factor :math:`\eta` of every step. Of a dict, the direction is that of all parameters together.",
@@ -210,6 +210,22 @@ class SecondOrder(RuleNode):
     def multiplies(self, step: int) -> bool:
         """Say whether a step multiplies with the curvature; if not, it may still evaluate the loss."""
         return True
+
+    def update(
+        self, grads: Params, state: Any, params: Params, curvature: object | None = None
+    ) -> tuple[Params, Any]:
+        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
+        if not params:
+            return {}, state._replace(step=state.step + 1)
+        matrix = self.matrix if self.multiplies(state.step) else None
+        problem = self.problem(grads, params, curvature, matrix, state.step)
+        if getattr(self, "adapt", False):
+            check_can_evaluate(self.call, curvature, "set adapt=False")
+        return self.stepped(problem, state)
+
+    def stepped(self, problem: StepProblem, state: Any) -> tuple[Params, Any]:
+        """Return parameters and state after the step of a problem."""
+        raise NotImplementedError
 
     def space(self, params: Params) -> RowSpace:
         """Return the rows of parameters."""

@@ -12,19 +12,20 @@ from metagrad.core.checks import is_integer
 from metagrad.curvature.rows import dot, norm
 from metagrad.optim.newton.krylov import Krylov, check_solver, conjugate_gradients
 from metagrad.optim.newton.second_order import (
+    GOOD,
     LEAST_FACTOR,
     MOST_FACTOR,
+    POOR,
     Report,
     SecondOrder,
     StepProblem,
-    check_can_evaluate,
     no_report,
 )
 from metagrad.optim.newton.subproblems import minimize_in_ball
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 
-_POOR, _GOOD, _ON_BOUNDARY = 0.25, 0.75, 0.99
+_ON_BOUNDARY = 0.99
 
 
 class TrustRegionState(NamedTuple):
@@ -86,43 +87,33 @@ class TrustRegionNewtonRule(SecondOrder):
         default=1.0,
         doc=r":math:`\Delta_0`, above 0. A schedule of it is multiplied by what the ratios have made of 1.",
     )
-    max_radius: float = option(
-        default=1e3,
-        doc="The largest radius.",
-    )
-    accept: float = option(
-        default=1e-4,
-        doc="The ratio above which a step is taken, below 1/4.",
-    )
+    max_radius: float = option(default=1e3, doc="The largest radius.")
+    accept: float = option(default=1e-4, doc="The ratio above which a step is taken, below 1/4.")
     adapt: bool = option(
         default=True,
         doc="Look at the loss at the end of a step; else every step is taken and the radius stays.",
     )
     rtol: float = option(
-        default=1e-10,
-        doc="Conjugate gradients end at this residual, relative to the gradient.",
+        default=1e-10, doc="Conjugate gradients end at this residual, relative to the gradient."
     )
     progress: float | None = option(
         default=None,
         doc="They end when the model falls by less than this for each step (Martens' rule); None never does.",
     )
-    max_steps: int = option(
-        default=250,
-        doc="The most steps of conjugate gradients.",
-    )
+    max_steps: int = option(default=250, doc="The most steps of conjugate gradients.")
     boundary_steps: int = option(
         default=50,
-        doc="The most steps of the Lanczos process on the boundary, which keeps so many vectors; with 0 the "
+        doc="The most steps of the Lanczos process on the boundary, which keeps a vector of each; with 0 the "
         "step ends where conjugate gradients leave the region (Steihaug).",
     )
 
-    call, above_zero = "trust_region_newton(...)", ("radius",)
+    call, matrix, above_zero = "trust_region_newton(...)", "products", ("radius",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.max_radius > 0:
             raise ValueError(f"{self.call}: max_radius must be above 0, got {self.max_radius}.")
-        if not 0 <= self.accept < _POOR:
+        if not 0 <= self.accept < POOR:
             raise ValueError(f"{self.call}: accept must be from 0 to below 1/4, got {self.accept}.")
         check_solver(self.call, self.rtol, self.progress, self.max_steps)
         if not is_integer(self.boundary_steps) or self.boundary_steps < 0:
@@ -133,13 +124,8 @@ class TrustRegionNewtonRule(SecondOrder):
         factor = self.begun(params, 1.0)
         return TrustRegionState(0, factor, no_report(factor))
 
-    def update(
-        self, grads: Params, state: TrustRegionState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` is an :class:`~metagrad.optim.objective.Objective`."""
-        if not params:
-            return {}, state._replace(step=state.step + 1)
-        problem = self.problem(grads, params, curvature, "products", state.step)
+    def stepped(self, problem: StepProblem, state: TrustRegionState) -> tuple[Params, Any]:
+        """Take the step to the minimum of the model in the region."""
         each = problem.space.each
         factor = each(state.factor)
         given = each(self.value("radius", state.step))
@@ -149,14 +135,13 @@ class TrustRegionNewtonRule(SecondOrder):
         step = problem.step(run.x, 2 * (run.model - slope))
         ratio, length = None, torch.ones_like(radius)
         if self.adapt:
-            check_can_evaluate(self.call, curvature, "set adapt=False")
             ratio = problem.ratio(problem.after(step.d), step.predicted)
             length = (ratio > self.accept).to(radius)
             reach = norm(run.x)
-            grows = (ratio > _GOOD) & (reach > _ON_BOUNDARY * radius) & (2 * radius <= self.max_radius)
+            grows = (ratio > GOOD) & (reach > _ON_BOUNDARY * radius) & (2 * radius <= self.max_radius)
             # A poor step shorter than the radius shrinks it to a quarter of the step, for it to be felt at once.
             shrunk = 0.25 * torch.minimum(reach, radius) / given
-            factor = torch.where(ratio < _POOR, shrunk, torch.where(grows, 2 * factor, factor))
+            factor = torch.where(ratio < POOR, shrunk, torch.where(grows, 2 * factor, factor))
             factor = factor.clamp(LEAST_FACTOR, MOST_FACTOR)
         report = problem.report(run, ratio, length, products=problem.products_of_step)
         return problem.moved(step.times(length).d), TrustRegionState(
@@ -196,8 +181,6 @@ class TrustRegionNewton(NewtonOptimizer, rule=TrustRegionNewtonRule):
     r"""Optimize by Newton's method within a trust region, with conjugate gradients.
 
     .. math:: w_t = w_{t-1} + \operatorname*{argmin}_{|d| \le \Delta_t} \; g_t^\top d + \tfrac{1}{2} d^\top H_t d
-
-
 
     Raises:
         ValueError: As for :class:`NewtonCG`.

@@ -269,15 +269,13 @@ class ClosureObjective(GraphCurvature):
             yield
 
     def _evaluated(self, params: Params, *, with_gradient: bool) -> tuple[Tensor, Params]:
-        first = next(iter(params.values()))
-        total = first.new_zeros(())
+        values: list[Tensor] = []
         grads = {key: torch.zeros_like(p) for key, p in params.items()}
 
         def backward(
             loss: Tensor, gradient: Tensor | None = None, retain_graph=None, create_graph=False, inputs=None
         ) -> None:
-            nonlocal total
-            total = total + widened(scalar_of(loss, gradient)).detach()
+            values.append(widened(scalar_of(loss, gradient)).detach())
             if not with_gradient:
                 return
             leaves = [self._params[key] for key in grads]
@@ -288,6 +286,12 @@ class ClosureObjective(GraphCurvature):
 
         with self._elsewhere(params), LossRecorder(backward, note_losses=False):
             self._closure()
+        if self._passes and not values:
+            raise RuntimeError(
+                "opt.step(closure): the closure has called loss.backward() at its first call, and not at a later. "
+                "What it is called on is the loss, also at other parameters: call it every time."
+            )
+        total = torch.stack(values).sum() if values else self._zero()
         total, *found = self._mean.of([total, *(grads.values() if with_gradient else ())])
         return total, dict(zip(grads, found, strict=True)) if with_gradient else grads
 

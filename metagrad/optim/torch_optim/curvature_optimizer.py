@@ -99,10 +99,10 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
     if leaf.grad is None:
         # Two leaves may have been given the same tensor, and the graph may hold it: .grad is a copy.
         leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
-    elif is_strided:
+    elif is_strided and leaf.grad.layout == torch.strided:
         leaf.grad.add_(gradient)
-    else:
-        leaf.grad = leaf.grad + gradient
+    else:  # torch adds a sparse tensor to a dense one, and not the other way round
+        leaf.grad = gradient + leaf.grad if is_strided else leaf.grad + gradient
     hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():
         hook(leaf)
@@ -144,17 +144,17 @@ class CurvatureOptimizer(RuleOptimizer):
     which computes a gradient that keeps its graph, computes what the rule asks for, adds the gradient to ``.grad``
     and frees the graph. Nothing is patched, and no graph outlives the step. Without a closure, ``opt.backward(loss)``
     does that, or ``with opt.recording():`` around the computation of the loss and its ``backward``. The curvature of
-    several backward passes adds up, as their gradients do, until a step is taken or gradients are set to zero. At
-    steps whose rule needs no curvature, nothing of this happens.
+    several backward passes adds up, as their gradients do, until a step, ``opt.zero_grad()``, or gradients that are
+    set to None. At steps whose rule needs no curvature, ``backward`` is torch's own.
 
     What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
     which cannot be differentiated twice; DistributedDataParallel, whose reduction does not see the gradients, and
     which is refused in a closure; and hooks on a parameter, which see the products with the Hessian too.
 
     With a ``GradScaler``: ``opt.backward(scaler.scale(loss))``, ``scaler.step(opt)``; gradients and curvature are
-    unscaled, and an overflow skips the step. If ``scaler.unscale_(opt)`` is called before, to clip gradients, the
-    scale of the curvature is not to be seen any more: ``opt.backward(loss, scaler=scaler)`` keeps it. An optimizer
-    that needs to know the form of the loss observes it within ``with opt.recording():``.
+    unscaled, and an overflow skips the step. ``scaler.unscale_(opt)``, to clip gradients before the step, hides the
+    scale of the curvature: ``opt.backward(loss, scaler=scaler)`` remembers it. An optimizer that needs to know the
+    form of the loss is to see it computed, within ``with opt.recording():``.
 
     A subclass says what it observes of a graph in ``_observe``, forgets it in ``_forget``, and gives the rule what it
     has seen in ``_curvature``.
@@ -207,7 +207,7 @@ class CurvatureOptimizer(RuleOptimizer):
         Raises:
             ValueError: The loss is complex.
         """
-        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+        self._begin_pass(loss)
         if scaler is not None:
             self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
             loss = scaler.scale(loss)  # type: ignore[assignment]
@@ -225,7 +225,7 @@ class CurvatureOptimizer(RuleOptimizer):
             return
 
         def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-            refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+            self._begin_pass(loss)
             self._asked_for_graph = self._asked_for_graph or create_graph
             self._backward_with_curvature(loss, gradient, retain_graph, inputs)
 
@@ -251,12 +251,9 @@ class CurvatureOptimizer(RuleOptimizer):
             return closure()
 
     def _move(self) -> None:
-        try:
-            self._refuse_averaged()
-            if not hasattr(self, "found_inf") or self._unscaled():
-                super()._move()
-        finally:
-            self._forget()
+        self._refuse_averaged()
+        if not hasattr(self, "found_inf") or self._unscaled():
+            super()._move()
 
     def _refuse_averaged(self) -> None:
         """Refuse gradients of several processes beside the curvature of one."""
@@ -287,18 +284,22 @@ class CurvatureOptimizer(RuleOptimizer):
             seed = mixed(seed, self.group.rank())
         return generators_of(seed, first["step"])
 
-    def _all_params(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
     def _unscaled(self) -> bool:
         """Take the scale of a GradScaler off the gradients; say whether nothing has overflowed."""
         if float(self.found_inf) > 0:
             return False
         if self.grad_scale is not None:
             self._scale = self.grad_scale
-            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-                p.grad.mul_(inverse_of(self._scale, p.device))
+            for p in self._all_params():
+                if p.grad is not None:
+                    p.grad.mul_(inverse_of(self._scale, p.device))
         return True
+
+    def _begin_pass(self, loss: Tensor) -> None:
+        """Refuse a complex loss, and drop the losses whose gradients were dropped, as by ``model.zero_grad()``."""
+        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+        if all(p.grad is None for p in self._all_params()):
+            self._losses = []
 
     def _is_curvature_due(self) -> bool:
         return any(needs_curvature(self._rule(group), group["step"]) for group in self.param_groups)
@@ -350,10 +351,17 @@ class CurvatureOptimizer(RuleOptimizer):
         raise NotImplementedError
 
     def _forget(self) -> None:
-        """Drop what was taken since the last step."""
-        self._losses = []
+        super()._forget()
         self._scale: Tensor | None = None
         self._asked_for_graph = False  # by create_graph=True, which is not passed on
+
+    def _without_curvature(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
+            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and "
+            "returns it; or, where a step does not look at the loss again, opt.backward(loss) in place of "
+            "loss.backward()."
+        )
 
     def _known_scale(self, of: str) -> Tensor:
         """Return the scale by which a GradScaler has multiplied the loss."""

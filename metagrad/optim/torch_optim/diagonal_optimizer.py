@@ -59,7 +59,8 @@ class DiagonalOptimizer(CurvatureOptimizer):
             keep = retain_graph or index + 1 < len(requests)
             for key, estimate in curvature.diagonal(request, retain_graph=keep).items():
                 p = params[key]
-                estimates[p] = estimates[p] + estimate if p in estimates else estimate
+                goes_on = p in estimates and p.grad is not None  # else its gradient was dropped
+                estimates[p] = estimates[p] + estimate if goes_on else estimate
         self._estimates = estimates
 
     def _requests(self) -> dict[Diagonal, Params]:
@@ -111,13 +112,6 @@ class DiagonalOptimizer(CurvatureOptimizer):
                 key: widened(self._estimates[p] if p in self._estimates else grads[key] * 0)
                 for key, p in params.items()
             }
-        )
-
-    def _without_curvature(self) -> RuntimeError:
-        return RuntimeError(
-            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
-            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() "
-            "and returns it, or opt.backward(loss) in place of loss.backward()."
         )
 
     def _unscaled(self) -> bool:

@@ -74,22 +74,10 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         TypeError: A parameter is complex, or a hyper-parameter is not a number.
 
     Example:
-        With a squared error, of whose Fisher matrix the labels drawn give the outputs' factor, one step solves a
-        linear regression:
-
-        >>> from metagrad.optim.kronecker.factors import Factors, inverses_of, preconditioned
-        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
-        >>> fisher = Factors(x.T @ x / 2, torch.eye(1))
-        >>> gradient = (x @ torch.zeros(2, 1) - torch.tensor([[3.0], [7.0]])).T @ x / 2
-        >>> -preconditioned(gradient, inverses_of(fisher, 1e-12)).round(decimals=3)
-        tensor([[3., 2.]])
-
-        In a loop:
-
-        >>> from metagrad.optim.torch_optim.kfac import KFAC
+        >>> from metagrad.optim import KFAC
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> opt = KFAC(model, lr=0.1)
-        >>> loss = torch.nn.functional.mse_loss(model(x), torch.tensor([[3.0], [7.0]]))
+        >>> loss = torch.nn.functional.mse_loss(model(torch.eye(2)), torch.tensor([[3.0], [7.0]]))
         >>> loss.backward()
         >>> opt.step()
 

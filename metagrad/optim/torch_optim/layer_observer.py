@@ -89,7 +89,7 @@ class LayerOptimizer(CurvatureOptimizer):
     """An optimizer that records the inputs of a model's layers and the gradients of their outputs, by hooks.
 
     Layers are identified by the names of their weights. They are observed at the steps whose number is a multiple of
-    ``curvature_every`` of a layer's group, and wherever the state of a layer has no ``updates`` yet. With
+    ``curvature_every`` of a layer's group, and wherever a layer has no factors yet. With
     ``fisher="empirical"`` the gradients are those of every backward pass; with ``"sampled"``, those for labels that
     are drawn. Calls are kept until the next call of the layer, which is that of the next micro-batch, and as sums
     until the step; with ``eigen`` all of them until the step.
@@ -145,7 +145,7 @@ class LayerOptimizer(CurvatureOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._handles:
-            _remove(self._handles)  # those of a copy, which tell nobody
+            _remove(self._handles)  # the inert ones of the copied model
             self._set_hooks()
 
     def _named(self, index: int) -> Params:
@@ -154,10 +154,16 @@ class LayerOptimizer(CurvatureOptimizer):
 
     def _called(self, name: str, inputs: Tensor) -> ObservedCall | None:
         """Record a layer's call, if its gradient is needed."""
-        group = self._group_of(self._layers[name].weight)
-        # As the rule's `needs_curvature`, which is not made at each call of a layer.
-        if group is None or (group["step"] % group["curvature_every"] and not self._lacks_factors(name)):
+        weight = self._layers[name].weight
+        group = self._group_of(weight)
+        if group is None or not inputs.numel():  # no examples have no mean
             return None
+        # As the rule's `needs_curvature`, which is not made at each call of a layer.
+        if group["step"] % group["curvature_every"] and not self._lacks_factors(name):
+            return None
+        if weight.grad is None:  # what there is belongs to a gradient that was dropped
+            self._calls.pop(name, None)
+            self._sums.pop(name, None)
         if not group["eigen"]:
             self._reduce(name)  # a micro-batch before: what is left of it are sums
         waiting = self._waiting.setdefault(name, weakref.WeakSet())
@@ -220,7 +226,11 @@ class LayerOptimizer(CurvatureOptimizer):
         weakref.finalize(self, _remove, self._handles)
 
     def _is_curvature_due(self) -> bool:
-        return self.param_groups[0]["fisher"] == "sampled" and super()._is_curvature_due()
+        if self.param_groups[0]["fisher"] != "sampled":
+            return False
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        trained = (name for name, w in weights.items() if w.requires_grad and self._group_of(w) is not None)
+        return super()._is_curvature_due() or any(map(self._lacks_factors, trained))
 
     def _observe(
         self, grads: Mapping[Tensor, Tensor], losses: Sequence[WeightedLoss], *, retain_graph: bool
@@ -251,7 +261,11 @@ class LayerOptimizer(CurvatureOptimizer):
         return next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
 
     def _lacks_factors(self, name: str) -> bool:
-        return "updates" not in self.state.get(self._layers[name].weight, {})
+        """Say whether there are none yet, or none of these inputs: the bias may have been frozen meanwhile."""
+        layer = self._layers[name]
+        num_inputs = layer.weight[0].numel() + (self._bias_of(layer) is not None)
+        known = self.state.get(layer.weight, {}).get("inputs")
+        return known is None or len(known) != num_inputs
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

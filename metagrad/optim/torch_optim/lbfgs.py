@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import backward
-from metagrad.core.checks import is_integer
 from metagrad.core.tree import widened
+from metagrad.optim.hyperparameters import check_count
 from metagrad.optim.newton.lbfgs import LBFGSRule
 from metagrad.optim.probes import torchs_own
 from metagrad.optim.rule import Params
 from metagrad.optim.torch_optim.closure_objective import BackwardPass, GraphCurvature, scalar_of
 from metagrad.optim.torch_optim.curvature_optimizer import leaves_behind
-from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Options, flat
+from metagrad.optim.torch_optim.lbfgs_descent import Descent, Evaluate, History, Iteration, Options, flat
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.newton_optimizer import NewtonOptimizer
 from metagrad.optim.torch_optim.optimizer import Option, as_number
@@ -38,9 +38,9 @@ class LBFGS(
     beginning, and leaves the gradient there in ``.grad``. Without a closure, after ``loss.backward()``, a step is one
     iteration, with gradients that may be clipped or accumulated.
 
-    What a closure differentiates is observed at its first step. If that is what it returns, it is the loss at later
-    steps without being observed, also of closures defined anew by the same code; if it is not, every step is
-    observed, and the loss is what is differentiated, whatever is returned.
+    The first step observes which losses the closure calls ``backward`` on. If that is the one it returns, or if it
+    writes gradients without ``backward``, the loss of later steps is what it returns, also of closures defined anew
+    by the same code. Else every step observes, and the loss is what ``backward`` was called on.
 
     Names and defaults are torch's, but for the line search, which is on; the length that it begins with is ``lr``.
     Groups may differ in step size and weight decay.
@@ -70,7 +70,7 @@ class LBFGS(
     """
 
     differentiates_twice = False
-    # A gradient that is not finite, where a step begins, makes its end so; a pair lacks the curvature to be taken.
+    # Where the gradient at the start is not finite, the new parameters are not, and no pair is added.
     implied = ("place", "gradient", "moves", "changes", "products")
     options: ClassVar[Mapping[str, Option]] = {
         "max_iter": Option(20, "The most iterations of a step.", "int"),
@@ -96,11 +96,8 @@ class LBFGS(
         super()._check_group(index)
         name, group = type(self).__name__, self.param_groups[index]
         for option in ("max_iter", "max_eval"):
-            value = group[option]
-            if (option, value) != ("max_eval", None) and (not is_integer(value) or value < 1):
-                raise ValueError(
-                    f"{name}(params): {option} must be a whole number of at least 1, got {value!r}."
-                )
+            if (option, group[option]) != ("max_eval", None):
+                check_count(f"{name}(params)", option, group[option])
         if not group["tolerance_grad"] >= 0:
             raise ValueError(
                 f"{name}(params): tolerance_grad must be at least 0, got {group['tolerance_grad']!r}."
@@ -118,12 +115,16 @@ class LBFGS(
         """Call the closure, and record what it differentiates, unless that is known to be what it returns."""
         is_observed = self._is_curvature_due()
         result = super()._evaluated(closure)
-        if is_observed:
-            returns_loss = _is_the_loss(result, self._passes) and not self._asked_for_graph
+        loss = result if isinstance(result, Tensor) and result.numel() == 1 else None
+        # A closure that calls no backward writes the gradients of what it returns by itself.
+        writes = is_observed and self._passes is None and self.group is None
+        if is_observed and (not writes or loss is None):
+            returns_loss = _is_the_loss(loss, self._passes) and not self._asked_for_graph
             self._known = _code_of(closure) if returns_loss else None
-        elif isinstance(result, Tensor) and result.numel() == 1 and result.requires_grad:
-            self._differentiated = [result]
-            self._passes = [BackwardPass(result.detach(), {}, ())]
+        elif loss is not None:
+            self._known = _code_of(closure)
+            self._differentiated = [loss]
+            self._passes = [BackwardPass(loss.detach(), {}, ())]
         else:
             self._known = None
             raise RuntimeError(
@@ -159,14 +160,17 @@ class LBFGS(
             self._known = (
                 None  # the loss and the gradient of a closure that has changed may be of different losses
             )
-        return self._change(params, descent, step), (descent, evaluate is not None)
+        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
+        return self._change(params, descent, step), (descent.report, {} if evaluate is None else counts)
 
     def _objective_at(self, params: Params) -> tuple[float, Evaluate | None]:
         """Return the loss of the closure, and what evaluates it elsewhere, if there is a closure."""
         mean = self._mean()
-        if self._closure is None or (self._passes is None and mean.share):
+        if self._closure is None:
             self._curvature(self.param_groups[0], params, {})  # which says what a line search lacks
             return math.nan, None
+        if self._passes is None and mean.share:
+            raise self._without_curvature()
         evaluation = functools.cache(lambda: self._evaluation(params))  # observed when it is asked for
         value = GraphCurvature(params, self._passes or [], mean=mean).value.item()
         return value, lambda at: evaluation()(at)
@@ -232,19 +236,18 @@ class LBFGS(
         moved = descent.tensors(descent.at.w) if descent.report.length else {}
         return Change(params, moved, states, implied=self.implied)
 
-    def _described(self, descent: Descent, has_closure: bool, /) -> dict[str, float | int | str]:
+    def _described(self, report: Iteration, counts: Mapping[str, int], /) -> dict[str, float | int | str]:
         """Say what a step did; by a closure also its ``iterations``, and ``evaluations`` of the closure."""
-        length, evaluations = descent.report
-        found: dict[str, float | int | str] = {
+        length, evaluations = report
+        return {
             "steps": evaluations,
             "products": 0,
             "ending": "NONE",
             "ratio": math.nan,
             "length": length * max(float(as_number(group["lr"])) for group in self.param_groups),
             "direction": "quasi_newton" if length else "none",
+            **counts,
         }
-        counts = {"iterations": descent.num_iterations, "evaluations": descent.num_evaluations}
-        return {**found, **(counts if has_closure else {})}
 
 
 def _code_of(closure: Callable[..., Any]) -> object:
@@ -252,13 +255,8 @@ def _code_of(closure: Callable[..., Any]) -> object:
     return getattr(closure, "__code__", closure)
 
 
-def _is_the_loss(result: object, passes: Sequence[BackwardPass] | None) -> bool:
-    """Say whether what a closure returns is what it differentiates, and not a part of it or a number."""
-    return (
-        passes is not None
-        and len(passes) == 1
-        and isinstance(result, Tensor)
-        and result.numel() == 1
-        and result.requires_grad
-        and result.data_ptr() == passes[0].value.data_ptr()
-    )
+def _is_the_loss(loss: Tensor | None, passes: Sequence[BackwardPass] | None) -> bool:
+    """Say whether the number that a closure returns is what it differentiates, and not a part of it."""
+    if loss is None or not loss.requires_grad:
+        return False
+    return [loss.data_ptr()] == [one.value.data_ptr() for one in passes or ()]

@@ -103,7 +103,7 @@ class History:
         R^T c = D a - Y H_0 q, with the diagonal D of R and H_0 a multiple of 1. Without a pair: minus the gradient,
         made no longer than 1 in the sum of its absolute values.
         """
-        S, Y, R = self.moves, self.changes, self.products
+        S, Y, R = self.moves, self.changes, self.products.contiguous()  # aligned, too
         if not len(S):
             return g / -max(1.0, g.abs().sum().item())
         D, scale = R.diagonal(), self._scale

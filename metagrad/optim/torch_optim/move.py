@@ -12,10 +12,10 @@ from torch import Tensor
 
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
 from metagrad.core._torch import at_least_1d, pytree
-from metagrad.core.tree import tree_leaves, widened
+from metagrad.core.tree import tree_leaves, tree_map, widened
 from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
-from metagrad.optim.torch_optim.state import ParameterState, apart, joined, keep
+from metagrad.optim.torch_optim.state import ParameterState, apart, completed, joined
 from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
 
 _SMALL = {"cpu": 2**14}
@@ -92,8 +92,7 @@ def step_whole(
 ) -> Change:
     """Compute a step of parameters that have taken the same number of steps."""
     values = {key: widened(p) for key, p in params.items()}
-    is_new = "step" not in next(iter(states.values()))
-    state = rule.init(values) if is_new else joined(rule, states)
+    state = joined(rule, states, values)
     moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values, curvature)
     # The next backward pass may write into a gradient, which a rule may keep.
     state = _map_fields(state, lambda slots: {key: _other_than(grads[key], slots[key]) for key in slots})
@@ -122,7 +121,7 @@ def step_rows(
     values = {key: widened(table.index_select(0, rows))}
     state = rule.init(values)
     if "step" in kept:
-        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))})
+        state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))}, values)
     g = {key: widened(_gathered(gradient, rows))}
     moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
     states = {key: {**apart(state, [key])[key], "rows": rows}}
@@ -153,7 +152,7 @@ def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> Par
     grown = dict(kept)
     for field, value in zip(fresh._fields, fresh, strict=True):  # type: ignore[attr-defined]
         if isinstance(value, dict):
-            grown[field] = value[key].index_copy(0, places, kept[field])
+            grown[field] = value[key].index_copy(0, places, kept[field]) if field in kept else value[key]
     return grown
 
 
@@ -184,10 +183,7 @@ def step_flat(
 ) -> Change:
     """Compute a step of parameters of one dtype and device, as many steps old, as one vector."""
     values = {_ALL: _flat(params.values())}
-    if "step" in next(iter(states.values())):
-        state = _map_fields(joined(rule, states), lambda field: {_ALL: _flat(field.values())})
-    else:
-        state = rule.init(values)
+    state = _map_fields(joined(rule, states, params), lambda field: {_ALL: _flat(field.values())})
     diagonals = _diagonals(rule, curvature)
     if diagonals:
         diagonals = {_ALL: _flat(diagonals[key] for key in params)}
@@ -294,12 +290,16 @@ def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals
 
 
 def in_place(rule: Rule, params: Params, states: Mapping[str, ParameterState]) -> Any:
-    """Return the state of a rule, to be written in place; begun where there is none."""
-    if "step" not in next(iter(states.values())):
+    """Return the state of a rule, to be written in place; what it lacks is begun, and kept."""
+    for key, state in completed(rule, states, params).items():
+        begun = {slot: value for slot, value in state.items() if slot not in states[key]}
         # A rule may begin with one tensor in several slots, and these are written apart.
-        state = rule.init({key: widened(p) for key, p in params.items()})
-        keep(_map_slots(state, torch.clone), states)
-    return joined(rule, states)
+        states[key].update(tree_map(_cloned, begun))
+    return joined(rule, states, params)
+
+
+def _cloned(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from metagrad.curvature.likelihoods.output_losses import OutputLoss
 from metagrad.distributed.averaged import Mean
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.newton.second_order import check_uniform, endings
-from metagrad.optim.probes import Generators, as_rows
+from metagrad.optim.probes import Generators
 from metagrad.optim.rule import Params
 from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.optim.torch_optim.closure_objective import (
@@ -40,8 +40,7 @@ from metagrad.optim.torch_optim.curvature_optimizer import (
 )
 from metagrad.optim.torch_optim.move import Change
 from metagrad.optim.torch_optim.optimizer import GROUP, NONFINITE, Group, Option, Work, as_number
-from metagrad.optim.torch_optim.state import ParameterState, apart, joined, pattern_of
-from metagrad.sparse.tables.row_sparse import RowSparse
+from metagrad.optim.torch_optim.state import apart, joined
 
 
 class WrittenLoss(OutputLoss):
@@ -120,8 +119,8 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     Products with the curvature are what a step costs, and need fewer data than the gradient does. Where an optimizer
     has a ``curvature_fraction`` below 1, gradient and loss are those of all data, and the curvature that of a part:
-    for it, the closure is called once more, as ``closure(fraction=0.25)``. It is to compute the mean over so many
-    examples, the first or any others::
+    for it, the closure is called once more, as ``closure(fraction=0.25)``. It computes the mean over that part of
+    the examples, the first ones or any others::
 
         def closure(fraction=1.0):
             opt.zero_grad()
@@ -173,13 +172,15 @@ class NewtonOptimizer(CurvatureOptimizer):
     def stats(self) -> dict[str, float | int | str]:
         """What the last step did.
 
-        ``steps`` and ``products`` of the inner solver (of L-BFGS: the gradients of the line search), among them those
-        with probes of a diagonal of the Hessian, and both 0 where the last solve gave the direction; its ``ending``,
-        a name of :class:`metagrad.curvature.Result`, or ``NONE``; the ``ratio`` of the reductions of loss and model,
-        NaN where it was not looked at; ``damping`` (``radius``, ``cubic``), that of the next step, in the first
-        group; the ``length`` of the step in units of its direction, of the largest step size; and the ``direction``:
-        ``newton``, ``natural_gradient`` or ``quasi_newton``, ``negative_curvature``, ``boundary``, or ``none`` where
-        nothing moved. And ``skipped``, as of all optimizers, which is there before a step too.
+        - ``steps`` and ``products`` of the inner solver, 0 at a step without a solve. Probes for a preconditioner
+          count as products. Of L-BFGS, ``steps`` are the gradients of the line search.
+        - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`, or ``NONE``.
+        - ``ratio`` of the reductions of loss and model; NaN where the loss was not evaluated.
+        - ``damping`` (``radius``, ``cubic``) of the next step, in the first group.
+        - ``length`` of the step in units of its direction, by the largest step size.
+        - ``direction``: ``newton``, ``natural_gradient``, ``quasi_newton``, ``negative_curvature``, ``boundary``, or
+          ``none`` where nothing moved.
+        - ``skipped``, as of all optimizers, also before the first step.
         """
         last = self.__dict__.get("_last")
         return {**({} if last is None else self._described(*last)), **super().stats}
@@ -266,11 +267,14 @@ class NewtonOptimizer(CurvatureOptimizer):
         first, group = self.param_groups[0], self.param_groups[index]
         own = self._rule(first).by_parameter
         for option in self.defaults:
-            if option in (*own, "step") or as_number(group[option]) == as_number(first[option]):
+            values = [
+                as_number(one.get(option)) for one in (first, group)
+            ]  # groups that were loaded lack torch's own
+            if option in (*own, "step") or values[0] == values[1]:
                 continue
             raise ValueError(
                 f"{type(self).__name__}(params): all groups make one step, whose {option} must be one, got "
-                f"{option}={first[option]} in group 0 and {group[option]} in group {index}. Only "
+                f"{option}={values[0]} in group 0 and {values[1]} in group {index}. Only "
                 f"{', '.join(name for name in own if name in self.defaults)} may differ; else give each group an "
                 "optimizer of its own."
             )
@@ -328,7 +332,10 @@ class NewtonOptimizer(CurvatureOptimizer):
         if self.notes_losses and not losses:
             raise ValueError(unknown_loss(type(self).__name__))
         parts = [KnownPart(loss, frozenset(leaves_behind(loss.loss.output))) for loss in losses]
-        self._passes = [*(self._passes or []), BackwardPass(self._value, grads, parts)]
+        before, params = self._passes or [], self._all_params()
+        if all(p.grad is None for p in params):  # those of earlier passes were dropped
+            before = [one for one in before if one.grads.keys().isdisjoint(params)]
+        self._passes = [*before, BackwardPass(self._value, grads, parts)]
 
     def _forget(self) -> None:
         super()._forget()
@@ -369,16 +376,12 @@ class NewtonOptimizer(CurvatureOptimizer):
         return dataclasses.replace(rule, **by_name) if by_name else rule
 
     def _curvature(self, group: Group, params: Params, grads: Params) -> Any:
-        rule, name = self._rule(group), type(self).__name__
-        if not needs_curvature(rule, group["step"]):
+        name = type(self).__name__
+        if not needs_curvature(self._rule(group), group["step"]):
             return None
         mean = self._mean()
         if self._passes is None and mean.share:
-            raise RuntimeError(
-                f"{name}.step: there are gradients, but no curvature: loss.backward() outside of a closure gives "
-                "none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and returns "
-                "it, or, where nothing is adapted, opt.backward(loss) in place of loss.backward()."
-            )
+            raise self._without_curvature()
         generators, fraction = self._generators(draws_labels=self.notes_losses), self._fraction(group)
         if self._closure is not None:
             return self._objective(params, generators)
@@ -434,33 +437,23 @@ class NewtonOptimizer(CurvatureOptimizer):
 
     def _move(self) -> None:
         """Move all groups together; or none, if anything is not finite."""
+        step = self.param_groups[0]["step"]
+        self._is_moving, self._found = True, None
         try:
-            self._refuse_averaged()
-            if hasattr(self, "found_inf") and float(self.found_inf) > 0:
-                return
-            self._is_moving = True
-            named = self._groups_by_name().items()
-            params = {key: p for key, (_, p) in named if p.grad is not None and p.numel()}
-            grads = self._gradients(params)
-            gradients = [(f"the gradient of {key!r}", g) for key, g in grads.items()]
-            if not self._are_finite([*self._seen_losses(), *gradients]):
-                return
-            if self.group is not None:
-                self._refuse_different([Work(self.param_groups[0], params, grads)], self.group)
-            found = self._factorised(
-                lambda: self._changed(params, grads) if params else (Change({}, {}, {}), None)
-            )
-            if found is None:
-                return
-            change, last = found
-            if self._are_finite(list(change.tensors())):
-                change.write(self.state)
-                self._last = last
-                for group in self.param_groups:
-                    group["step"] += 1
+            super()._move()
         finally:
             self._is_moving = False
-            self._forget()
+        if self.param_groups[0]["step"] > step:
+            self._last = self._found
+
+    def _all_work(self) -> list[Work]:
+        params = {key: p for key, (_, p) in self._groups_by_name().items()}
+        return [self._work(self.param_groups[0], params)]
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        grads = {key: widened(g) for key, g in work.grads.items()}
+        change, self._found = self._changed(work.params, grads)
+        yield change
 
     def _changed(self, params: Params, grads: Params) -> tuple[Change, tuple[Any, str]]:
         """Return the new values of all parameters after a step, with its report and the name of its direction."""
@@ -481,22 +474,12 @@ class NewtonOptimizer(CurvatureOptimizer):
         """Return what the rule makes of parameters and state."""
         return rule.update(grads, state, values, curvature)
 
-    def _gradients(self, params: Params) -> Params:
-        grads = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
-        for key, g in grads.items():
-            if isinstance(g, RowSparse):
-                self._check_rows(self.param_groups[0], key)
-        inverse = 1.0
-        if hasattr(self, "found_inf") and self.grad_scale is not None:
-            inverse = 1 / float(self.grad_scale)
-        return {key: widened(g) if inverse == 1 else inverse * widened(g) for key, g in grads.items()}
-
     def _joined(self, group: Group, rule: Any, params: Params, values: Params) -> Any:
         """Put the state of a rule together; a group that a parameter joins, or comes back to, begins anew."""
         states = {key: self.state.get(p, {}) for key, p in params.items()}
         steps = {state.get("step") for state in states.values()}
-        is_known = len(steps) == 1 and None not in steps
-        state = joined(rule, _completed(states, rule, values)) if is_known else rule.init(values)
+        is_known = len(steps) == 1
+        state = joined(rule, states if is_known else {key: {} for key in params}, values)
         # The number of the group's step has decided what the closure was called for.
         return state if group.get("curvature_every", 1) == 1 else state._replace(step=group["step"])
 
@@ -516,21 +499,6 @@ class NewtonOptimizer(CurvatureOptimizer):
             factor, added = float(getattr(state, "factor", 1.0)), float(getattr(state, "added", 0.0))
             found[self.adapted] = float(self.param_groups[0][self.adapted]) * factor + added
         return found
-
-
-def _completed(
-    states: Mapping[str, ParameterState], rule: Any, values: Params
-) -> Mapping[str, ParameterState]:
-    """Begin what states lack where a hyper-parameter was another: pairs, where ``curvature_every`` was 1."""
-    pattern = pattern_of(rule)._asdict()
-    names = [field for field, value in pattern.items() if isinstance(value, dict)]
-    if all(field in state for state in states.values() for field in names):
-        return states
-    begun = rule.init(values)
-    return {
-        key: {**{field: getattr(begun, field)[key] for field in names}, **state}
-        for key, state in states.items()
-    }
 
 
 def check_fraction(name: str, fraction: float) -> None:

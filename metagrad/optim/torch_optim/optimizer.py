@@ -23,6 +23,7 @@ from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
 from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
+from metagrad.optim.per_parameter import check_real
 from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import (
@@ -71,9 +72,9 @@ NONFINITE = Option(
 
 GROUP = Option(
     None,
-    "Processes that have the same parameters, and gradients that :func:`~metagrad.distributed.average_gradients` has "
-    "averaged, in the closure if there is one; others are refused. All have the same parameters and state "
-    "afterwards, and what is not finite in one is so in all. None is this one alone.",
+    "The processes that train together: their parameters are the same, and their gradients averaged by "
+    ":func:`~metagrad.distributed.average_gradients`, in the closure if there is one; else the step is refused. All "
+    "take the same step, or none where something is not finite in one of them. None: this process alone.",
     "ProcessGroup | None",
 )
 
@@ -96,7 +97,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     A step is computed before it is written: if the loss, a gradient, the curvature or what is made of them is NaN or
     infinite, or a matrix could not be factorised, nothing changes, and the step raises an error or is left out
-    (``nonfinite``). To know so costs the norms of gradients and of new values, and on an accelerator a wait for them.
+    (``nonfinite``). The check costs the norms of gradients and of new values, and on an accelerator a wait for them.
 
     Parameters of half precision are moved in float32, and rounded; their state is float32, and stays so when it is
     loaded. Gradients of tables may be sparse where the rule treats elements one by one: the rows touched so far are
@@ -249,15 +250,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             if isinstance(loss, Tensor):
                 refuse_complex(f"{type(self).__name__}.step(closure)", loss)
             self._losses = [*self._losses, *_numbers(loss)]
-            parameters = (p for group in self.param_groups for p in group["params"])
-            if closure is not None and all(p.grad is None for p in parameters):
+            if closure is not None and all(p.grad is None for p in self._all_params()):
                 warn(
                     f"{type(self).__name__}.step(closure): no parameter has a gradient after the closure, so none "
                     "moves. Call loss.backward() in it."
                 )
             self._move()
         finally:
-            self._losses = []
+            self._forget()
         return loss.detach() if isinstance(loss, Tensor) else loss
 
     @property
@@ -270,13 +270,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         with keeping_dtypes(self):
             super().load_state_dict(state_dict)
 
+    def _forget(self) -> None:
+        """Drop what was taken of the losses since the last step."""
+        self._losses = []
+
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             return closure()
 
     def _move(self) -> None:
         """Move every parameter that has a gradient; or none, if anything is not finite."""
-        work = [self._work(index) for index in range(len(self.param_groups))]
+        work = self._all_work()
         if not self._are_finite([*self._seen_losses(), *chain.from_iterable(map(self._observed, work))]):
             return
         if self.group is not None:
@@ -292,10 +296,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] += 1
 
-    def _work(self, index: int) -> Work:
+    def _all_work(self) -> list[Work]:
+        return [self._work(group, self._named(index)) for index, group in enumerate(self.param_groups)]
+
+    def _work(self, group: Group, named: Params) -> Work:
         """Return the parameters of a group that have gradients, and elements to move."""
-        group = self.param_groups[index]
-        params = {key: p for key, p in self._named(index).items() if p.grad is not None and p.numel()}
+        params = {key: p for key, p in named.items() if p.grad is not None and p.numel()}
         grads: Params = {key: as_rows(p.grad) for key, p in params.items()}  # type: ignore[arg-type]
         for key, g in grads.items():
             if isinstance(g, RowSparse):
@@ -451,11 +457,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         names = self.defaults.keys() & _fields_of(type(self))
         return _made(self.rule, tuple([(name, as_number(group[name])) for name in names]))
 
+    def _all_params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     def _named(self, index: int) -> Params:
-        """Return the parameters of a group by name; those without are named by their place."""
+        """Return the parameters of a group by name; by their places where they have none, or several have one."""
         group = self.param_groups[index]
-        places = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
-        return dict(zip(group.get("param_names", places), group["params"], strict=True))
+        names = [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+        given = group.get("param_names", names)
+        if len(set(given)) < len(given):  # of two models, say
+            given = [f"{place}: {name}" for place, name in zip(names, given, strict=True)]
+        return dict(zip(given, group["params"], strict=True))
 
     def _check_group(self, index: int) -> None:
         name, group = type(self).__name__, self.param_groups[index]
@@ -467,11 +479,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         rule = self._rule(group)
         refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
-            if not p.is_floating_point():
-                raise TypeError(
-                    f"{name}(params): {key!r} is {p.dtype}, and must be of a real floating point dtype. A complex "
-                    "parameter can be kept as a real one of shape [..., 2], and made complex by "
-                    "torch.view_as_complex in the model."
+            check_real(f"{name}(params)", key, p)
+            if any(size > 1 and not stride for size, stride in zip(p.shape, p.stride(), strict=True)):
+                raise ValueError(
+                    f"{name}(params): elements of {key!r} share memory, as expand() makes them, so that no step can "
+                    "be written. Make the parameter of a clone()."
                 )
             if hasattr(rule, "check"):
                 rule.check(key, p)

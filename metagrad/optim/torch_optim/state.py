@@ -12,27 +12,40 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import pytree
-from metagrad.optim.rule import Rule
+from metagrad.core.tree import widened
+from metagrad.optim.rule import Params, Rule
 
 ParameterState: TypeAlias = dict[str, Any]
 """What an optimizer keeps of one parameter: the ``step`` that it is at, and a tensor or tree for each slot."""
 
 
-def joined(rule: Rule, states: Mapping[str, ParameterState]) -> Any:
-    """Put the state of a rule together from those of parameters at one step.
+def joined(rule: Rule, states: Mapping[str, ParameterState], params: Params) -> Any:
+    """Put the state of a rule together from those of parameters at one step; what they lack is begun.
 
     Fields of the rule's state that are dicts have an entry for each parameter. What else there is, such as a damping
-    that all parameters share, is kept with the first.
+    that all parameters share, is kept with each.
     """
-    pattern = pattern_of(rule)
+    pattern, states = pattern_of(rule), completed(rule, states, params)
     first = next(iter(states.values()))
     fields = {
         field: {key: state[field] for key, state in states.items()}
         if isinstance(value, dict)
         else first.get(field, value)
-        for field, value in zip(pattern._fields, pattern, strict=True)
+        for field, value in pattern._asdict().items()
+        if value is not None  # a slot of an option that is off
     }
-    return type(pattern)(**fields)
+    return pattern._replace(**fields)
+
+
+def completed(
+    rule: Rule, states: Mapping[str, ParameterState], params: Params
+) -> Mapping[str, ParameterState]:
+    """Return states with what they lack: all before the first step; later the slots of an option set meanwhile."""
+    slots = [field for field, value in pattern_of(rule)._asdict().items() if isinstance(value, dict)]
+    if all(slot in state for state in states.values() for slot in ("step", *slots)):
+        return states
+    begun = apart(rule.init({key: widened(params[key]) for key in states}), states)
+    return {key: {**begun[key], **state} for key, state in states.items()}
 
 
 _PATTERNS: weakref.WeakKeyDictionary[Rule, Any] = weakref.WeakKeyDictionary()
@@ -47,20 +60,11 @@ def pattern_of(rule: Rule) -> Any:
 
 def apart(state: Any, keys: Iterable[str]) -> dict[str, ParameterState]:
     """Take the state of a rule apart again, into those of the parameters."""
-    states: dict[str, ParameterState] = {}
-    for index, key in enumerate(keys):
-        states[key] = {
-            field: value[key] if isinstance(value, dict) else value
-            for field, value in zip(state._fields, state, strict=True)
-            if isinstance(value, dict) or field == "step" or (index == 0 and value is not None)
-        }
-    return states
-
-
-def keep(state: Any, states: Mapping[str, ParameterState]) -> None:
-    """Take the state of a rule apart into states that there are."""
-    for key, own in apart(state, states).items():
-        states[key].update(own)
+    fields = {field: value for field, value in state._asdict().items() if value is not None}
+    return {
+        key: {field: value[key] if isinstance(value, dict) else value for field, value in fields.items()}
+        for key in keys
+    }
 
 
 @contextlib.contextmanager

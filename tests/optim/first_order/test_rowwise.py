@@ -258,7 +258,7 @@ class Unknown:
 
 
 def test_a_rule_of_an_unknown_kind_is_refused():
-    with pytest.raises(TypeError, match="property decays_linearly, got Unknown"):
+    with pytest.raises(TypeError, match="attribute decays_linearly, got Unknown"):
         rowwise(Unknown())
 
 

@@ -15,8 +15,6 @@ from metagrad.optim.kronecker.factors import (
     Sums,
     added,
     factors_of,
-    inverses_of,
-    preconditioned,
     renewed,
     scaling_of,
     split_damping,
@@ -122,6 +120,12 @@ def factors_at_random():
     return factors_of(sums_of(a, g), 9), a, g
 
 
+def decomposed(factors, damping):
+    """Return the block of a layer after its first estimate."""
+    blocks = {"weight": FisherBlock(0, *factors, *factors)}
+    return renewed(blocks, [("weight", FactorEstimate(factors))], 0.9, damping, is_due=True)["weight"]
+
+
 def test_the_damping_is_split_by_pi():
     factors, *_ = factors_at_random()
     (mean_a, mean_g), damping = ([factor.trace() / len(factor) for factor in factors]), 0.3
@@ -138,13 +142,13 @@ def test_preconditioning_is_the_inverse_of_the_damped_product():
     shares = split_damping(factors, 0.1)
     damped = Factors(*(f + s * torch.eye(len(f), dtype=F64) for f, s in zip(factors, shares, strict=True)))
     expected = torch.linalg.solve(block(damped), gradient.flatten()).reshape(3, 4)
-    got = preconditioned(gradient, inverses_of(factors, 0.1))
+    (got,) = decomposed(factors, 0.1).direction(gradient, 0.1)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_factor_that_is_singular_needs_damping():
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
-        inverses_of(Factors(torch.zeros(2, 2), torch.eye(2)), 0.0)
+        decomposed(Factors(torch.zeros(2, 2), torch.eye(2)), 0.0)
 
 
 def eigenvectors_of(factors):

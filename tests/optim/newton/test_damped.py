@@ -160,7 +160,7 @@ def test_lengths_between_are_looked_for_and_damping_stays(make):
     g = TapeObjective(walls, params).grads["w"].detach()
     d = rule.recalled(
         SimpleNamespace(g=g[None]),  # type: ignore[arg-type]
-        state.memory,
+        state,
     )[0]
     assert float(walls({"w": params["w"].detach() + d})[0]) > value + 1e-4 * float(g @ d)
     new, after = stepped(rule, walls, params, state)

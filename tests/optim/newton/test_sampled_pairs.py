@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from metagrad.optim.newton.krylov import no_pairs, place_given_up
+from metagrad.optim.newton.krylov import PairSampler, place_given_up
 
 
 def kept_after(num_steps, length):
@@ -39,10 +39,13 @@ def test_a_single_place_is_that_of_the_first_step():
 
 
 def test_rows_without_a_pair_keep_theirs():
-    rows = torch.arange(4.0).reshape(2, 2)
-    pairs = no_pairs(rows, 2).with_pair(0, rows, 2 * rows, torch.tensor([True, True]))
-    pairs = pairs.with_pair(1, rows + 1, 3 * rows, torch.tensor([True, False]))
+    rows, both = torch.arange(4.0).reshape(2, 2), torch.tensor([True, True])
+    sampler = PairSampler(rows, 2)
+    sampler(0, rows, rows, 2 * rows, both)
+    sampler(1, rows, rows + 1, 3 * rows, torch.tensor([True, False]))
+    pairs = sampler.pairs
     assert torch.stack(pairs.moves, 1).tolist() == [[[0, 1], [1, 2]], [[0, 0], [2, 3]]]
     assert torch.stack(pairs.changes, 1).tolist() == [[[0, 2], [0, 3]], [[0, 0], [4, 6]]]
-    assert pairs.with_pair(2, rows, rows, torch.tensor([False, False])) is pairs
-    assert no_pairs(rows, 0).with_pair(0, rows, rows, torch.tensor([True, True])).moves == ()
+    sampler(2, rows, rows, rows, ~both)
+    sampler(2, 1e-6 * rows, rows, rows, both)  # so small a residual has lost its digits
+    assert sampler.pairs is pairs

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from metagrad.optim.kronecker.factors import Factors, preconditioned
+from metagrad.optim.curvature import Kronecker
+from metagrad.optim.kronecker.layer_objective import LayerObjective
 from metagrad.optim.torch_optim.kfac import KFAC
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
@@ -172,7 +173,7 @@ def test_a_bias_of_another_group_is_no_input():
     opt.step()
     x, state = batch(F64)[0], opt.state[layer.weight]
     torch.testing.assert_close(state["inputs"], x.T @ x / len(x))
-    direction = preconditioned(layer.weight.grad, Factors(state["input_inverse"], state["output_inverse"]))
+    direction = state["output_inverse"] @ layer.weight.grad @ state["input_inverse"]
     assert_near(snapshot(layer), [before[0] - 0.1 * direction, before[1] - 0.1 * layer.bias.grad])
 
 
@@ -296,6 +297,51 @@ def test_a_layer_that_is_used_later_begins_then():
     run(opt, classification(model), 1)
     assert opt.state[model.second.weight]["updates"] == 1
     assert opt.state[model.first.weight]["updates"] == 1
+
+
+@pytest.mark.parametrize("eigen", [False, True])
+def test_calls_without_examples_have_no_factors(eigen):
+    moved = []
+    for is_called in (True, False):
+        model = seeded(lambda: nn.Linear(4, 3))
+        opt = kfac(model, eigen=eigen)
+        F.mse_loss(model(batch()[0]), torch.ones(12, 3)).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+        if is_called:
+            model(torch.empty(0, 4)).sum().backward()
+        opt.step()
+        moved.append(snapshot(model))
+    assert_equal(*moved)
+    objective = LayerObjective(model, lambda z, y: z.sum(), torch.empty(0, 4), torch.empty(0))
+    assert objective.kronecker_factors(Kronecker("empirical")) == {}
+
+
+@every
+def test_a_bias_that_is_frozen_between_steps_begins_its_layer_anew(options):
+    """Its layer has one input less, and other factors."""
+    model = seeded(lambda: nn.Linear(4, 3))
+    opt = kfac(model, options, curvature_every=2)
+    for is_trained in (True, False, True):
+        model.bias.requires_grad_(is_trained)
+        model.bias.grad = None
+        before = snapshot(model)
+        run(opt, classification(model), 1)
+        assert opt.state[model.weight]["updates"] == 1
+        assert opt.state[model.weight]["inputs"].shape == ((5, 5) if is_trained else (4, 4))
+        moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(model), strict=True)]
+        assert moved == [True, is_trained]
+
+
+def test_a_weight_that_is_made_of_parameters_is_no_layers():
+    """As by ``nn.utils.weight_norm``, which is deprecated, or by a network that makes weights."""
+    model = nn.Linear(4, 3)
+    model.made_of = nn.Parameter(model.weight.detach().clone())
+    del model.weight
+    model.weight = 2 * model.made_of
+    with pytest.warns(UserWarning, match="moved along the plain gradient: the model itself"):
+        opt = kfac(model)
+    assert not opt._layers
 
 
 def test_frozen_and_unused_parameters_stay():

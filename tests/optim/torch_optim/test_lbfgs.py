@@ -202,6 +202,16 @@ def test_directions_of_a_window_that_slides_over_its_buffers():
     assert all(torch.equal(*pair) for pair in given)
 
 
+def test_directions_of_a_long_history_are_the_same_to_the_last_bit_in_other_buffers():
+    torch.manual_seed(0)
+    history = History(torch.zeros(100, dtype=F64))
+    for _ in range(60):
+        s = torch.randn(100, dtype=F64)
+        history.add(s, s * torch.linspace(1, 9, 100, dtype=F64), most=47)
+        again = History.of(history.moves, history.changes, history.products)
+        assert torch.equal(history.direction(s), again.direction(s))
+
+
 def test_gradients_of_parameters_of_another_optimizer_are_those_of_the_first_call():
     (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
     other = torch.tensor(2.0, dtype=F64, requires_grad=True)
@@ -227,6 +237,41 @@ def test_gradients_that_a_closure_changes_are_changed_at_every_call():
         opt.step(closure)
         results.append(params[0].detach())
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_a_closure_may_write_gradients_by_itself(line_search_fn):
+    results = []
+    for by in ("loss.backward", "torch.autograd.backward", "torch.func"):
+        (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+        opt = LBFGS([w], max_iter=6, line_search_fn=line_search_fn, lr=0.01)
+
+        def closure(opt=opt, w=w, loss_of=loss_of, by=by):
+            opt.zero_grad()
+            if by == "torch.func":
+                w.grad, loss = torch.func.grad_and_value(rosenbrock)(w.detach())
+                return loss
+            loss = loss_of()
+            if by == "loss.backward":
+                loss.backward()
+            else:
+                torch.autograd.backward(loss)
+            return loss
+
+        for _ in range(2):
+            opt.step(closure)
+        results.append((w.detach(), opt.stats["iterations"]))
+    assert results[0][1] == 6
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+def test_a_closure_that_neither_calls_backward_nor_returns_a_loss_is_refused():
+    (w,), loss_of = of_one(rosenbrock, -1.2, 1.0)
+    for line_search_fn in (None, "strong_wolfe"):
+        opt = LBFGS([w], line_search_fn=line_search_fn)
+        with pytest.raises(RuntimeError, match=r"LBFGS.step: there are gradients, but no curvature"):
+            opt.step(lambda: torch.autograd.backward(loss_of()))
 
 
 def test_memory_for_pairs_is_taken_as_they_come():

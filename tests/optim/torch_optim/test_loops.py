@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdam
+from metagrad.optim import AdaHessian, GaussNewton, Lion, SophiaH, SparseAdam
 from tests.optim.torch_optim.cases import (
     assert_equal,
     assert_near,
@@ -414,6 +414,27 @@ def test_zeroed_gradients_take_their_curvature_along(case):
         opt.step()
 
 
+@having("backward")
+def test_gradients_that_are_dropped_take_losses_and_curvature_along(case):
+    """A loop that leaves a batch out resets gradients by the model, of which the optimizer is not told."""
+
+    def ends(weight):
+        def loop(model, opt):
+            if weight is not None:
+                with opt.recording():
+                    (weight * classification(model, F64)()).backward()
+            model.zero_grad()
+            with opt.recording():
+                classification(model, F64)().backward()
+            opt.step()
+
+        return after(case, loop, steps=2, **case.by_hand)
+
+    expected = ends(None)
+    for weight in (3.0, math.nan):
+        assert_near(ends(weight), expected)
+
+
 @having("twice")
 def test_a_defect_of_the_graph_is_refused(case):
     table = nn.Embedding(3, 2, scale_grad_by_freq=True)
@@ -463,8 +484,10 @@ def test_no_graph_outlives_a_step(case):
     opt = optimizer(case, model)
     gc.disable()
     try:
-        kept = [opt.step(closure_of(opt, classification(model))) for _ in range(3)]
-        assert seen
+        closures = [closure_of(opt, classification(model)) for _ in range(3)]
+        seen += map(weakref.ref, closures)
+        kept = [opt.step(closures.pop()) for _ in range(3)]
+        assert len(seen) > 3
         assert not [ref for ref in seen if ref() is not None]
         assert all(loss.grad_fn is None for loss in kept)
     finally:
@@ -491,6 +514,27 @@ def test_no_graph_outlives_an_exception(case):
         gc.enable()
     assert torch._C._len_torch_function_stack() == 0
     run(opt, classification(model), 1)
+
+
+def test_an_exception_in_the_closure_of_a_part_leaves_nothing_behind():
+    def ends(fails):
+        model = network(F64)
+        opt = GaussNewton(model.parameters())
+
+        def closure():
+            loss = classification(model, F64)()
+            loss.backward()
+            return loss
+
+        if fails:
+            with pytest.raises(KeyError):
+                opt.step(closure, curvature=lambda: {}["part"])
+            for p in model.parameters():
+                p.grad.zero_()
+        opt.step(closure)
+        return snapshot(model)
+
+    assert_equal(ends(True), ends(False))
 
 
 @every

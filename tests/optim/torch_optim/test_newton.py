@@ -501,6 +501,24 @@ def all_data_of(w, x):
     return lambda: F.mse_loss(w * x, torch.zeros_like(x))
 
 
+def test_a_closure_that_stops_calling_backward_is_refused():
+    w, calls = torch.ones(2, requires_grad=True), []
+    opt = NewtonCG([w])
+
+    def closure():
+        loss = w.pow(4).sum()
+        if not calls:
+            loss.backward()
+        calls.append(loss)
+        return loss
+
+    with pytest.raises(
+        RuntimeError, match=r"opt.step\(closure\): .*has called loss.backward\(\) at its first call"
+    ):
+        opt.step(closure)
+    assert w.tolist() == [1.0, 1.0]
+
+
 def test_a_refused_step_is_told():
     """A trust region that is far too large: the step is not taken, and the region shrinks."""
     w = torch.tensor([2.0], dtype=F64, requires_grad=True)

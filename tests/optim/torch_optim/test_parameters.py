@@ -11,6 +11,7 @@ from metagrad.core._torch import fused_adam_
 from metagrad.optim import AdaHessian, Lion, SparseAdam
 from metagrad.optim.first_order import adam
 from tests.optim.torch_optim.cases import (
+    assert_equal,
     batch,
     classification,
     closure_of,
@@ -187,6 +188,25 @@ def test_parameters_with_names(case):
     opt = optimizer(case, model, model.named_parameters())
     assert opt.param_groups[0]["param_names"] == ["first.weight", "second.weight"]
     run(opt, classification(model), 1)
+
+
+@every
+def test_an_expanded_parameter_is_refused_by_name(case):
+    model = layer(1.0, 2.0)
+    model.weight = nn.Parameter(torch.ones(1, 1).expand(3, 2))
+    with pytest.raises(ValueError, match=rf"{case.name}\(params\): elements of 'weight' share memory"):
+        case.of(model, model.named_parameters())
+
+
+@every
+def test_two_parameters_of_one_name_both_move(case):
+    """As of two models, whose named parameters are trained together."""
+    model, other = network(), network()
+    opt = optimizer(case, model, [("weight", p) for p in model.parameters()])
+    expected = optimizer(case, other)
+    run(opt, classification(model), 2)
+    run(expected, classification(other), 2)
+    assert_equal(snapshot(model), snapshot(other))
 
 
 @every

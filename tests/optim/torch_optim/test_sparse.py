@@ -192,6 +192,21 @@ def test_grad_scaler_with_a_table(kind):
     torch.testing.assert_close(table, other)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_sparse_and_a_dense_pass_add_up(order):
+    moved = []
+    for sparse in (True, False):
+        table = nn.Embedding(5, 2, sparse=sparse, dtype=torch.float64)
+        table.weight.data = torch.arange(10.0, dtype=torch.float64).view(5, 2)
+        opt = AdaHessian(table.parameters(), seed=0)
+        losses = [lambda t=table: t(torch.tensor([1, 2])).pow(3).sum(), lambda t=table: t.weight.pow(2).sum()]
+        for loss in losses[::order]:
+            opt.backward(loss())
+        opt.step()
+        moved.append(table.weight.detach())
+    torch.testing.assert_close(*moved)
+
+
 def test_sparse_gradients_of_two_dimensions_are_refused():
     w = torch.ones(3, 3, requires_grad=True)
     w.grad = torch.eye(3).to_sparse()

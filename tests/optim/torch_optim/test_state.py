@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim import AdaHessian, SophiaH, SparseAdam
+from metagrad.optim import KFAC, AdaHessian, NewtonCG, Shampoo, SophiaH, SparseAdam
 from metagrad.optim.torch_optim.curvature_optimizer import mixed
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
@@ -78,6 +78,21 @@ def test_loading_shares_no_memory(case):
         for name, value in slots.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value, opt.state_dict()["state"][number][name])
+
+
+@every
+def test_groups_are_loaded_into_those_that_were_added_later(case):
+    models = [network() for _ in range(2)]
+    opts = [optimizer(case, model, [{"params": [model.first.weight]}]) for model in models]
+    run(opts[0], classification(models[0]), 1)
+    for opt, model, lr in zip(opts, models, (0.01, 0.5), strict=True):
+        opt.add_param_group({"params": [model.second.weight], "lr": lr})
+    run(opts[0], classification(models[0]), 1)
+    models[1].load_state_dict(models[0].state_dict())
+    opts[1].load_state_dict(opts[0].state_dict())
+    for opt, model in zip(opts, models, strict=True):
+        run(opt, classification(model), 1)
+    assert_equal(*map(snapshot, models))
 
 
 @every
@@ -169,6 +184,38 @@ def test_steps_are_counted_where_states_are_saved():
     assert opt.state_dict()["param_groups"][0]["step"] == 3
     opt.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
     assert opt.param_groups[1]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "before", "after"),
+    [
+        (lambda model: KFAC(model, momentum=0.0), "momentum", 0.0, 0.9),
+        (lambda model: SparseAdam(model.parameters()), "amsgrad", False, True),
+        (lambda model: SparseAdam(model.parameters(), foreach=True), "amsgrad", False, True),
+        (lambda model: Shampoo(model.parameters()), "graft", None, "adam"),
+    ],
+)
+def test_an_option_that_is_set_between_steps_begins_its_slot_then(make, option, before, after):
+    """The momentum of a schedule that warms up from 0, say."""
+    model = network()
+    opt = make(model)
+    for value in (before, after, before, after):
+        opt.param_groups[0][option] = value
+        run(opt, classification(model), 1)
+    assert all(p.isfinite().all() for p in model.parameters())
+    slots = {name for state in opt.state.values() for name in state}
+    assert slots >= {"momentum": {"momentum"}, "amsgrad": {"peak"}, "graft": {"square"}}[option]
+
+
+def test_what_parameters_share_is_kept_where_the_first_has_no_gradient():
+    model = network()
+    opt = NewtonCG(model.parameters(), damping=1.0)
+    run(opt, classification(model), 3)
+    damping = opt.stats["damping"]
+    assert damping < 0.5
+    model.first.weight.requires_grad_(False)
+    run(opt, classification(model), 1)
+    assert opt.stats["damping"] < damping
 
 
 def test_a_state_of_another_shape_of_groups_is_refused():
