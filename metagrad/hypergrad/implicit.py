@@ -29,12 +29,12 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import widened
+from metagrad.core.tree import widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus, zeros_for_none
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2

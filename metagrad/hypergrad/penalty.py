@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
-from metagrad.hypergrad.unroll import (
-    Loss,
-    RuleOf,
-    check_steps,
-    descend,
-    refuse_half,
-    refuse_tables,
-    refuse_tape,
-    rule_for,
-)
+from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, slopes
+from metagrad.hypergrad.unroll import RuleOf, check_comparable, check_steps, descend, rule_for
 from metagrad.optim.rule import Params
 
 _STEPS = "finds what it compares by steps that are constants"
@@ -75,9 +66,7 @@ class F2SA:
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Seek both minima, and compare gradients there."""
-        refuse_tables(problem, "F2SA")
-        refuse_tape(problem, "F2SA", _STEPS)
-        refuse_half(problem, "F2SA")
+        check_comparable(problem, "F2SA", _STEPS)
         hyper = problem.hyper_leaves()
         rule = rule_for(self.rule, problem, [leaf.detach() for leaf in hyper])
 
@@ -148,9 +137,7 @@ class BOME:
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Move the parameters, and return the direction of ``hyper``."""
-        refuse_tables(problem, "BOME")
-        refuse_tape(problem, "BOME", _STEPS)
-        refuse_half(problem, "BOME")
+        check_comparable(problem, "BOME", _STEPS)
         hyper = problem.hyper_leaves()
         constants = [leaf.detach() for leaf in hyper]
         values = problem.variables()
@@ -171,7 +158,7 @@ class BOME:
         self, problem: Problem, values: Params, hyper: Sequence[Tensor]
     ) -> tuple[Params, Params, float]:
         """Return the gradients of both losses in the parameters, and the penalty that holds the barrier."""
-        f, g = (_slopes(loss, values, hyper) for loss in (problem.outer, problem.inner))
+        f, g = (slopes(loss, values, hyper) for loss in (problem.outer, problem.inner))
         return f, g, self._penalty(f, g)
 
     def _penalty(self, f: Params, g: Params) -> float:
@@ -180,14 +167,6 @@ class BOME:
         products = [(a * b).sum(dtype=torch.float64) for a, b in zip(f.values(), g.values(), strict=True)]
         size, inner = to_list(torch.stack([torch.stack(squares).sum(), torch.stack(products).sum()]))
         return max(self.barrier - inner / size, 0.0) if size > 0 else 0.0
-
-
-def _slopes(loss: Loss, values: Params, hyper: Sequence[Tensor]) -> Params:
-    """Differentiate a loss with respect to the parameters."""
-    with torch.enable_grad():
-        value = loss(values, hyper)
-    found = gradients(value, list(values.values()))
-    return {name: zeros_if_none(x, v) for (name, v), x in zip(values.items(), found, strict=True)}
 
 
 def _penalised(

@@ -21,7 +21,7 @@ from metagrad.core import _torch
 from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
-from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.core.tree import plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from metagrad.meta.inner.loop import Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
@@ -303,7 +303,7 @@ class GradientCheck:
             if place is not None:
                 culprits.append(Culprit(number, place))
             else:
-                totals = grads if totals is None else [_sum(a, b) for a, b in zip(totals, grads, strict=True)]
+                totals = grads if totals is None else list(map(plus, totals, grads))
         if not culprits and scale > 1:
             return None
         if self.skipped is None or totals is None or not culprits:
@@ -395,10 +395,6 @@ class _Entry(Function):
         if is_finite([g for g in grads if g is not None]):
             return (None, *grads)
         return (None, *(ctx.check.repaired() or grads))
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 def _message(name: str, culprits: list[Culprit], num_tasks: int) -> str:

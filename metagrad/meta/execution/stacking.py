@@ -25,6 +25,7 @@ from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import warn
 from metagrad.core.modules import WatchedModules, buffer_versions
+from metagrad.core.tree import zeros_for_none
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
@@ -350,7 +351,7 @@ def _gradients(value: Tensor, starts: list[Tensor], create_graph: bool = False) 
     if not starts:
         return []
     grads = torch.autograd.grad(value, starts, create_graph=create_graph, allow_unused=True)
-    return [torch.zeros_like(s) if g is None else g for s, g in zip(starts, grads, strict=True)]
+    return zeros_for_none(grads, starts)
 
 
 def _disagreement(found: Derivatives, expected: Derivatives) -> str | None:

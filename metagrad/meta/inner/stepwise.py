@@ -20,7 +20,7 @@ from metagrad.core.capture import RandomState, restored
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots, own_buffers
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import dissect, is_differentiable, tree_leaves, tree_map
+from metagrad.core.tree import constants, dissect, is_differentiable, plus, tree_leaves, tree_map
 from metagrad.meta.inner.loop import Evaluation, InnerLoop, with_history_of
 from metagrad.meta.objective.tasks import Tasks, num_tasks
 from metagrad.optim.rules import Params, Rule
@@ -70,13 +70,13 @@ class StepwiseLoop(InnerLoop):
         state, step = (start, self.rule.init(start), used), self._step(self._loss(tasks), keep_graph=True)
         collected = []
         for t in range(self.steps):
-            origin = self.start_of(params, tasks) if self.learns_start else tree_map(_detached, start)
+            origin = self.start_of(params, tasks) if self.learns_start else constants(start)
             entry = self._entry(origin, state[0])
             state, (support, query) = step((entry, *state[1:]), t, *args, self.proximal_to(origin))
             query, predictions = self.judge(state[0], tasks) if t == self.steps - 1 else (query, None)
             reports = Reports(support.reshape(-1), query.reshape(-1), predictions)
             collected.append(take(t, reports, [*origin.values(), *entry.values()]))
-            state = tree_map(_detached, state)
+            state = constants(state)
         supports, queries, predictions = zip(*collected, strict=True)
         path = torch.stack(queries, 1)[:, :-1]
         return Evaluation(torch.stack(supports, 1), state[2].reshape(-1), queries[-1], predictions[-1], path)
@@ -150,10 +150,8 @@ class _Sweep:
         if t == 0:
             _refuse_unknown(reports.query, [*self.variables, *begin])
         grads = torch.autograd.grad(reports.query.sum(), self.variables, allow_unused=True)
-        self.totals = [
-            b if a is None else a if b is None else a + b for a, b in zip(self.totals, grads, strict=True)
-        ]
-        return tree_map(_detached, reports)
+        self.totals = list(map(plus, self.totals, grads))
+        return constants(reports)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Take the steps again for other variables, with their graphs."""
@@ -207,7 +205,3 @@ def _refuse_unknown(losses: Tensor, known: Sequence[Tensor]) -> None:
                 f"WarpGrad(batch): the model or the loss reads a tensor of shape {tuple(variable.shape)} that "
                 "requires grad and is a parameter of neither. Register it as one, or detach it."
             )
-
-
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

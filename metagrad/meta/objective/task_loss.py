@@ -28,7 +28,11 @@ LossFn = Callable[[Any, Any], Tensor]
 Loss = Callable[..., tuple[Tensor, Nested]]
 """Parameters, inputs, targets (and a :class:`NormPass`) to losses (one, or one for each task) and predictions."""
 
-_ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
+_ELEMENTWISE: tuple[object, ...] = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
+)
+"""Losses that compare predictions with targets entry by entry: functions, and classes of modules."""
 
 
 class LabelBounds(NamedTuple):
@@ -125,11 +129,9 @@ class TaskLoss:
         shape = prediction.shape[num_axes:]
         if not torch.compiler.is_compiling():
             check_labels(self.labels, shape)
-        if (
-            isinstance(y, Tensor)
-            and _function_of(self.loss_fn) in _ELEMENTWISE
-            and shape != y.shape[num_axes:]
-        ):
+        function = _function_of(self.loss_fn)
+        is_elementwise = function in _ELEMENTWISE or type(function) in _ELEMENTWISE
+        if isinstance(y, Tensor) and is_elementwise and shape != y.shape[num_axes:]:
             raise ValueError(
                 f"{self.name}(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
                 f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
@@ -144,6 +146,10 @@ class TaskLoss:
             raise ValueError(
                 f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "
                 f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
+            )
+        if not loss.is_floating_point():
+            raise TypeError(
+                f"{self.name}(model, loss_fn): loss_fn must return a real floating point number, got {loss.dtype}."
             )
 
 
