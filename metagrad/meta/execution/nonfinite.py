@@ -22,13 +22,11 @@ from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
 from metagrad.core.tree import plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from metagrad.meta.inner.loop import Adaptation, Evaluation
+from metagrad.meta.inner.loop import MEAN, QUERY_LOSSES, Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
-
-_QUERY_LOSSES, _MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
 
 Nonfinite = Literal["raise", "skip"]
 Results = TypeVar("Results", bound="Adaptation | Evaluation")
@@ -267,7 +265,7 @@ class GradientCheck:
         if is_finite([gradient for gradient in found if gradient is not None]):
             return grads
         *others, mean = cotangents
-        self._cotangents = {p: c for p, c in (*enumerate(others), (_MEAN, mean)) if c is not None}
+        self._cotangents = {p: c for p, c in (*enumerate(others), (MEAN, mean)) if c is not None}
         repaired, result = self.repaired() or found, list(grads)
         for place, gradient in zip(places, repaired, strict=True):
             if place is not None:
@@ -314,10 +312,10 @@ class GradientCheck:
     def _of_tasks(self) -> dict[int, Tensor]:
         """Return the cotangents of what each task has; the mean of the query losses is formed of these."""
         found = dict(self._cotangents)
-        mean = found.pop(_MEAN, None)
+        mean = found.pop(MEAN, None)
         if mean is not None:
             each = (mean / self.tasks.count).expand(self.tasks.count)
-            found[_QUERY_LOSSES] = each + found[_QUERY_LOSSES] if _QUERY_LOSSES in found else each
+            found[QUERY_LOSSES] = each + found[QUERY_LOSSES] if QUERY_LOSSES in found else each
         return found
 
     def _of_task(

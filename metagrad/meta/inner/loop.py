@@ -93,6 +93,10 @@ class Evaluation(NamedTuple):
         return torch.cat([self.losses, *path, last.unsqueeze(1)], dim=1)
 
 
+QUERY_LOSSES, MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
+"""The places of fields among the tensors of an evaluation."""
+
+
 @dataclass(frozen=True)
 class InnerLoop:
     """How tasks are adapted to: one of them, or several at once.

@@ -78,7 +78,7 @@ class DisplacementLoop(TrajectoryLoop):
 
     def follow(self, params: Params, starts: Params, tasks: Tasks, rule: Rule | None) -> Trajectory:
         """Take the steps."""
-        adapted, losses, used, _ = self.run(params, tasks, rule)
+        adapted, losses, used, _ = self.run(params, tasks, rule, starts)
         return Trajectory(adapted, losses, used, _moves(adapted, starts, tasks.rows))
 
 
