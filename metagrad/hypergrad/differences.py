@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import checked_positive
 from metagrad.core.tree import zeros_for_none
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, refuse_sparse, slopes
 from metagrad.hypergrad.unroll import check_comparable
@@ -62,7 +63,7 @@ class FiniteDifference:
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise ValueError(f"FiniteDifference(lr): expected 0 or more, got {self.lr}.")
-        _check_length("FiniteDifference(..., length)", self.length)
+        checked_positive("FiniteDifference(..., length)", self.length)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Take the step, and two gradients beside it."""
@@ -121,7 +122,7 @@ class SAMA:
     length: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_length("SAMA(..., length)", self.length)
+        checked_positive("SAMA(..., length)", self.length)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Differentiate the update, and take two gradients along what comes of it."""
@@ -182,8 +183,3 @@ def mixed_difference(
 
 def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
-
-
-def _check_length(call: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{call}: expected a number above 0, got {value}.")

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_count, checked_positive
 from metagrad.hypergrad.problem import Estimate, Problem
-from metagrad.hypergrad.unroll import RuleOf, check_comparable, check_steps, descend, rule_for
+from metagrad.hypergrad.unroll import RuleOf, check_comparable, descend, rule_for
 from metagrad.optim.rule import Params
 
 _DRAWN = "draws random numbers, and has no graph"
@@ -159,7 +160,7 @@ class PersistentES:
 
     def __post_init__(self) -> None:
         _check("PersistentES", self.steps, self.pairs, self.scale)
-        check_steps("PersistentES(..., horizon)", self.horizon)
+        check_count("PersistentES(..., horizon)", self.horizon)
         if self.horizon % self.steps:
             raise ValueError(
                 f"PersistentES(..., horizon): expected a multiple of steps={self.steps}, got {self.horizon}."
@@ -252,7 +253,6 @@ def _outer(problem: Problem, values: Params, leaves: Sequence[Tensor]) -> Tensor
 
 
 def _check(call: str, steps: int, pairs: int, scale: float) -> None:
-    check_steps(f"{call}(..., steps)", steps)
-    check_steps(f"{call}(..., pairs)", pairs)
-    if not scale > 0:
-        raise ValueError(f"{call}(..., scale): expected a number above 0, got {scale}.")
+    check_count(f"{call}(..., steps)", steps)
+    check_count(f"{call}(..., pairs)", pairs)
+    checked_positive(f"{call}(..., scale)", scale)

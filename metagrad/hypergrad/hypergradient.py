@@ -87,7 +87,7 @@ def hypergradient(
 
 
 def checked(method: Method) -> Method:
-    """Refuse what is no method."""
+    """Refuse what is not a method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(
             f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
+from metagrad.core.checks import check_count, checked_positive
 from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, slopes
-from metagrad.hypergrad.unroll import RuleOf, check_comparable, check_steps, descend, rule_for
+from metagrad.hypergrad.unroll import RuleOf, check_comparable, descend, rule_for
 from metagrad.optim.rule import Params
 
 _STEPS = "finds what it compares by steps that are constants"
@@ -60,9 +61,8 @@ class F2SA:
     penalty: float = 100.0
 
     def __post_init__(self) -> None:
-        check_steps("F2SA(..., steps)", self.steps)
-        if not self.penalty > 0:
-            raise ValueError(f"F2SA(..., penalty): expected a number above 0, got {self.penalty}.")
+        check_count("F2SA(..., steps)", self.steps)
+        checked_positive("F2SA(..., penalty)", self.penalty)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Seek both minima, and compare gradients there."""
@@ -129,11 +129,10 @@ class BOME:
     barrier: float = 0.5
 
     def __post_init__(self) -> None:
-        check_steps("BOME(..., steps)", self.steps)
-        check_steps("BOME(..., inner_steps)", self.inner_steps)
-        for name, value in (("lr", self.lr), ("barrier", self.barrier)):
-            if not value > 0:
-                raise ValueError(f"BOME(..., {name}): expected a number above 0, got {value}.")
+        check_count("BOME(..., steps)", self.steps)
+        check_count("BOME(..., inner_steps)", self.inner_steps)
+        checked_positive("BOME(..., lr)", self.lr)
+        checked_positive("BOME(..., barrier)", self.barrier)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Move the parameters, and return the direction of ``hyper``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import check_count
 from metagrad.core.tree import HALF, Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Loss, Problem, gradients, refuse_sparse
 from metagrad.optim.curvature import needs_curvature
@@ -70,7 +70,7 @@ class Unroll:
     truncate: int | None = None
 
     def __post_init__(self) -> None:
-        check_steps("Unroll(..., steps)", self.steps)
+        check_count("Unroll(..., steps)", self.steps)
         checked_memory("Unroll(...)", self.memory)
         if self.truncate is not None and not 1 <= self.truncate <= self.steps:
             raise ValueError(
@@ -203,9 +203,3 @@ def check_comparable(problem: Problem, method: str, why: str) -> None:
                 f"{CALL}: {method} takes differences that are below the rounding of {value.dtype}, which {name!r} "
                 "has. Pass float32, or take CG or Unroll."
             )
-
-
-def check_steps(call: str, steps: object) -> None:
-    """Refuse what is not a positive int."""
-    if not is_integer(steps) or steps < 1:
-        raise ValueError(f"{call}: expected an int of 1 or more, got {steps!r}.")

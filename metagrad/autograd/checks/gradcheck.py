@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_integer, is_list_or_tuple
+from metagrad.core.checks import check_count, is_list_or_tuple
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 Scalar = Callable[[Sequence[Tensor]], Tensor]
@@ -119,8 +119,7 @@ def gradcheck(
 
 def _check_arguments(leaves: Sequence[Any], names: list[str], checked: list[int], **counts: object) -> None:
     for name, count in counts.items():
-        if not is_integer(count) or count < 1:
-            raise ValueError(f"gradcheck(..., {name}): expected an int of 1 or more, got {count!r}.")
+        check_count(f"gradcheck(..., {name})", count)
     if not checked:
         raise ValueError("gradcheck(fn, inputs): no input requires grad; call .requires_grad_() on some.")
     for i in checked:

@@ -35,7 +35,7 @@ Compute = Callable[[Params, Rule, Tasks], tuple]
 
 
 def check_nonfinite(policy: object, name: str = "MAML") -> None:
-    """Refuse a policy that is none."""
+    """Refuse an unknown policy."""
     if policy not in get_args(Nonfinite):
         raise ValueError(f'{name}(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
 

@@ -109,7 +109,7 @@ class Stacking:
 
 
 class Attempt:
-    """A context in which tasks run together, as nobody has seen the model do: it may turn out that it cannot.
+    """A context in which tasks run together, and in which torch.vmap may turn out not to take the model.
 
     Attributes:
         reason: Why the tasks must run one by one, where that turned out: the error is then suppressed.
@@ -145,7 +145,7 @@ class Attempt:
 
 
 def _is_of_vmap(error: BaseException) -> bool:
-    """Say whether an error may be torch.vmap's; one of the model's own comes out of the loop again."""
+    """Say whether an error may be torch.vmap's; if it is the model's own, the loop will raise it again."""
     return isinstance(error, Exception) and not isinstance(error, (torch.OutOfMemoryError, BudgetError))
 
 

@@ -536,7 +536,7 @@ def _is_constant(param: Tensor) -> bool:
 
 
 def _of_no_graph(losses: Tensor) -> Tensor:
-    """Return losses of which the graph is gone, so that differentiating them is an error that says why."""
+    """Return losses whose graph is freed: differentiating them raises an error that says why."""
 
     def refuse(cotangent: Tensor) -> None:
         raise RuntimeError(

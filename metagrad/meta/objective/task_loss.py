@@ -19,7 +19,14 @@ from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks, stacked
-from metagrad.meta.objective.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
+from metagrad.meta.objective.vmap import (
+    RESULT,
+    Values,
+    call_with,
+    forward_stacked,
+    losses_stacked,
+    values_for,
+)
 from metagrad.optim.rules import Params
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -111,12 +118,14 @@ class TaskLoss:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        values = values_for(self.model, params, self.rows, self.tables)
-        return call_with(self.model, values, x, self.norms, self.layers)
+        return call_with(self.model, self._values(params), x, self.norms, self.layers)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers, tables=self.tables)
+        return forward_stacked(self.model, self._values(params), x, self.norms, self.layers)
+
+    def _values(self, params: Params) -> Values:
+        return values_for(self.model, params, self.rows, self.tables)
 
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of the predictions for a task, of this shape."""
