@@ -1,4 +1,4 @@
-"""What ``memory=`` may say, and what a device has to give."""
+"""What ``memory=`` accepts, and how much memory a device has free."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def checked_memory(call: str, memory: Memory) -> Mode | int:
 
 
 def checked_bytes(call: str, name: str, value: Bytes) -> int:
-    """Return the bytes that an argument says."""
+    """Return an argument as a number of bytes."""
     if (number := _parsed(value)) is not None:
         return number
     raise ValueError(f'{call}: {name} must be bytes, such as 2e9 or "64MiB", got {value!r}.')
 
 
 def _parsed(value: Bytes) -> int | None:
-    """Return a number of bytes, at least one; None for what is none."""
+    """Return a number of bytes of at least one; None if the value is not one."""
     if isinstance(value, str):
         match = _BUDGET.fullmatch(value)
         value = float(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
@@ -62,7 +62,7 @@ def _parsed(value: Bytes) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much memory a device has to give: what is free, and what torch keeps in reserve."""
+    """Return how much memory is free on a device, together with what torch holds in reserve."""
     if device.type == "cuda":
         reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + reserve

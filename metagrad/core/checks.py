@@ -1,8 +1,9 @@
-"""What a user gives and is told: questions about values, whose types are promises until then, and warnings."""
+"""Checks of what users pass, and warnings."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import warnings
@@ -49,6 +50,19 @@ def is_mapping(value: object) -> TypeGuard[Mapping[Any, Any]]:
 def is_dict(value: object) -> TypeGuard[dict[Any, Any]]:
     """Say whether a value is a dict, of whatever."""
     return isinstance(value, dict)
+
+
+def check_count(call: str, value: object, least: int = 1) -> None:
+    """Refuse what is not an int of at least so much."""
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{call}: expected an int of {least} or more, got {value!r}.")
+
+
+def checked_positive(call: str, value: float) -> float:
+    """Return a number; refuse what is not above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{call}: expected a number above 0, got {value!r}.")
+    return value
 
 
 def check_function(call: str, name: str, function: object) -> None:

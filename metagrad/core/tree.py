@@ -5,12 +5,13 @@ The structure is torch's own pytree, so whatever torch.func takes, metagrad take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
+from metagrad.core import _torch
 from metagrad.core._torch import pytree
 
 Tree: TypeAlias = Any
@@ -113,6 +114,11 @@ def _fill(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
     return [next(supply) if leaf is HOLE else leaf for leaf in leaves]
 
 
+def constants(tree: Tree) -> Tree:
+    """Cut every tensor from its graph."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def detached(tree: Tree) -> Tree:
     """Cut every tensor from its graph; a leaf that required grad still does."""
     return tree_map(fresh_leaf, tree)
@@ -122,7 +128,18 @@ def fresh_leaf(value: Any) -> Any:
     """Return a graph leaf that shares the tensor's memory and its ``requires_grad``; constants pass."""
     if not isinstance(value, Tensor):
         return value
-    return value.detach().requires_grad_(value.requires_grad)
+    return as_variable(value.detach(), value) if value.requires_grad else value.detach()
+
+
+def as_variable(value: Tensor, like: Tensor) -> Tensor:
+    """Return a value to differentiate with respect to; ``like`` is a variable of any active torch.func transform.
+
+    Such a transform takes no leaves but its own: there the result depends on ``like``, with a derivative of zero.
+    """
+    if not _torch.functorch_is_active():
+        return value.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.where(value.new_ones((), dtype=torch.bool), value, like.expand_as(value))
 
 
 HALF = (torch.float16, torch.bfloat16)
@@ -131,6 +148,16 @@ HALF = (torch.float16, torch.bfloat16)
 def widened(x: Tensor) -> Tensor:
     """Return a tensor in the dtype that it is summed and moved in: float32 for half precision, else its own."""
     return x.float() if x.dtype in HALF else x
+
+
+def zeros_for_none(gradients: Iterable[Tensor | None], like: Iterable[Tensor]) -> list[Tensor]:
+    """Return gradients, of zeros where there are none."""
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, like, strict=True)]
+
+
+def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Add gradients, of which None is zero."""
+    return b if a is None else a if b is None else a + b
 
 
 def is_differentiable(tensor: Tensor) -> bool:

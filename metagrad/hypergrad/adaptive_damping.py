@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from metagrad.core.checks import is_a, is_integer
+from metagrad.core.checks import check_count, is_a
 from metagrad.curvature.solvers.solution import Result
 from metagrad.hypergrad.inverses import CG, Exact, Neumann
 from metagrad.hypergrad.problem import Estimate, Problem
@@ -65,10 +65,7 @@ class AdaptiveDamping:
             )
         if not self.factor > 1:
             raise ValueError(f"AdaptiveDamping(..., factor): expected a number above 1, got {self.factor}.")
-        if not is_integer(self.tries) or self.tries < 1:
-            raise ValueError(
-                f"AdaptiveDamping(..., tries): expected an int of 1 or more, got {self.tries!r}."
-            )
+        check_count("AdaptiveDamping(..., tries)", self.tries)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Solve with more and more damping; the carry is the method that was tried last."""

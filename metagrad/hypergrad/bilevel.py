@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import backward
+from metagrad.core.checks import check_count
 from metagrad.core.tree import Tree, detached, leaf_names, tree_leaves
 from metagrad.hypergrad.hypergradient import checked, completed
 from metagrad.hypergrad.inverses import CG
 from metagrad.hypergrad.problem import Method, Parameters, Problem
-from metagrad.hypergrad.unroll import check_steps, moved_by
+from metagrad.hypergrad.unroll import moved_by
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
 from metagrad.sparse.tables.row_sparse import RowSparse
@@ -127,9 +128,8 @@ def bilevel(
         analysis and enhanced design", ICML 2021, algorithm 1 (warm start); Wang, Zhu, Torralba, Efros, "Dataset
         distillation", arXiv:1811.10959, section 3 (an initialisation for each outer step).
     """
-    check_steps(f"{CALL}: steps", steps)
-    if inner_steps != 0:
-        check_steps(f"{CALL}: inner_steps", inner_steps)
+    check_count(f"{CALL}: steps", steps)
+    check_count(f"{CALL}: inner_steps", inner_steps, 0)
     method = checked(CG() if method is None else method)
     losses = _Batched(outer_loss, outer_batches), _Batched(inner_loss, inner_batches)
     begin = _beginning(params, warm_start)

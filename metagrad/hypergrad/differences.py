@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_for_none, zeros_if_none
-from metagrad.hypergrad.unroll import refuse_half, refuse_sparse, refuse_tables, refuse_tape
+from metagrad.core.checks import checked_positive
+from metagrad.core.tree import zeros_for_none
+from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, refuse_sparse, slopes
+from metagrad.hypergrad.unroll import check_comparable
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
@@ -61,18 +63,16 @@ class FiniteDifference:
     def __post_init__(self) -> None:
         if not self.lr >= 0:
             raise ValueError(f"FiniteDifference(lr): expected 0 or more, got {self.lr}.")
-        _check_length("FiniteDifference(..., length)", self.length)
+        checked_positive("FiniteDifference(..., length)", self.length)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Take the step, and two gradients beside it."""
-        refuse_tables(problem, "FiniteDifference")
-        refuse_tape(problem, "FiniteDifference", _DIFFERENCE)
-        refuse_half(problem, "FiniteDifference")
+        check_comparable(problem, "FiniteDifference", _DIFFERENCE)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
             return Estimate(zeros_for_none(problem.direct(values, hyper)[1], hyper))
-        slopes = _slopes(problem, values, hyper)
-        moved = {name: _leaf(v - self.lr * slopes[name]) for name, v in values.items()}
+        inner = slopes(problem.inner, values, hyper)
+        moved = {name: _leaf(v - self.lr * inner[name]) for name, v in values.items()}
         direction, direct = problem.direct(moved, hyper)
         refuse_sparse(direction)
         mixed = mixed_difference(problem, values, hyper, direction, self.length)
@@ -122,30 +122,28 @@ class SAMA:
     length: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_length("SAMA(..., length)", self.length)
+        checked_positive("SAMA(..., length)", self.length)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Differentiate the update, and take two gradients along what comes of it."""
-        refuse_tables(problem, "SAMA")
-        refuse_tape(problem, "SAMA", _DIFFERENCE)
-        refuse_half(problem, "SAMA")
+        check_comparable(problem, "SAMA", _DIFFERENCE)
         rule, state = self._optimizer(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
-        slopes = {name: _leaf(g) for name, g in _slopes(problem, values, hyper).items()}
+        inner = {name: _leaf(g) for name, g in slopes(problem.inner, values, hyper).items()}
         cotangents, direct = problem.direct(values, hyper)
         refuse_sparse(cotangents)
         start = {name: v.detach() for name, v in values.items()}
         with torch.enable_grad():
             state = rule.init(start) if state is None else state
-            updated = rule.update(slopes, state, start)[0]
+            updated = rule.update(inner, state, start)[0]
         moved = [name for name, value in updated.items() if value.requires_grad]  # not what has no elements
         found = torch.autograd.grad(
             [updated[name] for name in moved],
-            list(slopes.values()),
+            list(inner.values()),
             [cotangents[name] for name in moved],
             allow_unused=True,
         )
-        direction = {n: -zeros_if_none(g, values[n]) for n, g in zip(values, found, strict=True)}
+        direction = {n: -g for n, g in zip(values, zeros_for_none(found, values.values()), strict=True)}
         mixed = mixed_difference(problem, values, hyper, direction, self.length)
         return Estimate([minus(a, b) for a, b in zip(direct, mixed, strict=True)])
 
@@ -167,7 +165,7 @@ class SAMA:
 
 def mixed_difference(
     problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params, length: float
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
     norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
     if not bool(norm > 0):
@@ -183,21 +181,5 @@ def mixed_difference(
     return [None if d is None else d / (2 * epsilon) for d in differences]
 
 
-def _slopes(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
-    """Return the gradient of the inner loss."""
-    constants = [leaf.detach() for leaf in hyper]
-    with torch.enable_grad():
-        loss = problem.inner(values, constants)
-    found = gradients(loss, list(values.values()))
-    slopes = {name: zeros_if_none(g, v) for (name, v), g in zip(values.items(), found, strict=True)}
-    refuse_sparse(slopes)
-    return slopes
-
-
 def _leaf(value: Tensor) -> Tensor:
     return value.detach().requires_grad_()
-
-
-def _check_length(call: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{call}: expected a number above 0, got {value}.")

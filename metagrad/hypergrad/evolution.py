@@ -10,16 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from metagrad.core.checks import check_count, checked_positive
 from metagrad.hypergrad.problem import Estimate, Problem
-from metagrad.hypergrad.unroll import (
-    RuleOf,
-    check_steps,
-    descend,
-    refuse_half,
-    refuse_tables,
-    refuse_tape,
-    rule_for,
-)
+from metagrad.hypergrad.unroll import RuleOf, check_comparable, descend, rule_for
 from metagrad.optim.rule import Params
 
 _DRAWN = "draws random numbers, and has no graph"
@@ -81,9 +74,7 @@ class EvolutionStrategies:
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Unroll both ends of every pair."""
-        refuse_tables(problem, "EvolutionStrategies")
-        refuse_tape(problem, "EvolutionStrategies", _DRAWN)
-        refuse_half(problem, "EvolutionStrategies")
+        check_comparable(problem, "EvolutionStrategies", _DRAWN)
         leaves = [leaf.detach() for leaf in problem.hyper_leaves()]
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for _ in range(self.pairs):
@@ -91,7 +82,7 @@ class EvolutionStrategies:
             above, below = (self._value(problem, _moved(leaves, noise, sign)) for sign in (1, -1))
             weight = (above - below) / (2 * self.pairs * self.scale**2)
             total = [t + weight * e for t, e in zip(total, noise, strict=True)]
-        return Estimate(list(total))
+        return Estimate(total)
 
     def _value(self, problem: Problem, leaves: Sequence[Tensor]) -> Tensor:
         rule = rule_for(self.rule, problem, leaves)
@@ -169,7 +160,7 @@ class PersistentES:
 
     def __post_init__(self) -> None:
         _check("PersistentES", self.steps, self.pairs, self.scale)
-        check_steps("PersistentES(..., horizon)", self.horizon)
+        check_count("PersistentES(..., horizon)", self.horizon)
         if self.horizon % self.steps:
             raise ValueError(
                 f"PersistentES(..., horizon): expected a multiple of steps={self.steps}, got {self.horizon}."
@@ -185,19 +176,17 @@ class PersistentES:
 
     def estimate(self, problem: Problem, carry: Particles | None = None) -> Estimate:
         """Run one truncation of particles, or, without any, all of a horizon."""
-        refuse_tables(problem, "PersistentES")
-        refuse_tape(problem, "PersistentES", _DRAWN)
-        refuse_half(problem, "PersistentES")
+        check_comparable(problem, "PersistentES", _DRAWN)
         if carry is not None:
             particles = self.begin(problem) if carry.step >= self.horizon else carry
             found, particles = self._truncation(problem, particles)
-            return Estimate(list(found), carry=particles)
+            return Estimate(found, carry=particles)
         particles = self.begin(problem)
         total: list[Tensor] = []
         for _ in range(self.horizon // self.steps):
             found, particles = self._truncation(problem, particles)
             total = [a + b for a, b in zip(total, found, strict=True)] if total else found
-        return Estimate(list(total))
+        return Estimate(total)
 
     def _truncation(self, problem: Problem, particles: Particles) -> tuple[list[Tensor], Particles]:
         leaves = [leaf.detach() for leaf in problem.hyper_leaves()]
@@ -264,7 +253,6 @@ def _outer(problem: Problem, values: Params, leaves: Sequence[Tensor]) -> Tensor
 
 
 def _check(call: str, steps: int, pairs: int, scale: float) -> None:
-    check_steps(f"{call}(..., steps)", steps)
-    check_steps(f"{call}(..., pairs)", pairs)
-    if not scale > 0:
-        raise ValueError(f"{call}(..., scale): expected a number above 0, got {scale}.")
+    check_count(f"{call}(..., steps)", steps)
+    check_count(f"{call}(..., pairs)", pairs)
+    checked_positive(f"{call}(..., scale)", scale)

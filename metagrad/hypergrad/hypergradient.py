@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.tape import is_transformed
-from metagrad.core.tree import Tree, leaf_names, tree_leaves
+from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
 from metagrad.hypergrad.implicit import check_solution
 from metagrad.hypergrad.inverses import CG
-from metagrad.hypergrad.problem import CALL, BilevelLoss, Estimate, Method, Parameters, Problem, zeros_if_none
+from metagrad.hypergrad.problem import CALL, BilevelLoss, Estimate, Method, Parameters, Problem
 
 
 def hypergradient(
@@ -87,7 +87,7 @@ def hypergradient(
 
 
 def checked(method: Method) -> Method:
-    """Refuse what is no method."""
+    """Refuse what is not a method."""
     if isinstance(method, type) or not hasattr(method, "estimate"):
         raise TypeError(
             f"hypergradient(..., method): expected a method such as hypergrad.CG(steps=20), got {method!r}."
@@ -105,7 +105,8 @@ def completed(problem: Problem, estimate: Estimate) -> Tree:
             raise ValueError(
                 f"{CALL}: neither loss depends on {name}. Leave it out of hyper, or look for a detach."
             )
-    found = [zeros_if_none(g, leaf).to(leaf.dtype) for g, leaf in zip(estimate.gradient, leaves, strict=True)]
+    filled = zeros_for_none(estimate.gradient, leaves)
+    found = [g.to(leaf.dtype) for g, leaf in zip(filled, leaves, strict=True)]
     for name, gradient in zip(names, found, strict=True):
         if not is_finite([gradient]):
             raise ValueError(

@@ -13,9 +13,10 @@ Methods differ in how they find u.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ from metagrad.autograd.derivatives.variables import (
 )
 from metagrad.core._torch import gradients_or_none, linalg
 from metagrad.core.checks import warn
-from metagrad.core.tree import widened
+from metagrad.core.tree import widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus, zeros_for_none
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
@@ -50,22 +51,18 @@ _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAG
 
 @dataclass(frozen=True)
 class ImplicitMethod:
-    """A method that is an inverse of the Hessian of the inner loss; :func:`attach` takes it too."""
+    """A method that is an inverse of the Hessian of the inner loss; :func:`attach` takes it too.
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether it solves the system, so that its derivative may be differentiated."""
-        return False
+    Attributes:
+        is_exact: Whether it solves the system but for its ``damping``, so that the derivative may be differentiated.
+    """
+
+    is_exact: ClassVar[bool] = False
 
     @property
     def is_zero(self) -> bool:
         """Whether u is zero: the minimum is treated as a constant."""
         return False
-
-    @property
-    def undamped(self) -> ImplicitMethod:
-        """What solves the system itself, by which a minimum depends on ``hyper``, however damped u is."""
-        return self
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve for rows, with the Hessian; with gradients enabled, on the tape if the products are.
@@ -114,7 +111,8 @@ class ImplicitMethod:
                     f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
                     "sparse, or use embeddings without sparse gradients."
                 )
-            step = self.undamped.inverse(H, H.gradient.detach() - H.gradient)
+            undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # however damped u is
+            step = undamped.inverse(H, H.gradient.detach() - H.gradient)
             check_solution(CALL, step)
             point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))

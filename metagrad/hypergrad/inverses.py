@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import check_count, checked_positive
 from metagrad.core.tree import widened
 from metagrad.curvature.linear_map import LinearMap, Rows
 from metagrad.curvature.solvers import cg, dense, neumann, nystrom
@@ -52,25 +52,16 @@ class CG(ImplicitMethod):
         Levine, "Meta-learning with implicit gradients", NeurIPS 2019, section 3.
     """
 
+    is_exact = True
     steps: int = 20
     _: KW_ONLY
     damping: float = 0.0
     rtol: float = 1e-10
 
     def __post_init__(self) -> None:
-        _check_count("CG(steps)", self.steps)
+        check_count("CG(steps)", self.steps)
         _check_number("CG(..., damping)", self.damping)
         _check_number("CG(..., rtol)", self.rtol)
-
-    @property
-    def is_exact(self) -> bool:
-        """As far as it converges."""
-        return True
-
-    @property
-    def undamped(self) -> CG:
-        """The same without damping."""
-        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -117,7 +108,7 @@ class Neumann(ImplicitMethod):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_count("Neumann(steps)", self.steps)
+        check_count("Neumann(steps)", self.steps)
         _check_number("Neumann(..., damping)", self.damping)
         neumann.Neumann(self.scale)  # checks it
 
@@ -148,21 +139,12 @@ class Exact(ImplicitMethod):
         Griewank, Walther, "Evaluating derivatives", 2008, section 15.1.
     """
 
+    is_exact = True
     _: KW_ONLY
     damping: float = 0.0
 
     def __post_init__(self) -> None:
         _check_number("Exact(damping)", self.damping)
-
-    @property
-    def is_exact(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def undamped(self) -> Exact:
-        """The same without damping."""
-        return dataclasses.replace(self, damping=0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -209,9 +191,8 @@ class Nystrom(ImplicitMethod):
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        _check_count("Nystrom(rank)", self.rank)
-        if not self.damping > 0:
-            raise ValueError(f"Nystrom(..., damping): expected a number above 0, got {self.damping}.")
+        check_count("Nystrom(rank)", self.rank)
+        checked_positive("Nystrom(..., damping)", self.damping)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Approximate, and invert that."""
@@ -338,11 +319,6 @@ def _largest(b: Tensor) -> Tensor:
     """Return the size of the largest element of each row, 1 where all are zero."""
     size = b.detach().abs().amax(-1, keepdim=True) if b.shape[-1] else b.new_zeros(())
     return torch.where(size > 0, size, 1.0)
-
-
-def _check_count(call: str, value: object) -> None:
-    if not is_integer(value) or value < 1:
-        raise ValueError(f"{call}: expected an int of 1 or more, got {value!r}.")
 
 
 def _check_number(call: str, value: float) -> None:

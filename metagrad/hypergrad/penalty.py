@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import to_list
-from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, zeros_if_none
-from metagrad.hypergrad.unroll import (
-    Loss,
-    RuleOf,
-    check_steps,
-    descend,
-    refuse_half,
-    refuse_tables,
-    refuse_tape,
-    rule_for,
-)
+from metagrad.core.checks import check_count, checked_positive
+from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, slopes
+from metagrad.hypergrad.unroll import RuleOf, check_comparable, descend, rule_for
 from metagrad.optim.rule import Params
 
 _STEPS = "finds what it compares by steps that are constants"
@@ -69,15 +61,12 @@ class F2SA:
     penalty: float = 100.0
 
     def __post_init__(self) -> None:
-        check_steps("F2SA(..., steps)", self.steps)
-        if not self.penalty > 0:
-            raise ValueError(f"F2SA(..., penalty): expected a number above 0, got {self.penalty}.")
+        check_count("F2SA(..., steps)", self.steps)
+        checked_positive("F2SA(..., penalty)", self.penalty)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Seek both minima, and compare gradients there."""
-        refuse_tables(problem, "F2SA")
-        refuse_tape(problem, "F2SA", _STEPS)
-        refuse_half(problem, "F2SA")
+        check_comparable(problem, "F2SA", _STEPS)
         hyper = problem.hyper_leaves()
         rule = rule_for(self.rule, problem, [leaf.detach() for leaf in hyper])
 
@@ -140,17 +129,14 @@ class BOME:
     barrier: float = 0.5
 
     def __post_init__(self) -> None:
-        check_steps("BOME(..., steps)", self.steps)
-        check_steps("BOME(..., inner_steps)", self.inner_steps)
-        for name, value in (("lr", self.lr), ("barrier", self.barrier)):
-            if not value > 0:
-                raise ValueError(f"BOME(..., {name}): expected a number above 0, got {value}.")
+        check_count("BOME(..., steps)", self.steps)
+        check_count("BOME(..., inner_steps)", self.inner_steps)
+        checked_positive("BOME(..., lr)", self.lr)
+        checked_positive("BOME(..., barrier)", self.barrier)
 
     def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
         """Move the parameters, and return the direction of ``hyper``."""
-        refuse_tables(problem, "BOME")
-        refuse_tape(problem, "BOME", _STEPS)
-        refuse_half(problem, "BOME")
+        check_comparable(problem, "BOME", _STEPS)
         hyper = problem.hyper_leaves()
         constants = [leaf.detach() for leaf in hyper]
         values = problem.variables()
@@ -171,7 +157,7 @@ class BOME:
         self, problem: Problem, values: Params, hyper: Sequence[Tensor]
     ) -> tuple[Params, Params, float]:
         """Return the gradients of both losses in the parameters, and the penalty that holds the barrier."""
-        f, g = (_slopes(loss, values, hyper) for loss in (problem.outer, problem.inner))
+        f, g = (slopes(loss, values, hyper) for loss in (problem.outer, problem.inner))
         return f, g, self._penalty(f, g)
 
     def _penalty(self, f: Params, g: Params) -> float:
@@ -180,14 +166,6 @@ class BOME:
         products = [(a * b).sum(dtype=torch.float64) for a, b in zip(f.values(), g.values(), strict=True)]
         size, inner = to_list(torch.stack([torch.stack(squares).sum(), torch.stack(products).sum()]))
         return max(self.barrier - inner / size, 0.0) if size > 0 else 0.0
-
-
-def _slopes(loss: Loss, values: Params, hyper: Sequence[Tensor]) -> Params:
-    """Differentiate a loss with respect to the parameters."""
-    with torch.enable_grad():
-        value = loss(values, hyper)
-    found = gradients(value, list(values.values()))
-    return {name: zeros_if_none(x, v) for (name, v), x in zip(values.items(), found, strict=True)}
 
 
 def _penalised(

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from metagrad.core.checks import check_function, is_a
-from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.core.tree import (
+    Tree,
+    is_differentiable,
+    leaf_names,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    zeros_for_none,
+)
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.optim.rule import Params, Rule
 from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 CREATE = "hypergradient(..., create_graph=True)"
 CALL = "hypergradient(outer_loss, inner_loss, params, hyper)"
@@ -23,6 +32,10 @@ Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 
 BilevelLoss: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss(params, hyper)``, a tensor with one element."""
+
+
+Loss: TypeAlias = Callable[[Params, Sequence[Tensor]], Tensor]
+"""Leaves of the parameters and of ``hyper``, to one number."""
 
 
 class Estimate(NamedTuple):
@@ -35,7 +48,7 @@ class Estimate(NamedTuple):
         carry: The state of the method, for the next outer step.
     """
 
-    gradient: list[Tensor | None]
+    gradient: Sequence[Tensor | None]
     solution: Solution | None = None
     residual: float = 0.0
     carry: Any = None
@@ -129,8 +142,8 @@ class Problem:
         with torch.enable_grad():
             loss = self.outer(values, hyper)
         found = gradients(loss, [*values.values(), *hyper])
-        of_params = zip(values.items(), found, strict=False)
-        return {name: zeros_if_none(g, p) for (name, p), g in of_params}, found[len(values) :]
+        of_params = zeros_for_none(found[: len(values)], values.values())
+        return dict(zip(values, of_params, strict=True)), found[len(values) :]
 
     def _one_number(
         self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]
@@ -155,14 +168,24 @@ def gradients(
     )
 
 
-def zeros_if_none(gradient: Tensor | None, like: Tensor) -> Tensor:
-    """Return a gradient, of zeros where there is none."""
-    return torch.zeros_like(like) if gradient is None else gradient
+def slopes(loss: Loss, values: Params, hyper: Sequence[Tensor]) -> Params:
+    """Differentiate a loss with respect to the parameters, as a whole."""
+    with torch.enable_grad():
+        value = loss(values, [leaf.detach() for leaf in hyper])
+    found = zeros_for_none(gradients(value, list(values.values())), values.values())
+    by_name = dict(zip(values, found, strict=True))
+    refuse_sparse(by_name)
+    return by_name
 
 
-def zeros_for_none(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return gradients, of zeros where there are none."""
-    return [zeros_if_none(gradient, tensor) for gradient, tensor in zip(gradients, like, strict=True)]
+def refuse_sparse(slopes: Params) -> None:
+    """Refuse gradients of tables that are sparse where a method moves parameters as a whole."""
+    for name, slope in slopes.items():
+        if isinstance(slope, RowSparse) or slope.layout != torch.strided:
+            raise ValueError(
+                f"{CALL}: the gradient of the table {name!r} is sparse, and the method takes whole ones. Take CG or "
+                "another method with the Hessian, or an embedding without sparse gradients."
+            )
 
 
 def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

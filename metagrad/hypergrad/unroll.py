@@ -12,23 +12,19 @@ from torch import Tensor
 from metagrad.autograd.derivatives.grad import grad
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import check_count
 from metagrad.core.tree import HALF, Tree, leaf_names, tree_leaves
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, gradients
+from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Loss, Problem, gradients, refuse_sparse
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
-from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 RuleOf: TypeAlias = "Rule | Callable[[Tree], Rule]"
 """A rule, or a function of ``hyper`` that returns one, so that learning rates can be learned."""
-
-Loss: TypeAlias = Callable[[Params, Sequence[Tensor]], Tensor]
-"""Leaves of the parameters and of ``hyper``, to one number."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Unroll:
     truncate: int | None = None
 
     def __post_init__(self) -> None:
-        check_steps("Unroll(..., steps)", self.steps)
+        check_count("Unroll(..., steps)", self.steps)
         checked_memory("Unroll(...)", self.memory)
         if self.truncate is not None and not 1 <= self.truncate <= self.steps:
             raise ValueError(
@@ -186,24 +182,17 @@ def refuse_tables(problem: Problem, method: str) -> None:
         )
 
 
-def refuse_sparse(slopes: Params) -> None:
-    """Refuse gradients of tables that are sparse where a method moves parameters as a whole."""
-    for name, slope in slopes.items():
-        if isinstance(slope, RowSparse) or slope.layout != torch.strided:
-            raise ValueError(
-                f"{CALL}: the gradient of the table {name!r} is sparse, and the method takes whole ones. Take CG or "
-                "another method with the Hessian, or an embedding without sparse gradients."
-            )
+def check_comparable(problem: Problem, method: str, why: str) -> None:
+    """Refuse what a method cannot do that compares losses or gradients at two points, by steps of whole parameters.
 
-
-def refuse_tape(problem: Problem, method: str, why: str) -> None:
-    """Refuse ``create_graph`` for a method whose result has no graph."""
+    Args:
+        problem: The problem.
+        method: Its name.
+        why: Why its result has no graph.
+    """
+    refuse_tables(problem, method)
     if problem.create_graph:
         raise ValueError(f"{CREATE}: {method} {why}. Take CG, Exact or Unroll.")
-
-
-def refuse_half(problem: Problem, method: str) -> None:
-    """Refuse numbers of half precision for a method that compares losses or gradients at two close points."""
     named = [
         *problem.params.items(),
         *zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True),
@@ -214,9 +203,3 @@ def refuse_half(problem: Problem, method: str) -> None:
                 f"{CALL}: {method} takes differences that are below the rounding of {value.dtype}, which {name!r} "
                 "has. Pass float32, or take CG or Unroll."
             )
-
-
-def check_steps(call: str, steps: object) -> None:
-    """Refuse what is not a positive int."""
-    if not is_integer(steps) or steps < 1:
-        raise ValueError(f"{call}: expected an int of 1 or more, got {steps!r}.")

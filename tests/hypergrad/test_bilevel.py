@@ -177,7 +177,7 @@ def test_parameters_are_drawn_for_each_outer_step():
     ("options", "error", "message"),
     [
         ({"steps": 0}, ValueError, r"steps: expected an int of 1 or more, got 0"),
-        ({"inner_steps": -1}, ValueError, r"inner_steps: expected an int of 1 or more, got -1"),
+        ({"inner_steps": -1}, ValueError, r"inner_steps: expected an int of 0 or more, got -1"),
         ({"inner": 0.1}, TypeError, "inner must be a rule, such as .*, or a function of a list of tensors"),
         ({"outer": torch.optim.SGD([torch.zeros(1)])}, TypeError, "outer must be a rule"),
         ({"method": hypergrad.CG}, TypeError, "expected a method such as"),

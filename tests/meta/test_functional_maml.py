@@ -28,12 +28,13 @@ def loss_at(maml, batch):
     return lambda params: functional_call(maml, params, (batch,)).loss
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1])
+@pytest.mark.parametrize("options", [{}, {"task_chunk": 1}, {"truncate": 1}], ids=str)
 @pytest.mark.parametrize("transform", [grad, jacrev])
-def test_reverse_mode_of_a_functional_call(regression, textbook, task_chunk, transform):
-    maml = make(task_chunk=task_chunk)
+def test_reverse_mode_of_a_functional_call(regression, textbook, options, transform):
+    maml = make(**options)
     got = transform(loss_at(maml, regression))(values_of(maml))
-    loss = textbook(maml.model, F.mse_loss, regression, lr=maml.inner_lr, steps=2).mean()
+    truncate = options.get("truncate")
+    loss = textbook(maml.model, F.mse_loss, regression, lr=maml.inner_lr, steps=2, truncate=truncate).mean()
     expected = torch.autograd.grad(loss, list(maml.parameters()))
     torch.testing.assert_close([got[name] for name, _ in maml.named_parameters()], list(expected))
 

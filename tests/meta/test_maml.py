@@ -401,6 +401,12 @@ def test_a_loss_without_any_parameter_is_refused(regression):
     maml = mg.MAML(Detached(2, 3).double(), F.mse_loss, inner=sgd(lr=0.1), steps=1, task_chunk=1)
     with pytest.raises(ValueError, match="depends on none of the parameters"):
         maml(regression)
+    maml.loss_fn = lambda prediction, y: (prediction.detach() - y).square().mean()  # without any graph
+    with pytest.raises(ValueError, match="depends on none of the parameters"):
+        maml(regression)
+    maml.loss_fn = lambda prediction, y: prediction.mean() * 1j
+    with pytest.raises(TypeError, match=r"real floating point number, got torch.complex128"):
+        maml(regression)
     maml = mg.MAML(nn.Linear(2, 3).double(), lambda prediction, y: None, inner=sgd(lr=0.1), steps=1)
     with pytest.raises(
         TypeError, match=r"^MAML\(model, loss_fn\): loss_fn must return a tensor, got NoneType"
@@ -511,9 +517,9 @@ def test_a_loss_that_is_not_a_scalar_is_named(regression, task_chunk):
 
 
 @pytest.mark.parametrize("task_chunk", [None, 1])
-def test_targets_that_would_be_broadcast_are_refused(regression, task_chunk):
+@pytest.mark.parametrize("loss_fn", [functools.partial(F.mse_loss), nn.MSELoss()], ids=["function", "module"])
+def test_targets_that_would_be_broadcast_are_refused(regression, loss_fn, task_chunk):
     (sx, sy), query = regression
-    loss_fn = functools.partial(F.mse_loss)
     maml = mg.MAML(mlp(), loss_fn, inner=sgd(lr=0.1), steps=1, task_chunk=task_chunk)
     with pytest.raises(ValueError, match=r"returns \(6, 3\).*targets are \(6, 1\).*broadcast"):
         maml(Batch(Examples(sx, sy[..., :1]), query))

@@ -21,7 +21,7 @@ from metagrad.autograd.blocks.record import record_chain
 from metagrad.autograd.blocks.types import Chain, Params
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.recompute.checkpoint import Vjp, attached
-from metagrad.core.tree import Tree
+from metagrad.core.tree import Tree, zeros_for_none
 
 
 class LossAndGradient(NamedTuple):
@@ -171,4 +171,4 @@ def filled(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Ten
             "block_gradient(chain, ...): the loss depends on none of the parameters. Is something detached, or "
             "computed under torch.no_grad()?"
         )
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params, strict=True)]
+    return zeros_for_none(grads, params)

@@ -27,7 +27,7 @@ from metagrad.autograd.derivatives.graph_vjp import graph_jvp, graph_vjp
 from metagrad.autograd.recompute.checkpoint import vjp
 from metagrad.autograd.recompute.replay import Call
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import fresh_leaf
+from metagrad.core.tree import fresh_leaf, plus
 
 Maybe: TypeAlias = "list[Tensor | None]"
 
@@ -62,9 +62,7 @@ class Stage(NamedTuple):
         end = len(self.before) + self.width
         ends = [*values[: len(self.before)], *values[end:]]
         for index, value in zip([*self.before, *self.after], ends, strict=True):
-            if value is not None:
-                total = totals[index]
-                totals[index] = value if total is None else total + value
+            totals[index] = plus(totals[index], value)
         return list(values[len(self.before) : end])
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_count, is_list_or_tuple
 from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
 
 Scalar = Callable[[Sequence[Tensor]], Tensor]
@@ -37,7 +38,7 @@ class WrongDerivative(GradcheckError):  # noqa: N818 - it reads as what it says
 
 def gradcheck(
     fn: Callable[..., Tree],
-    inputs: Sequence[Tree] | Tensor,
+    inputs: Sequence[Tree] | Tree,
     *,
     order: int = 3,
     eps: float | Sequence[float] = 1e-4,
@@ -57,13 +58,14 @@ def gradcheck(
 
     Args:
         fn: A smooth deterministic function of ``inputs``; what it returns is a tree of tensors.
-        inputs: Trees of tensors, passed as ``fn(*inputs)``; float64 leaves that require grad are checked.
+        inputs: A list or a tuple of trees of tensors, passed as ``fn(*inputs)``, or one tree; float64 leaves that
+            require grad are checked.
         order: The highest derivative, 1 or more.
         eps: The finite-difference step; or several, of which one must agree: a function with kinks (ReLU) is smooth
             within a step that is small enough.
         rtol: Tolerance relative to the size of the derivative.
         atol: Absolute tolerance.
-        directions: How many random directions to check in each input.
+        directions: How many random directions to check in each input, 1 or more.
         seed: Seed of the contractions and the directions.
 
     Returns:
@@ -71,7 +73,8 @@ def gradcheck(
 
     Raises:
         GradcheckError: A derivative is wrong or cut; the message names the input and the order.
-        ValueError: No input requires grad, one that does is not float64, or ``order`` is below 1.
+        ValueError: No input requires grad, one that does is not float64, ``fn`` returns no floating point tensor, or
+            ``order`` or ``directions`` is not an int of 1 or more.
 
     Example:
         >>> x = torch.tensor([0.3, 0.5], dtype=torch.float64, requires_grad=True)
@@ -82,11 +85,11 @@ def gradcheck(
         Nested finite differences of the gradient of the gradient: Maclaurin, Duvenaud, Adams, "Autograd",
         AutoML workshop 2015 (``check_grads``).
     """
-    trees = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    trees = tuple(inputs) if is_list_or_tuple(inputs) else (inputs,)
     leaves, spec = tree_flatten(trees)
     names = leaf_names(trees, "inputs")
     checked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    _check_arguments(leaves, names, checked, order)
+    _check_arguments(leaves, names, checked, order=order, directions=directions)
     points = [leaves[i].detach() for i in checked]
 
     def outputs_at(values: Sequence[Tensor]) -> list[Tensor]:
@@ -94,22 +97,29 @@ def gradcheck(
         for index, value in zip(checked, values, strict=True):
             filled[index] = value
         results = tree_leaves(fn(*tree_unflatten(filled, spec)))
-        return [r for r in results if isinstance(r, Tensor) and is_differentiable(r)]
+        found = [r for r in results if isinstance(r, Tensor) and is_differentiable(r)]
+        if not found:
+            raise ValueError(
+                "gradcheck(fn, inputs): fn returns no floating point tensor, so there is no derivative to check. It "
+                "must return a tree of tensors, such as a tensor or a dict, and no .item()."
+            )
+        return [torch.view_as_real(r) if r.is_complex() else r for r in found]
 
     generator = torch.Generator(device="cpu").manual_seed(seed)
     steps = tuple(eps) if isinstance(eps, Sequence) else (eps,)
     comparison = _Comparison([names[i] for i in checked], steps, rtol, atol, directions, generator)
-    level = _contracted(outputs_at, points, generator)
-    comparison.check(level, points, 1)
-    for k in range(2, order + 1):
-        level = _sum(level, _contracted(_gradient_of(level), points, generator))
-        comparison.check(level, points, k)
+    with torch.enable_grad():
+        level = _contracted(outputs_at, points, generator)
+        comparison.check(level, points, 1)
+        for k in range(2, order + 1):
+            level = _sum(level, _contracted(_gradient_of(level), points, generator))
+            comparison.check(level, points, k)
     return True
 
 
-def _check_arguments(leaves: Sequence[Any], names: list[str], checked: list[int], order: int) -> None:
-    if order < 1:
-        raise ValueError(f"gradcheck(..., order): expected 1 or more, got {order}.")
+def _check_arguments(leaves: Sequence[Any], names: list[str], checked: list[int], **counts: object) -> None:
+    for name, count in counts.items():
+        check_count(f"gradcheck(..., {name})", count)
     if not checked:
         raise ValueError("gradcheck(fn, inputs): no input requires grad; call .requires_grad_() on some.")
     for i in checked:
@@ -139,11 +149,7 @@ def _contracted(
 
 
 def _gradient_of(scalar: Scalar) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    def gradient(values: Sequence[Tensor]) -> list[Tensor]:
-        with torch.enable_grad():
-            return _gradient(scalar(values), values, create_graph=True)
-
-    return gradient
+    return lambda values: _gradient(scalar(values), values, create_graph=True)
 
 
 def _gradient(loss: Tensor, values: Sequence[Tensor], create_graph: bool = False) -> list[Tensor]:

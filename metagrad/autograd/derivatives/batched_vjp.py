@@ -56,7 +56,7 @@ class Together:
             start += size
 
     def most(self, chunk: int, device: torch.device) -> int:
-        """Return how many products gain by being asked for at once; at first two, of which one is measured."""
+        """Return how many products to ask for at once; two at first, one of which is measured."""
         if self.bytes_each is None:
             return 2
         on_cpu = device.type == "cpu"

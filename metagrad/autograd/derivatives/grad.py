@@ -12,7 +12,7 @@ from metagrad.core._torch import gradients_or_none
 from metagrad.core.checks import is_a
 from metagrad.core.modules import is_freed, refuse_freed
 from metagrad.core.tape import is_differentiated, is_transformed
-from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten
+from metagrad.core.tree import Tree, leaf_names, tree_flatten, tree_unflatten, zeros_for_none
 
 
 def grad(
@@ -77,8 +77,7 @@ def grad(
             f"grad(loss, params): the loss does not depend on {', '.join(names[i] for i in unused)}. "
             "Leave it out of params, or pass materialize_grads=True to get zeros."
         )
-    filled = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
-    return tree_unflatten(filled, spec)
+    return tree_unflatten(zeros_for_none(grads, leaves), spec)
 
 
 def check_loss(call: str, loss: Tensor) -> None:

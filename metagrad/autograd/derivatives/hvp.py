@@ -21,7 +21,15 @@ from metagrad.core.capture import forward_mode
 from metagrad.core.checks import check_function, is_a, is_dict
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tape import is_differentiated, is_transformed
-from metagrad.core.tree import Tree, is_differentiable, leaf_names, tree_flatten, tree_leaves, tree_unflatten
+from metagrad.core.tree import (
+    Tree,
+    is_differentiable,
+    leaf_names,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    zeros_for_none,
+)
 
 Mode = Literal["reverse", "forward", "block"]
 
@@ -218,7 +226,11 @@ def _by_blocks(
     walk = BlockwiseGradient(recorded.stages, len(leaves), torch.ones_like(recorded.loss))
     needed = [index < len(leaves) for index in range(len(recorded.operands))]
     found = walk.rates(recorded.operands, needed, [*weights], None, with_gradients=True)
-    return loss, filled(found.gradients[: len(leaves)], leaves), _filled(found.rates[: len(leaves)], leaves)
+    return (
+        loss,
+        filled(found.gradients[: len(leaves)], leaves),
+        zeros_for_none(found.rates[: len(leaves)], leaves),
+    )
 
 
 def _variable(leaf: Tensor) -> Tensor:
@@ -229,11 +241,7 @@ def _variable(leaf: Tensor) -> Tensor:
 def _product(
     gradient: Sequence[Tensor], inputs: list[Tensor], weights: list[Tensor], create_graph: bool
 ) -> list[Tensor]:
-    return _filled(graph_vjp(gradient, inputs, weights, create_graph=create_graph), inputs)
-
-
-def _filled(found: Sequence[Tensor | None], like: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros_like(leaf) if f is None else f for f, leaf in zip(found, like, strict=True)]
+    return zeros_for_none(graph_vjp(gradient, inputs, weights, create_graph=create_graph), inputs)
 
 
 def _checked(params: Tree, v: Tree) -> tuple[list[Tensor], list[Tensor]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
@@ -16,7 +15,7 @@ from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, pl
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
 from metagrad.core.checks import check_function, is_integer, warn
-from metagrad.core.tree import Tree, detached, tree_map
+from metagrad.core.tree import Tree, constants, detached, tree_map
 
 
 def unroll(
@@ -192,10 +191,6 @@ def _without_graphs(step: Step, state: Tree, args: tuple[Any, ...], times: range
     def detached_step(state: Tree, t: int, *args: Tree) -> tuple[Tree, Tree]:
         with torch.enable_grad():
             state, aux = checked_pair(step(state, t, *args), t)
-        return detached(state), tree_map(_without_graph, aux)
+        return detached(state), constants(aux)
 
     return plain(detached_step, state, args, times)
-
-
-def _without_graph(value: object) -> object:
-    return value.detach() if isinstance(value, Tensor) else value

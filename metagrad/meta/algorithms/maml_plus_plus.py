@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import check_count
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.norms import Norm
 from metagrad.meta.objective.query_weights import QueryWeights
@@ -99,8 +99,8 @@ class MAMLPlusPlus(MAML):
         query_weights: QueryWeights | None = None,
         **arguments: Any,
     ) -> None:
-        _check_updates("multi_step_updates", multi_step_updates)
-        _check_updates("first_order_updates", first_order_updates)
+        check_count("MAMLPlusPlus(..., multi_step_updates)", multi_step_updates, 0)
+        check_count("MAMLPlusPlus(..., first_order_updates)", first_order_updates, 0)
         arguments |= {"norm": norm, "order": order, "query_weights": query_weights}
         super().__init__(model, loss_fn, inner=sgd(lr=lr), steps=steps, **arguments)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
@@ -130,8 +130,3 @@ class MAMLPlusPlus(MAML):
 
 def _rates(params: Params, lr: float) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(p.detach().new_full((), lr)) for name, p in params.items()}
-
-
-def _check_updates(name: str, number: object) -> None:
-    if not is_integer(number) or number < 0:
-        raise ValueError(f"MAMLPlusPlus(..., {name}): expected an int of 0 or more, got {number!r}.")

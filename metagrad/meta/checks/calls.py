@@ -73,7 +73,7 @@ class CallStack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let go of them."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -133,7 +133,7 @@ class Trace(CallStack):
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    """Return the tensors in arguments or results; of objects that nobody knows, those that can be seen."""
+    """Return the tensors in arguments or results; of unknown objects, those in lists, tuples and dicts."""
     try:
         return tree_leaves(structured(value, "preflight"))
     except TypeError:

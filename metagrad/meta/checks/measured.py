@@ -19,7 +19,7 @@ from metagrad.autograd.checks.gradcheck import WrongDerivative, gradcheck
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleContents
 from metagrad.core.substitution import Slots, own_buffers
-from metagrad.core.tree import dissect, tree_map
+from metagrad.core.tree import detached, dissect, tree_map
 from metagrad.meta.checks.calls import LOSS, is_below, tensors_of
 from metagrad.meta.checks.known import kind_of, module_at
 from metagrad.meta.checks.report import ModuleFinding, Verdict
@@ -152,7 +152,7 @@ class _Float64:
             ) from error
         if not torch.isfinite(loss).all():
             raise UnmeasurableError("the loss is not finite")
-        self.inputs = {path: tree_map(_detached, given) for path, given in trace.inputs.items()}
+        self.inputs = {path: detached(given) for path, given in trace.inputs.items()}
 
     def mismatch(self, path: str, order: int) -> Mismatch | None:
         """Compare the derivatives of a module; None if they are right."""
@@ -257,7 +257,3 @@ def _double(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().double().requires_grad_(value.requires_grad)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -48,11 +48,11 @@ class Subject:
         return list(found.values())
 
     def loss(self) -> Tensor:
-        """Compute it."""
+        """Compute the loss."""
         return self.loss_fn(call_on(self.model, self.x), restored(self.y))
 
     def traced(self) -> tuple[Tensor, Trace]:
-        """Compute it, and know who made what."""
+        """Compute the loss, and note which module recorded each node."""
         with Trace(self.model, self.loss_fn) as trace:
             prediction = call_on(self.model, self.x)
             trace.claim_for("", prediction)

@@ -1,4 +1,4 @@
-"""Whether modules are what they were: so that what was found out about them need not be found out again."""
+"""Whether modules are as they were, so that what was found out about them still holds."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Executors:
 
 
 def _own(owner: nn.Module) -> list[object]:
-    """Return what an algorithm has beside the trees of its modules, but not what leads back to it."""
+    """Return the attributes of an algorithm, without its cache, which refers back to it."""
     attributes = vars(owner)
     learned = (p if p is None else p.requires_grad for p in owner._parameters.values())
     held = (value for name, value in attributes.items() if name != "_cache")

@@ -21,14 +21,12 @@ from metagrad.core import _torch
 from metagrad.core._torch import Function
 from metagrad.core.capture import AutocastState
 from metagrad.core.substitution import Slots
-from metagrad.core.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from metagrad.meta.inner.loop import Adaptation, Evaluation
+from metagrad.core.tree import plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from metagrad.meta.inner.loop import MEAN, QUERY_LOSSES, Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
-
-_QUERY_LOSSES, _MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
 
 Nonfinite = Literal["raise", "skip"]
 Results = TypeVar("Results", bound="Adaptation | Evaluation")
@@ -37,7 +35,7 @@ Compute = Callable[[Params, Rule, Tasks], tuple]
 
 
 def check_nonfinite(policy: object, name: str = "MAML") -> None:
-    """Refuse a policy that is none."""
+    """Refuse an unknown policy."""
     if policy not in get_args(Nonfinite):
         raise ValueError(f'{name}(..., nonfinite): expected "raise" or "skip", got {policy!r}.')
 
@@ -267,7 +265,7 @@ class GradientCheck:
         if is_finite([gradient for gradient in found if gradient is not None]):
             return grads
         *others, mean = cotangents
-        self._cotangents = {p: c for p, c in (*enumerate(others), (_MEAN, mean)) if c is not None}
+        self._cotangents = {p: c for p, c in (*enumerate(others), (MEAN, mean)) if c is not None}
         repaired, result = self.repaired() or found, list(grads)
         for place, gradient in zip(places, repaired, strict=True):
             if place is not None:
@@ -303,7 +301,7 @@ class GradientCheck:
             if place is not None:
                 culprits.append(Culprit(number, place))
             else:
-                totals = grads if totals is None else [_sum(a, b) for a, b in zip(totals, grads, strict=True)]
+                totals = grads if totals is None else list(map(plus, totals, grads))
         if not culprits and scale > 1:
             return None
         if self.skipped is None or totals is None or not culprits:
@@ -314,10 +312,10 @@ class GradientCheck:
     def _of_tasks(self) -> dict[int, Tensor]:
         """Return the cotangents of what each task has; the mean of the query losses is formed of these."""
         found = dict(self._cotangents)
-        mean = found.pop(_MEAN, None)
+        mean = found.pop(MEAN, None)
         if mean is not None:
             each = (mean / self.tasks.count).expand(self.tasks.count)
-            found[_QUERY_LOSSES] = each + found[_QUERY_LOSSES] if _QUERY_LOSSES in found else each
+            found[QUERY_LOSSES] = each + found[QUERY_LOSSES] if QUERY_LOSSES in found else each
         return found
 
     def _of_task(
@@ -395,10 +393,6 @@ class _Entry(Function):
         if is_finite([g for g in grads if g is not None]):
             return (None, *grads)
         return (None, *(ctx.check.repaired() or grads))
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 def _message(name: str, culprits: list[Culprit], num_tasks: int) -> str:

@@ -25,6 +25,7 @@ from metagrad.core.budget import BudgetError
 from metagrad.core.capture import RandomState
 from metagrad.core.checks import warn
 from metagrad.core.modules import WatchedModules, buffer_versions
+from metagrad.core.tree import zeros_for_none
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
@@ -108,7 +109,7 @@ class Stacking:
 
 
 class Attempt:
-    """A context in which tasks run together, as nobody has seen the model do: it may turn out that it cannot.
+    """A context in which tasks run together, and in which torch.vmap may turn out not to take the model.
 
     Attributes:
         reason: Why the tasks must run one by one, where that turned out: the error is then suppressed.
@@ -144,7 +145,7 @@ class Attempt:
 
 
 def _is_of_vmap(error: BaseException) -> bool:
-    """Say whether an error may be torch.vmap's; one of the model's own comes out of the loop again."""
+    """Say whether an error may be torch.vmap's; if it is the model's own, the loop will raise it again."""
     return isinstance(error, Exception) and not isinstance(error, (torch.OutOfMemoryError, BudgetError))
 
 
@@ -350,7 +351,7 @@ def _gradients(value: Tensor, starts: list[Tensor], create_graph: bool = False) 
     if not starts:
         return []
     grads = torch.autograd.grad(value, starts, create_graph=create_graph, allow_unused=True)
-    return [torch.zeros_like(s) if g is None else g for s, g in zip(starts, grads, strict=True)]
+    return zeros_for_none(grads, starts)
 
 
 def _disagreement(found: Derivatives, expected: Derivatives) -> str | None:

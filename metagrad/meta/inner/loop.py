@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
 from metagrad.core.structured import Nested
-from metagrad.core.tree import Tree, detached, tree_map
+from metagrad.core.tree import Tree, constants, detached, tree_map, zeros_for_none
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.curvature import inner_curvature, observed_layers
@@ -91,6 +91,10 @@ class Evaluation(NamedTuple):
         if self.objectives is not None:
             last = torch.where(self.objectives.isfinite(), last, self.objectives)
         return torch.cat([self.losses, *path, last.unsqueeze(1)], dim=1)
+
+
+QUERY_LOSSES, MEAN = map(Evaluation._fields.index, ("query_losses", "mean"))
+"""The places of fields among the tensors of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ class InnerLoop:
                 state, report = self._loop(step, range(first))(state, *args)
             reports.append(report)
             if not judged:
-                state = _constant(state)
+                state = constants(state)
                 if self.hypergradient is None:
                     state = (with_history_of(start, state[0]), *state[1:])
         if first < self.steps:
@@ -343,7 +347,7 @@ class InnerLoop:
                     grads = _with_proximal(grads, params, proximal, create_graph)
                 moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
                 if passes_on:
-                    moved = _constant(moved)
+                    moved = constants(moved)
                     moved = (with_history_of(params, moved[0]), *moved[1:])
                 if self.tolerance is None:
                     new = (*moved, used + 1)
@@ -464,11 +468,6 @@ def _columns(reports: list, num_tasks: int, judged: bool) -> tuple[Tensor, Tenso
     return losses, query[0][:, :-1] if query else losses.new_zeros((num_tasks, 0))
 
 
-def _constant(state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cut every tensor of a state from its graph."""
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
-
-
 def with_history_of(starts: Params, values: Params) -> Params:
     """Return values whose cotangents go to the starts: straight-through, with the identity for the Jacobian."""
     return {name: value + (starts[name] - starts[name].detach()) for name, value in values.items()}
@@ -537,7 +536,7 @@ def _is_constant(param: Tensor) -> bool:
 
 
 def _of_no_graph(losses: Tensor) -> Tensor:
-    """Return losses of which the graph is gone, so that differentiating them is an error that says why."""
+    """Return losses whose graph is freed: differentiating them raises an error that says why."""
 
     def refuse(cotangent: Tensor) -> None:
         raise RuntimeError(
@@ -556,14 +555,16 @@ def gradients_of(
     losses: Tensor, params: Params, create_graph: bool, *, retain_graph: bool | None = None
 ) -> Params:
     """Differentiate the sum of losses; a parameter that they do not use gets zeros, its exact gradient."""
-    grads = torch.autograd.grad(
-        losses,
-        list(params.values()),
-        torch.ones_like(losses),
-        retain_graph=create_graph if retain_graph is None else retain_graph,
-        create_graph=create_graph,
-        allow_unused=True,
-    )
+    grads: Sequence[Tensor | None] = ()
+    if losses.requires_grad:
+        grads = torch.autograd.grad(
+            losses,
+            list(params.values()),
+            torch.ones_like(losses),
+            retain_graph=create_graph if retain_graph is None else retain_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+        )
     if all(gradient is None for gradient in grads):
         raise ValueError(
             "MAML: the inner loss depends on none of the parameters that are adapted, so there is nothing to "
@@ -578,10 +579,7 @@ def gradients_of(
                 f"sparse=True) makes it, which has no derivative. Pass sparse=[{name!r}] to MAML, which adapts the "
                 "rows that are looked up, or leave sparse at False there."
             )
-    return {
-        name: torch.zeros_like(param) if gradient is None else gradient
-        for (name, param), gradient in zip(params.items(), grads, strict=True)
-    }
+    return dict(zip(params, zeros_for_none(grads, params.values()), strict=True))
 
 
 def outer_phase() -> contextlib.AbstractContextManager[object]:

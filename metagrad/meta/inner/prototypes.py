@@ -65,7 +65,7 @@ class Prototypes:
             return {f"{self.head}.{name}": value.to(layer.weight.dtype) for name, value in start.items()}
 
     def layer(self, model: nn.Module) -> nn.Linear:
-        """Return the head of a model; refuse one that prototypes do not make."""
+        """Return the head of a model; refuse one that is not a linear layer with bias."""
         linear = [name for name, module in named_modules(model) if isinstance(module, nn.Linear)]
         known = (
             f"The linear layers of the model are {', '.join(map(repr, linear))}."
@@ -84,7 +84,7 @@ class Prototypes:
         return layer
 
     def check(self, model: nn.Module, x: Any, y: Any) -> None:
-        """Refuse labels ``[tasks, examples]`` that are none, or that leave a class without an example."""
+        """Refuse invalid labels ``[tasks, examples]``, and classes without an example."""
         ways = self.layer(model).out_features
         if not isinstance(y, Tensor) or y.is_floating_point() or y.ndim != 2:
             form = f"a {y.dtype} {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"

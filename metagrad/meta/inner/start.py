@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from metagrad.core import _torch
 from metagrad.core.structured import restored
+from metagrad.core.tree import as_variable
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.meta.objective.vmap import substituted, values_for, vmapped
 from metagrad.meta.selection import parameters_of
@@ -189,7 +189,4 @@ def to_differentiate(value: Tensor, param: Tensor) -> Tensor:
         return value
     if value.requires_grad and torch.is_grad_enabled():
         return value.view_as(value)
-    if _torch.functorch_is_active():
-        # Transforms of torch.func take no leaves but their own; the parameter gets the gradient zero.
-        return torch.where(value.new_ones((), dtype=torch.bool), value, param.expand_as(value))
-    return value.detach().requires_grad_()
+    return as_variable(value, param)

@@ -20,8 +20,8 @@ from metagrad.core.capture import RandomState, restored
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots, own_buffers
 from metagrad.core.tape import graph_nodes
-from metagrad.core.tree import dissect, is_differentiable, tree_leaves, tree_map
-from metagrad.meta.inner.loop import Evaluation, InnerLoop, with_history_of
+from metagrad.core.tree import constants, dissect, is_differentiable, plus, tree_leaves, tree_map
+from metagrad.meta.inner.loop import QUERY_LOSSES, Evaluation, InnerLoop, with_history_of
 from metagrad.meta.objective.tasks import Tasks, num_tasks
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
@@ -63,6 +63,7 @@ class StepwiseLoop(InnerLoop):
 
     def follow(self, params: Params, tasks: Tasks, take: Take) -> Evaluation:
         """Take the steps, and hand the reports of each to ``take``."""
+        random = RandomState()
         start = self.start_of(params, tasks)
         count = (num_tasks(tasks.support_x),) if self.stacked else ()
         used = torch.zeros(count, dtype=torch.int64, device=tasks.device)
@@ -70,13 +71,16 @@ class StepwiseLoop(InnerLoop):
         state, step = (start, self.rule.init(start), used), self._step(self._loss(tasks), keep_graph=True)
         collected = []
         for t in range(self.steps):
-            origin = self.start_of(params, tasks) if self.learns_start else tree_map(_detached, start)
+            origin = constants(start)
+            if self.learns_start:  # computed for each step, whose graph is freed
+                with random.restored():
+                    origin = self.start_of(params, tasks)
             entry = self._entry(origin, state[0])
             state, (support, query) = step((entry, *state[1:]), t, *args, self.proximal_to(origin))
             query, predictions = self.judge(state[0], tasks) if t == self.steps - 1 else (query, None)
             reports = Reports(support.reshape(-1), query.reshape(-1), predictions)
             collected.append(take(t, reports, [*origin.values(), *entry.values()]))
-            state = tree_map(_detached, state)
+            state = constants(state)
         supports, queries, predictions = zip(*collected, strict=True)
         path = torch.stack(queries, 1)[:, :-1]
         return Evaluation(torch.stack(supports, 1), state[2].reshape(-1), queries[-1], predictions[-1], path)
@@ -150,10 +154,8 @@ class _Sweep:
         if t == 0:
             _refuse_unknown(reports.query, [*self.variables, *begin])
         grads = torch.autograd.grad(reports.query.sum(), self.variables, allow_unused=True)
-        self.totals = [
-            b if a is None else a if b is None else a + b for a, b in zip(self.totals, grads, strict=True)
-        ]
-        return tree_map(_detached, reports)
+        self.totals = list(map(plus, self.totals, grads))
+        return constants(reports)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Take the steps again for other variables, with their graphs."""
@@ -179,18 +181,11 @@ class _Sweep:
         return outputs
 
 
-_QUERY_LOSSES = 2  # among the fields of an evaluation
-
-
 def _common_weight(cotangents: Sequence[Tensor | None], steps: int) -> Tensor | None:
     """Return the cotangent of all query losses, if it is one and the same, and nothing else has one."""
     last = len(cotangents) - 1
     given = {i: c for i, c in enumerate(cotangents) if c is not None}
-    if (
-        _QUERY_LOSSES not in given
-        or given.keys() - {_QUERY_LOSSES, last}
-        or (steps > 1 and last not in given)
-    ):
+    if QUERY_LOSSES not in given or given.keys() - {QUERY_LOSSES, last} or (steps > 1 and last not in given):
         return None
     weights = torch.cat([cotangent.reshape(-1) for cotangent in given.values()])
     return weights[0] if bool((weights == weights[0]).all()) else None
@@ -207,7 +202,3 @@ def _refuse_unknown(losses: Tensor, known: Sequence[Tensor]) -> None:
                 f"WarpGrad(batch): the model or the loss reads a tensor of shape {tuple(variable.shape)} that "
                 "requires grad and is a parameter of neither. Register it as one, or detach it."
             )
-
-
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

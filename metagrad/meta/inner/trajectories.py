@@ -13,7 +13,7 @@ from torch import Tensor
 
 from metagrad.core import _torch
 from metagrad.core._torch import Function
-from metagrad.core.tree import tree_map
+from metagrad.core.tree import constants, tree_map
 from metagrad.meta.inner.loop import Evaluation, InnerLoop, task_norms
 from metagrad.meta.objective.tasks import Tasks
 from metagrad.optim.curvature import needs_curvature, needs_layers
@@ -61,7 +61,7 @@ class TrajectoryLoop(InnerLoop):
             seen = joined(tasks, self.stacked) if self.joins else tasks
             trajectory = inner.follow(params, starts, seen, rule)
             results = (trajectory, *inner.judge(trajectory.params, tasks))
-        (_, losses, used, gradients), query_losses, predictions = tree_map(_detached, results)
+        (_, losses, used, gradients), query_losses, predictions = constants(results)
         names = list(gradients)
         query_losses = _Attached.apply(
             query_losses,
@@ -78,7 +78,7 @@ class DisplacementLoop(TrajectoryLoop):
 
     def follow(self, params: Params, starts: Params, tasks: Tasks, rule: Rule | None) -> Trajectory:
         """Take the steps."""
-        adapted, losses, used, _ = self.run(params, tasks, rule)
+        adapted, losses, used, _ = self.run(params, tasks, rule, starts)
         return Trajectory(adapted, losses, used, _moves(adapted, starts, tasks.rows))
 
 
@@ -160,12 +160,8 @@ def _of_its_own(state: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the state of a loop as new leaves, cut from the graph of the step before."""
     if _torch.functorch_is_active():
         return state
-    params, *others = tree_map(_detached, state)
+    params, *others = constants(state)
     return {name: p.requires_grad_() for name, p in params.items()}, *others
-
-
-def _detached(leaf: object) -> object:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _moves(adapted: Params, starts: Params, rows: Params) -> Params:

@@ -147,7 +147,7 @@ def _repeated(tensor: Tensor, steps: int) -> Tensor:
 
 
 class _Key(NamedTuple):
-    """Of what, and when, statistics are: the number of a pass, a layer, and how often it was called before in it."""
+    """Which statistics: the number of the pass, the layer, and how often it was called before in that pass."""
 
     number: int
     layer: str
@@ -155,7 +155,7 @@ class _Key(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Statistics of a call, and what share of them the running ones take up."""
+    """Statistics of a call, and the momentum with which running ones move towards them."""
 
     moments: Moments
     momentum: float

@@ -19,7 +19,14 @@ from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.objective.norms import NormPass
 from metagrad.meta.objective.tasks import num_tasks, stacked
-from metagrad.meta.objective.vmap import RESULT, call_with, forward_stacked, losses_stacked, values_for
+from metagrad.meta.objective.vmap import (
+    RESULT,
+    Values,
+    call_with,
+    forward_stacked,
+    losses_stacked,
+    values_for,
+)
 from metagrad.optim.rules import Params
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -28,7 +35,11 @@ LossFn = Callable[[Any, Any], Tensor]
 Loss = Callable[..., tuple[Tensor, Nested]]
 """Parameters, inputs, targets (and a :class:`NormPass`) to losses (one, or one for each task) and predictions."""
 
-_ELEMENTWISE = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits}
+_ELEMENTWISE: tuple[object, ...] = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits),
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
+)
+"""Losses that compare predictions with targets entry by entry: functions, and classes of modules."""
 
 
 class LabelBounds(NamedTuple):
@@ -107,12 +118,14 @@ class TaskLoss:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        values = values_for(self.model, params, self.rows, self.tables)
-        return call_with(self.model, values, x, self.norms, self.layers)
+        return call_with(self.model, self._values(params), x, self.norms, self.layers)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, params, x, self.rows, self.norms, self.layers, tables=self.tables)
+        return forward_stacked(self.model, self._values(params), x, self.norms, self.layers)
+
+    def _values(self, params: Params) -> Values:
+        return values_for(self.model, params, self.rows, self.tables)
 
     def check_predictions(self, shape: Sequence[int]) -> None:
         """Refuse labels that are no class of the predictions for a task, of this shape."""
@@ -125,11 +138,9 @@ class TaskLoss:
         shape = prediction.shape[num_axes:]
         if not torch.compiler.is_compiling():
             check_labels(self.labels, shape)
-        if (
-            isinstance(y, Tensor)
-            and _function_of(self.loss_fn) in _ELEMENTWISE
-            and shape != y.shape[num_axes:]
-        ):
+        function = _function_of(self.loss_fn)
+        is_elementwise = function in _ELEMENTWISE or type(function) in _ELEMENTWISE
+        if isinstance(y, Tensor) and is_elementwise and shape != y.shape[num_axes:]:
             raise ValueError(
                 f"{self.name}(batch): the model returns {tuple(shape)} for the examples of a task, their targets are "
                 f"{tuple(y.shape[num_axes:])}; torch would broadcast one to the other. Give both the same shape."
@@ -144,6 +155,10 @@ class TaskLoss:
             raise ValueError(
                 f"{self.name}(model, loss_fn): loss_fn must return a scalar for each task, got shape "
                 f"{tuple(loss.shape[num_axes:])}. Reduce it, for instance by its mean."
+            )
+        if not loss.is_floating_point():
+            raise TypeError(
+                f"{self.name}(model, loss_fn): loss_fn must return a real floating point number, got {loss.dtype}."
             )
 
 

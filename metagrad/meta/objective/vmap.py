@@ -107,34 +107,29 @@ def _called(model: nn.Module, x: Nested, layers: Sequence[nn.Module] | None) -> 
 
 def forward_stacked(
     model: nn.Module,
-    params: Params,
+    values: Values,
     x: Nested,
-    rows: Params | None = None,
     norms: NormPass | None = None,
     layers: Sequence[nn.Module] | None = None,
     call: Callable[..., Nested] | None = None,
-    tables: Collection[str] = (),
 ) -> Nested:
-    """Call a model on ``x`` ``[tasks, n, ...]`` with parameters ``[tasks, ...]``.
+    """Call a model on ``x`` ``[tasks, n, ...]`` with stacked values for some parameters, as :func:`call_with` does.
 
-    Parameters that are not in ``params``, and buffers, are shared by all tasks.
+    Other parameters, and buffers, are shared by all tasks.
 
     Args:
         model: The model.
-        params: Parameters by name, ``[tasks, ...]`` each.
+        values: Of parameters, by their ids, ``[tasks, ...]`` each.
         x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
-        rows: Which rows of a table ``params`` holds, ``[tasks, R]``, by the name of the table.
-        norms: Whose statistics normalise, if not those that the model takes.
+        norms: The policy of normalisation layers; None leaves that to the model.
         layers: Some layers of the model, to be called one after the other; None calls the model.
         call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
-        tables: The names of tables whose gradients are rows.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
     if norms is not None:
-        return _forward_normalised(model, params, x, rows, norms, layers, tables)
-    values = values_for(model, params, rows or {}, tables)
+        return _forward_normalised(model, values, x, norms, layers)
     if isinstance(x, Structured):
         return _vmapped([model], values, x) if call is None else call(model, values, x)
     result: Nested = x
@@ -150,23 +145,17 @@ def forward_stacked(
 
 
 def _forward_normalised(
-    model: nn.Module,
-    params: Params,
-    x: Nested,
-    rows: Params | None,
-    norms: NormPass,
-    layers: Sequence[nn.Module] | None,
-    tables: Collection[str],
+    model: nn.Module, values: Values, x: Nested, norms: NormPass, layers: Sequence[nn.Module] | None
 ) -> Nested:
     """Call a model on stacked tasks, with its normalisation layers under a policy."""
     given = None
     with norms.without_counters():
         if norms.reference is not None:
             measured = _NormalisedLayers(norms, measures=True)
-            forward_stacked(model, params, norms.reference, rows, layers=layers, call=measured, tables=tables)
+            forward_stacked(model, values, norms.reference, layers=layers, call=measured)
             given = measured.moments
         normalised = _NormalisedLayers(norms, given)
-        result = forward_stacked(model, params, x, rows, layers=layers, call=normalised, tables=tables)
+        result = forward_stacked(model, values, x, layers=layers, call=normalised)
     norms.collect(normalised.found, normalised.moments)
     return result
 

@@ -232,3 +232,12 @@ def test_policies_for_statistics(regression, algorithm, norm):
 def test_norms_of_each_step_are_refused():
     with pytest.raises(ValueError, match='norm="per_step" would be learned'):
         mg.Reptile(Normalised(), F.mse_loss, inner=rules.sgd(lr=0.1), steps=2, norm="per_step")
+
+
+@pytest.mark.parametrize("task_chunk", [None, 1])
+def test_the_start_is_drawn_once(regression, task_chunk):
+    """Where no step moves the parameters the gradient is zero, also from a start that is random."""
+    start = lambda model, x, y: {"2.bias": model[2].bias + torch.randn(3, dtype=torch.float64)}  # noqa: E731
+    learner = make(inner=rules.sgd(lr=0.0), start=start, task_chunk=task_chunk)
+    learner(regression).loss.backward()
+    assert learner.model[2].bias.grad.count_nonzero() == 0

@@ -252,3 +252,25 @@ def test_a_tensor_that_is_no_parameter_is_refused(regression):
         ValueError, match=r"reads a tensor of shape .* that requires grad and is a parameter of neither"
     ):
         learner(regression)
+
+
+def test_a_start_that_is_drawn_is_the_same_at_every_step(regression):
+    drawn = []
+
+    def start(model, x, y):
+        drawn.append(torch.rand((), dtype=torch.float64))
+        return {"enter.weight": model.enter.weight * drawn[-1]}
+
+    learner = learner_of(inner=sgd(lr=0.0), start=start, task_chunk=1)
+    torch.manual_seed(0)
+    loss = learner(regression).loss
+    weight, each = learner.model.enter.weight, len(drawn) // 4
+    assert all(draw == drawn[i - i % each] for i, draw in enumerate(drawn))
+    expected = [
+        STEPS
+        * F.mse_loss(functional_call(learner.model, {"enter.weight": weight * drawn[i * each]}, (x,)), y)
+        for i, (x, y) in enumerate(zip(*regression.query, strict=True))
+    ]
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weight), torch.autograd.grad(torch.stack(expected).mean(), weight)
+    )

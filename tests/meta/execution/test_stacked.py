@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from metagrad.meta.objective.vmap import forward_stacked, losses_stacked
+from metagrad.meta.objective.vmap import forward_stacked, losses_stacked, values_for
 
 
 class Doubling(nn.Linear):
@@ -71,7 +71,7 @@ def test_equals_one_task_after_the_other(name, extra):
         for k, p in model.named_parameters()
         if p.requires_grad
     }
-    together = forward_stacked(model, params, x)
+    together = forward_stacked(model, values_for(model, params, {}), x)
     each = torch.stack(
         [functional_call(model, {k: p[i] for k, p in params.items()}, (x[i],)) for i in range(len(x))]
     )

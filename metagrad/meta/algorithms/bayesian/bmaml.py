@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from metagrad.core import _torch
 from metagrad.core._torch import manual_seed
 from metagrad.core.capture import RandomState
-from metagrad.core.checks import is_a, is_integer
-from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop, check_count
+from metagrad.core.checks import check_count, checked_positive, is_a
+from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop
 from metagrad.meta.algorithms.bayesian.stein import SVGD
 from metagrad.meta.inner.loop import Evaluation
 from metagrad.meta.inner.trajectories import joined
@@ -143,10 +142,9 @@ class BMAML(ParticleLearner):
     ) -> None:
         check_arguments(model, steps, 2, None, "BMAML")
         models = _models(model, particles, generator)
-        if not is_integer(leader_steps) or leader_steps < 0:
-            raise ValueError(f"BMAML(..., leader_steps): expected 0 or more, got {leader_steps!r}.")
-        if bandwidth is not None and not 0 < bandwidth < math.inf:
-            raise ValueError(f"BMAML(..., bandwidth): expected None or a positive number, got {bandwidth!r}.")
+        check_count("BMAML(..., leader_steps)", leader_steps, 0)
+        if bandwidth is not None:
+            checked_positive("BMAML(..., bandwidth)", bandwidth)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         names = select_parameters(model, adapt, trained)
         self.leader_steps: int = leader_steps

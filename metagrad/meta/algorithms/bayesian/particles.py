@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metagrad.core.checks import is_integer
+from metagrad.core.checks import checked_positive
 from metagrad.core.structured import Nested, restored, structured
 from metagrad.core.tree import tree_map
 from metagrad.meta.algorithm import Adapted, MetaOutput
@@ -172,12 +172,6 @@ class ParticleLoop(InnerLoop):
         return replace(inner, objective=replace(inner.objective, sums=False))
 
 
-def check_count(call: str, count: object) -> None:
-    """Refuse a number of particles that is none."""
-    if not is_integer(count) or count < 1:
-        raise ValueError(f"{call}: expected 1 or more, got {count!r}.")
-
-
 class ParticleLearner(MAML):
     """MAML of several parameter vectors for each task, which is evaluated as their mixture.
 
@@ -261,10 +255,7 @@ class ParticleLearner(MAML):
 
     def _check(self) -> None:
         """Refuse what particles leave no meaning to, beside what MAML refuses."""
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"{self._name}(..., temperature): expected a positive number, got {self.temperature!r}."
-            )
+        checked_positive(f"{self._name}(..., temperature)", self.temperature)
         if self.memory == "block":
             raise ValueError(
                 f'{self._name}(..., memory="block"): the blocks of a model are of one particle. Use memory="step".'

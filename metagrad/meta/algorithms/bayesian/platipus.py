@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop, check_count, of_mixture
+from metagrad.core.checks import check_count, checked_positive
+from metagrad.core.tree import constants
+from metagrad.meta.algorithms.bayesian.particles import ParticleLearner, ParticleLoop, of_mixture
 from metagrad.meta.inner.loop import Evaluation, gradients_of, phase, start_values
 from metagrad.meta.inner.start import to_differentiate
 from metagrad.meta.objective.norms import Norm
@@ -114,9 +116,7 @@ class VariationalLoop(ParticleLoop):
         with torch.enable_grad():
             losses, _ = (objective.stacked if self.stacked else objective.single)(means, x, y)
             grads = gradients_of(losses, means, create_graph)
-        if not create_graph:
-            grads = {name: g.detach() for name, g in grads.items()}
-        return distribution.about(means, grads)
+        return distribution.about(means, grads if create_graph else constants(grads))
 
     def _drawn(self, gaussian: DiagonalGaussian, params: Params, tasks: Tasks) -> Params:
         samples = gaussian.samples(tasks.noise, int(self.stacked))
@@ -201,8 +201,7 @@ class PLATIPUS(ParticleLearner):
         **arguments: Any,
     ) -> None:
         check_count("PLATIPUS(..., samples)", samples)
-        if not 0 < std < math.inf:
-            raise ValueError(f"PLATIPUS(..., std): expected a positive number, got {std!r}.")
+        checked_positive("PLATIPUS(..., std)", std)
         super().__init__(
             model,
             loss_fn,

@@ -168,13 +168,6 @@ class HeadAlgorithm(nn.Module):
             self._stacking = Stacking(self.task_chunk, self._name)
 
 
-def checked_positive(call: str, name: str, value: float) -> float:
-    """Refuse what is not a positive number."""
-    if not 0 < value < math.inf:
-        raise ValueError(f"{call}(..., {name}): expected a positive number, got {value!r}.")
-    return value
-
-
 @dataclass(frozen=True)
 class _HeadObjective(TaskLoss):
     """The loss of a head as a function of what was fitted: the embedding is shared by all tasks."""
@@ -192,7 +185,7 @@ class _HeadObjective(TaskLoss):
     def features(self, x: Nested, *, is_stacked: bool) -> Tensor:
         """Return the embeddings ``[tasks, n, features]``, of at least single precision."""
         if is_stacked:
-            embedded = forward_stacked(self.model, {}, x, norms=self.norms)
+            embedded = forward_stacked(self.model, {}, x, self.norms)
         else:
             embedded = with_task_axis(call_with(self.model, {}, x, self.norms))
         if not isinstance(embedded, Tensor) or not embedded.is_floating_point() or embedded.ndim < 3:

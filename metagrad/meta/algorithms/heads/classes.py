@@ -12,7 +12,7 @@ from metagrad.meta.objective.task_loss import LabelBounds, LossFn, ignored_label
 from metagrad.meta.objective.tasks import Tasks
 
 PADDING = -100
-"""The label of support examples that are none, such as those that fill up shorter tasks."""
+"""The label of padding, which fills up tasks of fewer support examples."""
 
 
 class Classes(NamedTuple):
@@ -21,7 +21,7 @@ class Classes(NamedTuple):
     Attributes:
         ways: The most classes of a task.
         differ: Whether a task has fewer.
-        is_padded: Whether a support or a query example is none.
+        is_padded: Whether a support or a query example is padding.
     """
 
     ways: int
@@ -35,7 +35,7 @@ class Classes(NamedTuple):
 
 
 def read_classes(call: str, tasks: Tasks, loss_fn: LossFn) -> Classes:
-    """Read the classes; refuse labels that are none, and those of which a task has no support example."""
+    """Read the classes; refuse invalid labels, and classes of which a task has no support example."""
     y = tasks.support_y
     if not isinstance(y, Tensor) or y.is_floating_point() or y.dtype == torch.bool or y.ndim != 2:
         raise TypeError(

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metagrad.meta.algorithms.heads.base import HeadAlgorithm, checked_positive
+from metagrad.core.checks import checked_positive
+from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.algorithms.heads.crammer_singer import Dual, solve
 from metagrad.meta.algorithms.heads.ridge import ridge
 from metagrad.meta.objective.task_loss import LossFn
@@ -78,8 +79,8 @@ class MetaOptNet(HeadAlgorithm):
         if head not in get_args(Head):
             raise ValueError(f'MetaOptNet(..., head): expected "svm" or "ridge", got {head!r}.')
         self.head: Head = head
-        self.C = checked_positive("MetaOptNet", "C", C)
-        self.penalty: float = checked_positive("MetaOptNet", "penalty", penalty)
+        self.C = checked_positive("MetaOptNet(..., C)", C)
+        self.penalty: float = checked_positive("MetaOptNet(..., penalty)", penalty)
         if not 0 <= damping < math.inf:
             raise ValueError(f"MetaOptNet(..., damping): expected a number of at least 0, got {damping!r}.")
         self.damping = damping

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import is_integer
-from metagrad.meta.algorithms.heads.base import HeadAlgorithm, checked_positive
+from metagrad.core.checks import check_count, checked_positive
+from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
 
@@ -95,10 +95,10 @@ class R2D2(HeadAlgorithm):
     ) -> None:
         super().__init__(model, loss_fn, **arguments)
         self.log_penalty: nn.Parameter = nn.Parameter(
-            torch.tensor(math.log(checked_positive(self._name, "penalty", penalty)))
+            torch.tensor(math.log(checked_positive(f"{self._name}(..., penalty)", penalty)))
         )
         self.log_scale: nn.Parameter = nn.Parameter(
-            torch.tensor(math.log(checked_positive(self._name, "scale", scale)))
+            torch.tensor(math.log(checked_positive(f"{self._name}(..., scale)", scale)))
         )
         self.bias: nn.Parameter = nn.Parameter(torch.tensor(float(bias)))
 
@@ -158,8 +158,7 @@ class LRD2(R2D2):
         **arguments: Any,
     ) -> None:
         super().__init__(model, loss_fn, penalty=penalty, scale=scale, bias=bias, **arguments)
-        if not is_integer(newton_steps) or newton_steps < 1:
-            raise ValueError(f"LRD2(..., newton_steps): expected an int of 1 or more, got {newton_steps!r}.")
+        check_count("LRD2(..., newton_steps)", newton_steps)
         self.newton_steps = newton_steps
 
     def fit(self, features: Tensor, labels: Tensor) -> Params:

@@ -356,16 +356,16 @@ def test_a_width_where_most_particles_are_one():
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"particles": 0}, ValueError, r"BMAML\(\.\.\., particles\): expected 1 or more, got 0"),
+        ({"particles": 0}, ValueError, r"BMAML\(\.\.\., particles\): expected an int of 1 or more, got 0"),
         ({"particles": []}, TypeError, r"expected a number, or models, got \[\]"),
         (
             {"particles": [nn.Linear(2, 3)]},
             ValueError,
             r"the models must have the parameters of model=, but '0.bias'",
         ),
-        ({"leader_steps": -1}, ValueError, r"leader_steps\): expected 0 or more, got -1"),
-        ({"temperature": 0.0}, ValueError, r"temperature\): expected a positive number, got 0"),
-        ({"bandwidth": -1.0}, ValueError, r"bandwidth\): expected None or a positive number, got -1"),
+        ({"leader_steps": -1}, ValueError, r"leader_steps\): expected an int of 0 or more, got -1"),
+        ({"temperature": 0.0}, ValueError, r"temperature\): expected a number above 0, got 0"),
+        ({"bandwidth": -1.0}, ValueError, r"bandwidth\): expected a number above 0, got -1"),
         ({"memory": "block"}, ValueError, r"the blocks of a model are of one particle"),
         slow({"compile": "whole"}, ValueError, r"there is no graph of a meta-batch. Use compile=True"),
         (

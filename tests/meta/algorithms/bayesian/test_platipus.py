@@ -194,9 +194,9 @@ def test_the_gradients_at_the_mean_are_a_phase(regression):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"samples": 0}, ValueError, r"PLATIPUS\(\.\.\., samples\): expected 1 or more, got 0"),
-        ({"std": 0.0}, ValueError, r"std\): expected a positive number, got 0"),
-        ({"temperature": -1.0}, ValueError, r"temperature\): expected a positive number, got -1"),
+        ({"samples": 0}, ValueError, r"PLATIPUS\(\.\.\., samples\): expected an int of 1 or more, got 0"),
+        ({"std": 0.0}, ValueError, r"std\): expected a number above 0, got 0"),
+        ({"temperature": -1.0}, ValueError, r"temperature\): expected a number above 0, got -1"),
         ({"memory": "block"}, ValueError, r"the blocks of a model are of one particle"),
         ({"inner": rules.adahessian(0.1)}, ValueError, r"the rule asks for curvature"),
         ({"start": {"0.bias": "zeros"}}, TypeError, r"multiple values for keyword argument 'start'"),

@@ -494,9 +494,13 @@ def test_batches_that_are_refused(change, error, message, batch):
         (
             lambda: mg.R2D2(nn.Identity(), penalty=0.0),
             ValueError,
-            r"R2D2\(..., penalty\): expected a positive",
+            r"R2D2\(..., penalty\): expected a number above 0",
         ),
-        (lambda: mg.LRD2(nn.Identity(), scale=-1.0), ValueError, r"LRD2\(..., scale\): expected a positive"),
+        (
+            lambda: mg.LRD2(nn.Identity(), scale=-1.0),
+            ValueError,
+            r"LRD2\(..., scale\): expected a number above 0",
+        ),
         (
             lambda: mg.LRD2(nn.Identity(), newton_steps=0),
             ValueError,
@@ -515,7 +519,7 @@ def test_batches_that_are_refused(change, error, message, batch):
         (
             lambda: mg.MetaOptNet(nn.Identity(), C=0.0),
             ValueError,
-            r"MetaOptNet\(..., C\): expected a positive",
+            r"MetaOptNet\(..., C\): expected a number above 0",
         ),
         (
             lambda: mg.MetaOptNet(nn.Identity(), damping=-1.0),
