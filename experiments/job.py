@@ -17,7 +17,13 @@ import numpy as np
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import (
+    CompactHydraException,
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -255,7 +261,7 @@ def _of_override(error: BaseException) -> str | None:
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not a KEY=VALUE that Hydra can read; quote values with special characters."
     cause = error.__cause__
-    if not isinstance(cause, OmegaConfBaseException):
+    if not isinstance(error, ConfigCompositionException) or not isinstance(cause, OmegaConfBaseException):
         return None
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(
         cause.parent_node, DictConfig

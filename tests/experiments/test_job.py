@@ -14,7 +14,7 @@ import torch
 from hydra.errors import HydraException
 
 from experiments import checkpoint, files, job, outer, resume, signals
-from experiments.config import composed
+from experiments.config import composed, typed
 from experiments.job import RunError, claimed, explained, failures_reported, launch
 from experiments.metrics import read_rows
 from experiments.signals import Interrupted, signals_deferred, signals_raised
@@ -70,6 +70,12 @@ OVERRIDES = [
     ("algorithm.steps=nan", "algorithm.steps: Value 'nan' of type 'float' could not be converted to Integer"),
     ("algorithm.steps", "'algorithm.steps' is not a KEY=VALUE that Hydra can read; "),
 ]
+
+
+def test_a_value_that_is_missing_is_asked_for():
+    with pytest.raises(ValueError, match="has no value") as caught:
+        typed(composed("config", ["task=tabular"]))
+    assert explained(caught.value) == "train: task.table has no value; give task.table=VALUE."
 
 
 @pytest.mark.parametrize(("override", "sentence"), OVERRIDES)

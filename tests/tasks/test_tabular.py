@@ -98,7 +98,7 @@ def test_files_are_found_in_the_data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
     assert Tabular("pets.csv", "who", ["age"], "size", 2, 1).tasks == ["ann", "bob"]
     with pytest.raises(
-        ValueError, match=r"Tabular: no\.csv is not there; looked for no\.csv and .*METAGRAD_DATA says"
+        ValueError, match=r"Tabular: there is no no\.csv, and there is no /.*METAGRAD_DATA says"
     ):
         Tabular("no.csv", "who", ["age"], "size")
 

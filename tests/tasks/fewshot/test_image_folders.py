@@ -168,7 +168,7 @@ def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
     write_classes(tmp_path / "pets")
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
     assert len(ImageFolders("pets")) == 12
-    with pytest.raises(ValueError, match="ImageFolders: pots is not there; looked for pots and"):
+    with pytest.raises(ValueError, match="ImageFolders: there is no pots, and there is no /"):
         ImageFolders("pots")
 
 
