@@ -272,8 +272,10 @@ def _of_override(error: BaseException) -> str | None:
 
 
 def _lines(error: BaseException) -> list[str]:
-    """Return what an error says, without OmegaConf's names of classes."""
-    lines = (line.rstrip() for line in str(error).splitlines())
+    """Return what an error says, without OmegaConf's names of classes and tracebacks of worker processes."""
+    lines = [line.rstrip() for line in str(error).splitlines()]
+    if "Original Traceback (most recent call last):" in lines:
+        lines = lines[-1:]
     return [
         line for line in lines if line and not line.lstrip().startswith(("reference_type=", "object_type="))
     ]

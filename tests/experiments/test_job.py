@@ -37,6 +37,12 @@ SENTENCES = [
     (PermissionError(errno.EACCES, "Permission denied", "/x"), "Permission denied: /x"),
     (HydraException("no such group\n    object_type=Config"), "no such group"),
     (
+        ValueError(
+            "Caught ValueError in a worker.\nOriginal Traceback (most recent call last):\n  x\nValueError: no image"
+        ),
+        "ValueError: no image",
+    ),
+    (
         torch.OutOfMemoryError("CUDA out of memory. Tried"),
         "Out of memory: CUDA out of memory. Tried Make meta_batch",
     ),

@@ -222,3 +222,12 @@ def test_without_pillow(tmp_path, monkeypatch):
         ImportError, match=r"ImageFolders: reading images needs Pillow; install it by `pip install"
     ):
         ImageFolders(tmp_path)
+
+
+@pytest.mark.parametrize("left", [0, 20, 45], ids=["empty", "no header", "cut off"])
+def test_a_damaged_image_is_named(tmp_path, left):
+    write_classes(tmp_path, ["ant"])
+    path = tmp_path / "ant" / "ant0.png"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"ImageFolders: .*ant0\.png cannot be read as an image: "):
+        ImageFolders(tmp_path)[0]
