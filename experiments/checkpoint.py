@@ -98,10 +98,16 @@ def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], r
     """Put a run into a saved state, that of one of its processes, and return the number of iterations done.
 
     Raises:
-        ValueError: The checkpoint is of another configuration or model; the message names what differs.
+        ValueError: The checkpoint is of another configuration or model, and the message names what differs; or it is
+            beyond the last iteration.
     """
     _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
     _refuse("model", state["fingerprint"], fingerprint(parts.module))
+    if state["step"] > config["iterations"]:
+        raise ValueError(
+            f"resume: the checkpoint is at step {state['step']} already, so iterations must be at least that, got "
+            f"{config['iterations']}."
+        )
     parts.module.load_state_dict(state["model"])
     parts.optimizer.load_state_dict(state["optimizer"])
     parts.schedule.load_state_dict(state["schedule"])

@@ -172,10 +172,12 @@ def check_keys(call: str, node: Any, prefix: str = "") -> None:
 
 
 def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
-    """Refuse counts, by name, that are below what they must be at least."""
+    """Refuse counts, by name, that are below what they must be at least, or no integers of 64 bits."""
     for name, (value, smallest) in least.items():
         if value < smallest:
             raise ValueError(f"{call}: {name} must be at least {smallest}, got {value}.")
+        if value >= 2**63:
+            raise ValueError(f"{call}: {name} must be below 2**63, got {value}.")
 
 
 def _check_counts(config: Config) -> None:

@@ -17,10 +17,16 @@ import numpy as np
 import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException
+from hydra.errors import (
+    CompactHydraException,
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.types import RunMode
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from experiments import checkpoint, result
 from experiments.files import write_text
@@ -107,8 +113,7 @@ def explained(error: BaseException) -> str | None:
         return "hydra/{}={} is a plugin that is not installed: run pip install -e '.[sweep]'.".format(
             *plugin.groups()
         )
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
-    return "\n".join([*_lines(error), *_lines(cause)]) or type(error).__name__
+    return _of_override(error) or "\n".join(_lines(error)) or type(error).__name__
 
 
 def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) -> None:
@@ -248,11 +253,29 @@ def _failed_in_sweep() -> str:
     )
 
 
-def _lines(error: BaseException | None) -> list[str]:
-    """Return what an error says, without OmegaConf's names of classes."""
-    if error is None:
-        return []
-    lines = (line.rstrip() for line in str(error).splitlines())
+def _of_override(error: BaseException) -> str | None:
+    """Return what is wrong with a setting that was given, if that is what the error says."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        return f"There is no {group}={name}; the options are {', '.join(error.options)}."
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is not a KEY=VALUE that Hydra can read; quote values with special characters."
+    cause = error.__cause__
+    if not isinstance(error, ConfigCompositionException) or not isinstance(cause, OmegaConfBaseException):
+        return None
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(
+        cause.parent_node, DictConfig
+    ):
+        keys = ", ".join(str(key) for key in cause.parent_node if key not in ("_target_", "hydra"))
+        return f"There is no key {cause.full_key}; the keys there are {keys}."
+    return f"{cause.full_key}: {_lines(cause)[0]}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    """Return what an error says, without OmegaConf's names of classes and tracebacks of worker processes."""
+    lines = [line.rstrip() for line in str(error).splitlines()]
+    if "Original Traceback (most recent call last):" in lines:
+        lines = lines[-1:]
     return [
         line for line in lines if line and not line.lstrip().startswith(("reference_type=", "object_type="))
     ]

@@ -138,9 +138,11 @@ class Study(Generic[C]):
             ValueError: A key was added that the schema does not have, there is no seed, or `check` refuses it.
         """
         resolved: C = converted(self.name, config)
-        check_least(self.name, {"threads": (1 if resolved.threads is None else resolved.threads, 1)})
         if not resolved.seeds:
             raise ValueError(f"{self.name}: seeds is empty; give at least one, seeds=[0].")
+        threads = 1 if resolved.threads is None else resolved.threads
+        check_least(self.name, {"threads": (threads, 1), "a seed": (min(resolved.seeds), 0)})
+        check_least(self.name, {"a seed": (max(resolved.seeds), 0)})
         self._check(resolved)
         return resolved
 

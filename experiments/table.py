@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments import checkpoint, result
 from experiments.config import check_least, converted
+from experiments.help import CONF
 from experiments.job import launch
 from experiments.metrics import read_rows, series
 from experiments.progress import Progress
@@ -81,6 +83,12 @@ def run_table(config: Table) -> None:
     if config.iterations is not None and config.minutes is not None:
         raise ValueError("table: give iterations or minutes, not both.")
     check_least("table", {"iterations": (1 if config.iterations is None else config.iterations, 1)})
+    if config.minutes is not None and not 0 < config.minutes < math.inf:
+        raise ValueError(f"table: minutes must be positive and finite, got {config.minutes}.")
+    for group, names in {"experiment": config.experiments, "algorithm": config.algorithms}.items():
+        for name in names:
+            if not (CONF / group / f"{name}.yaml").is_file():
+                raise ValueError(f"table: there is no {group}={name}; conf/{group} has one file for each.")
     grid = list(itertools.product(config.seeds, config.experiments, config.algorithms))
     with logging_redirect_tqdm(), Progress(grid, unit="cell") as bar:
         for seed, experiment, algorithm in bar:

@@ -37,6 +37,7 @@ DOCUMENTS = sorted(
 GUIDES = {
     "docs/autograd.md",
     "docs/curvature.md",
+    "docs/hypergradients.md",
     "docs/memory.md",
     "docs/meta_learning.md",
     "docs/optimizers.md",

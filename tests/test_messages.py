@@ -27,6 +27,22 @@ def hypergradient(outer=squares, params=None, method=None):
     return mg.hypergradient(outer, inner, params or {"w": W}, {"l": W}, method=method)
 
 
+class Short:
+    """A rule as the simplest one could be written."""
+
+    def init(self, params):
+        return None
+
+    def update(self, grads, state, params):
+        return params, state
+
+
+def step_of_adam_on_rows():
+    table = torch.ones(9, 2, requires_grad=True)
+    mg.sparse.embedding(torch.tensor([7, 7, 2]), table).sum().backward()
+    torch.optim.Adam([table]).step()
+
+
 def loss():
     return F.mse_loss(MODEL(BATCH[0]), BATCH[1])
 
@@ -66,6 +82,12 @@ def loss():
             lambda: mg.MAML(MODEL, F.mse_loss, inner=rules.sgd, steps=1),
             r"MAML\(\.\.\.\): inner must be a rule, got the class SGDRule\. Call it",
         ),
+        (
+            lambda: mg.MAML(MODEL, F.mse_loss, inner=Short(), steps=1),
+            r"MAML\(\.\.\.\): inner.update must take \(grads, state, params, curvature=None\), but Short.update "
+            r"takes \(grads, state, params\)",
+        ),
+        (step_of_adam_on_rows, r"not an operation on RowSparse.*goes into mg\.optim\.SparseAdam"),
         (lambda: hypergradient(outer=W.sum()), r"hypergradient\(.*\): outer_loss must be a function"),
         (
             lambda: hypergradient(params={"w": W, "v": W.double()}),

@@ -94,8 +94,9 @@ def opened(
             config={**settings, "resumed_at": resumed_at},
         )
     except (wandb.Error, ValueError) as error:
+        reason = " ".join(str(error).partition(" [type=")[0].split())  # without pydantic's appendix
         raise ValueError(
-            f"logger: wandb does not begin ({str(error).splitlines()[0]}). Set logger.mode=offline, or logger=none."
+            f"logger: wandb does not begin ({reason}). Set logger.mode=offline, or logger=none."
         ) from error
     # Not `with run`: its exit prints a traceback of whatever ended the run.
     try:

@@ -20,7 +20,7 @@ def read_columns(call: str, table: Any) -> Columns:
     """Return the columns of a table: a path of a CSV file, a mapping, a structured array or a data frame.
 
     Raises:
-        ValueError: The file is not there, columns differ in length, or there are no rows.
+        ValueError: The file is not there or not such a table, columns differ in length, or there are no rows.
         TypeError: It is something else.
     """
     if isinstance(table, (str, os.PathLike)):
@@ -45,15 +45,25 @@ def read_columns(call: str, table: Any) -> Columns:
 
 
 def read_csv(call: str, path: str | os.PathLike[str]) -> Columns:
-    """Return the columns of a CSV file, which begins with their names."""
+    """Return the columns of a CSV file, which begins with their names; blank lines are left out."""
     found = find_path(call, path)
-    with found.open(newline="", encoding="utf-8-sig") as file:
-        header, *rows = csv.reader(file)
-    ragged = next((k for k, row in enumerate(rows) if len(row) != len(header)), None)
-    if ragged is not None:
+    try:
+        with found.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            lines = [(reader.line_num, fields) for fields in reader if fields]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{call}: {found} is not a CSV file in UTF-8: {error}.") from error
+    header, *rows = [fields for _, fields in lines] or [[]]
+    names = [name for name in header if name]
+    if not names or len(set(names)) < len(names):
         raise ValueError(
-            f"{call}: line {ragged + 2} of {found} must have {len(header)} fields, got {len(rows[ragged])}."
+            f"{call}: {found} must begin with the names of its columns, each once, got {header}."
         )
+    for number, fields in lines:
+        if len(fields) != len(header):
+            raise ValueError(
+                f"{call}: line {number} of {found} must have {len(header)} fields, got {len(fields)}."
+            )
     return {name: _parsed([row[k] for row in rows]) for k, name in enumerate(header)}
 
 

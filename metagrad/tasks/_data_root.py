@@ -17,11 +17,14 @@ def find_path(call: str, path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: It is in neither place.
     """
-    places = [Path(path).expanduser(), data_root(None) / path]
-    found = next((place for place in places if place.exists()), None)
-    if found is None:
-        raise ValueError(
-            f"{call}: {path} is not there; looked for {' and '.join(map(str, places))}. METAGRAD_DATA says where the "
-            "data folder is."
-        )
-    return found
+    given, below = Path(path).expanduser(), data_root(None) / path
+    if given.exists():
+        return given
+    if below.exists():
+        return below
+    also = (
+        ""
+        if given.is_absolute()
+        else f", and there is no {below}: METAGRAD_DATA says where the data folder is"
+    )
+    raise ValueError(f"{call}: there is no {given}{also}.")

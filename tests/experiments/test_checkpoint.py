@@ -86,6 +86,11 @@ def test_what_does_not_touch_the_trajectory_may_change(composed, saved, override
     assert restore(saved[0], composed("device=cpu", override))[0] == 7
 
 
+def test_fewer_iterations_than_are_done_are_refused(composed, saved):
+    with pytest.raises(ValueError, match="is at step 7 already, so iterations must be at least that, got 5"):
+        restore(saved[0], composed("device=cpu", "iterations=5"))
+
+
 def test_a_truncated_file_is_refused(saved):
     path, _ = saved
     path.write_bytes(path.read_bytes()[:1000])

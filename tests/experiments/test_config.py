@@ -65,6 +65,7 @@ COUNTS = [
     ("iterations=0", "iterations must be at least 1, got 0"),
     ("threads=0", "threads must be at least 1, got 0"),
     ("seed=-1", "seed must be at least 0, got -1"),
+    ("seed=18446744073709551616", r"seed must be below 2\*\*63, got 18446744073709551616"),
     ("evaluate.tasks=1", "evaluate.tasks must be at least 2, got 1"),
     ("checkpoint.every=0", "checkpoint.every must be at least 1, got 0"),
 ]

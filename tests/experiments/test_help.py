@@ -98,7 +98,7 @@ def test_a_wrong_override_beside_help_is_a_sentence(capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         launch(lambda: None, "config", "experiments.train")
     assert ended.value.code == 1
-    assert "Could not find 'task/omniglt'" in capsys.readouterr().err
+    assert "There is no task=omniglt; the options are custom, " in capsys.readouterr().err
 
 
 def described(x):

@@ -14,6 +14,7 @@ import torch
 from hydra.errors import HydraException
 
 from experiments import checkpoint, files, job, outer, resume, signals
+from experiments.config import composed, typed
 from experiments.job import RunError, claimed, explained, failures_reported, launch
 from experiments.metrics import read_rows
 from experiments.signals import Interrupted, signals_deferred, signals_raised
@@ -35,6 +36,12 @@ SENTENCES = [
     (FULL, "No space left on device: run/last.pt"),
     (PermissionError(errno.EACCES, "Permission denied", "/x"), "Permission denied: /x"),
     (HydraException("no such group\n    object_type=Config"), "no such group"),
+    (
+        ValueError(
+            "Caught ValueError in a worker.\nOriginal Traceback (most recent call last):\n  x\nValueError: no image"
+        ),
+        "ValueError: no image",
+    ),
     (
         torch.OutOfMemoryError("CUDA out of memory. Tried"),
         "Out of memory: CUDA out of memory. Tried Make meta_batch",
@@ -60,6 +67,31 @@ def test_what_the_user_can_see_to_is_a_sentence_and_status_1(error, sentence, ca
     assert "Traceback" not in err
     assert "object_type" not in err
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+OVERRIDES = [
+    ("algorithm.stps=3", "There is no key algorithm.stps; the keys there are inner, steps, "),
+    ("sede=3", "There is no key sede; the keys there are seed, "),
+    ("model=nope", "There is no model=nope; the options are context_mlp, conv4, "),
+    ("algorithm.steps=nan", "algorithm.steps: Value 'nan' of type 'float' could not be converted to Integer"),
+    ("algorithm.steps", "'algorithm.steps' is not a KEY=VALUE that Hydra can read; "),
+]
+
+
+def test_a_value_that_is_missing_is_asked_for():
+    with pytest.raises(ValueError, match="has no value") as caught:
+        typed(composed("config", ["task=tabular"]))
+    assert explained(caught.value) == "train: task.table has no value; give task.table=VALUE."
+
+
+@pytest.mark.parametrize(("override", "sentence"), OVERRIDES)
+def test_an_override_that_is_wrong_is_named_in_one_line(override, sentence):
+    with pytest.raises((HydraException, OSError)) as caught:
+        composed("config", [override])
+    told = explained(caught.value)
+    assert told is not None
+    assert told.startswith(sentence)
+    assert "\n" not in told
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), AttributeError("x"), AssertionError()])

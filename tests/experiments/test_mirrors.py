@@ -122,12 +122,13 @@ def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed
 
 def test_a_wandb_that_does_not_begin_is_one_sentence(composed, wandb, tmp_path, monkeypatch):
     def refuse(**_):
-        raise RuntimeError("api_key not configured\nUse wandb.login()")
+        raise RuntimeError("1 error\nmode\n  Input should be 'online' [type=literal_error]")
 
     monkeypatch.setattr(wandb, "init", refuse)
     with (
         pytest.raises(
-            ValueError, match=r"does not begin \(api_key not configured\)\. Set logger\.mode=offline"
+            ValueError,
+            match=r"does not begin \(1 error mode Input should be 'online'\)\. Set logger\.mode=offline",
         ),
         open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
     ):

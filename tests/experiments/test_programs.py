@@ -7,8 +7,8 @@ import pytest
 from tests.marks import slow
 
 ERRORS = [
-    (["seed=abc"], "Value 'abc' of type 'str' could not be converted to Integer"),
-    slow(["task.foo=1"], "Key 'foo' not in 'Sinusoid'"),
+    (["seed=abc"], "seed: Value 'abc' of type 'str' could not be converted to Integer"),
+    slow(["task.foo=1"], "There is no key task.foo; the keys there are shots, "),
     slow(["resume=nothing.pt"], "resume: there is no checkpoint nothing.pt."),
     slow(["resume=."], "resume: . is not a run folder: it has no .hydra/overrides.yaml."),
     slow(

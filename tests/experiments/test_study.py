@@ -86,5 +86,11 @@ def test_no_seed_is_an_error(draws):
         draws[0].typed(OmegaConf.structured(configured(seeds=[])))
 
 
+@pytest.mark.parametrize(("seed", "message"), [(-1, "at least 0, got -1"), (2**63, r"below 2\*\*63, got 9")])
+def test_a_seed_that_torch_does_not_take_is_an_error(draws, seed, message):
+    with pytest.raises(ValueError, match=f"draws: a seed must be {message}"):
+        draws[0].typed(OmegaConf.structured(configured(seeds=[0, seed])))
+
+
 def test_spread_is_mean_and_standard_deviation():
     assert (spread([1.0]), spread([1.0, 2.0, 3.0], 2)) == ("1.0", "2.00 ± 1.00")

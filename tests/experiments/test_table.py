@@ -96,8 +96,20 @@ def test_an_interval_of_seeds_is_over_all_their_tasks():
     assert table_report.pooled(values) == Interval(91.0, math.sqrt(0.6**2 + 0.8**2) / 2, 200)
 
 
-def test_a_budget_is_one(grid):
-    config, *_ = grid
-    config.minutes, config.iterations = 1.0, 10
-    with pytest.raises(ValueError, match="table: give iterations or minutes, not both"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"minutes": 1.0, "iterations": 10}, "give iterations or minutes, not both"),
+        ({"minutes": math.nan}, "minutes must be positive and finite, got nan"),
+        (
+            {"algorithms": ["maml", "mamml"]},
+            "there is no algorithm=mamml; conf/algorithm has one file for each",
+        ),
+    ],
+)
+def test_what_no_cell_could_run_is_refused_before_any_is_started(grid, settings, message):
+    config, commands, _ = grid
+    vars(config).update(settings)
+    with pytest.raises(ValueError, match=f"table: {message}"):
         run_table(config)
+    assert not commands

@@ -98,7 +98,7 @@ def test_files_are_found_in_the_data_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
     assert Tabular("pets.csv", "who", ["age"], "size", 2, 1).tasks == ["ann", "bob"]
     with pytest.raises(
-        ValueError, match=r"Tabular: no\.csv is not there; looked for no\.csv and .*METAGRAD_DATA says"
+        ValueError, match=r"Tabular: there is no no\.csv, and there is no /.*METAGRAD_DATA says"
     ):
         Tabular("no.csv", "who", ["age"], "size")
 
@@ -197,6 +197,29 @@ def test_gaps_and_ragged_lines_of_files(tmp_path):
     path.write_text("a,b\n1,2\n1\n")
     with pytest.raises(ValueError, match=r"line 3 of .*t\.csv must have 2 fields, got 1"):
         Tabular(path, "a", ["a"], "b", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"t\.csv must begin with the names of its columns, each once, got \[\]"),
+        (b"a,b,a\n1,2,3\n", r"must begin with the names of its columns, each once, got \['a', 'b', 'a'\]"),
+        ("a,b\n1,2\n".encode("utf-16"), r"t\.csv is not a CSV file in UTF-8: 'utf-8' codec"),
+        (b"a,b\n1," + b"2" * 140_000, r"t\.csv is not a CSV file in UTF-8: field larger"),
+    ],
+    ids=["empty", "a name twice", "UTF-16", "a field without an end"],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path, content, message):
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Tabular(path, "a", ["a"], "b", 1, 1)
+
+
+def test_blank_lines_of_a_file_are_no_rows(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b\n\n1,2\n1,3\n\n")
+    assert Tabular(path, "a", ["b"], "b", 1, 1).sample(1).support.x.shape == (1, 1, 1)
 
 
 def test_sampling_errors():

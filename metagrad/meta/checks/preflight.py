@@ -211,15 +211,26 @@ def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Reque
     tasks = read_batch(batch)
     few, whole = (
         Subject(algorithm, _meta_loss, structured((part,), _CALL), torch.zeros(()))
-        for part in (_pairs(tasks.select(slice(0, _FEW_TASKS))), _pairs(tasks))
+        for part in (_batch(tasks.select(slice(0, _FEW_TASKS))), _batch(tasks))
     )
     return _Request(few, whole, _checked_order(order, 1), tasks=tasks)
 
 
-def _pairs(tasks: Tasks) -> tuple[Any, ...]:
-    """Return a meta-batch as pairs."""
+class _Examples(NamedTuple):
+    x: Any
+    y: Any
+
+
+class _Batch(NamedTuple):
+    """A meta-batch as :class:`Algorithm` says, which is also a pair of pairs."""
+
+    support: _Examples
+    query: _Examples
+
+
+def _batch(tasks: Tasks) -> _Batch:
     xs, ys, xq, yq = (restored(part) for part in tasks[:4] if part is not None)
-    return (xs, ys), (xq, yq)
+    return _Batch(_Examples(xs, ys), _Examples(xq, yq))
 
 
 def _meta_loss(out: MetaOutput, target: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ def chain(*links: Transform | Rule) -> Chain:
 
 
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
-    """Refuse what has no ``init`` and ``update``."""
+    """Refuse what has no ``init`` and no ``update`` of four arguments."""
     if isinstance(rule, type) and hasattr(rule, "update"):
         raise TypeError(
             f"{call}: {name} must be a rule, got the class {rule.__name__}. Call it, as in sgd(lr=0.1)."
@@ -89,3 +90,11 @@ def check_rule(call: str, rule: object, name: str = "rule") -> None:
         raise TypeError(
             f"{call}: {name} must be a rule, such as mg.optim.rules.sgd(lr=0.1), got {type(rule).__name__}."
         )
+    signature = inspect.signature(rule.update)  # type: ignore[reportAttributeAccessIssue]
+    try:
+        signature.bind("grads", "state", "params", "curvature")
+    except TypeError:
+        raise TypeError(
+            f"{call}: {name}.update must take (grads, state, params, curvature=None), but "
+            f"{type(rule).__name__}.update takes {signature}."
+        ) from None

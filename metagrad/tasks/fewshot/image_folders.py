@@ -129,10 +129,14 @@ class ImageFolders(Dataset[Any]):
         """Return an image as Pillow's, scaled unless there is a transform."""
         if number in self._kept:
             return _pillow().fromarray(self._kept[number])
-        with _pillow().open(self.files[number]) as file:
-            image = file.convert(self.mode)
+        pillow, path = _pillow(), self.files[number]
+        try:
+            with pillow.open(path) as file:
+                image = file.convert(self.mode)
+        except (OSError, SyntaxError) as error:  # Pillow's, of a file that is damaged or no image
+            raise ValueError(f"ImageFolders: {path} cannot be read as an image: {error}.") from error
         if self.transform is None and self.size is not None:
-            image = image.resize((self.size, self.size), _pillow().Resampling.BILINEAR)
+            image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR)
         if self._room:
             self._keep(number, np.asarray(image))
         return image

@@ -352,6 +352,23 @@ def test_bad_input_is_named(arguments, options, error, message):
         mg.preflight(*arguments(), **options)
 
 
+def test_an_algorithm_of_ones_own_gets_what_the_protocol_says():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def adapt(self, support, *, steps=None):
+            raise NotImplementedError
+
+        def forward(self, batch, *, steps=None):
+            means = self.scale * batch.support.y.mean(1, keepdim=True)
+            losses = (means - batch.query.y).square().flatten(1).mean(1)
+            return mg.meta.MetaOutput(losses.mean(), losses, means, losses[:, None], losses, losses > 0)
+
+    assert mg.preflight(Mean(), meta_batch()).ok
+
+
 def test_what_is_wrong_behind_few_parameters_is_found_beside_many():
     class Branches(nn.Module):
         def __init__(self):

@@ -168,7 +168,7 @@ def test_folders_are_found_in_the_data_folder(tmp_path, monkeypatch):
     write_classes(tmp_path / "pets")
     monkeypatch.setenv("METAGRAD_DATA", str(tmp_path))
     assert len(ImageFolders("pets")) == 12
-    with pytest.raises(ValueError, match="ImageFolders: pots is not there; looked for pots and"):
+    with pytest.raises(ValueError, match="ImageFolders: there is no pots, and there is no /"):
         ImageFolders("pots")
 
 
@@ -222,3 +222,12 @@ def test_without_pillow(tmp_path, monkeypatch):
         ImportError, match=r"ImageFolders: reading images needs Pillow; install it by `pip install"
     ):
         ImageFolders(tmp_path)
+
+
+@pytest.mark.parametrize("left", [0, 20, 45], ids=["empty", "no header", "cut off"])
+def test_a_damaged_image_is_named(tmp_path, left):
+    write_classes(tmp_path, ["ant"])
+    path = tmp_path / "ant" / "ant0.png"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ValueError, match=r"ImageFolders: .*ant0\.png cannot be read as an image: "):
+        ImageFolders(tmp_path)[0]
