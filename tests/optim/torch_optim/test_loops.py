@@ -428,7 +428,7 @@ def test_gradients_that_are_dropped_take_losses_and_curvature_along(case):
                 classification(model, F64)().backward()
             opt.step()
 
-        return after(case, loop, steps=2, **case.by_hand)
+        return after(case, loop, **case.by_hand)
 
     expected = ends(None)
     for weight in (3.0, math.nan):
