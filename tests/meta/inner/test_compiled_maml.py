@@ -103,7 +103,7 @@ RULES = {
     "learned for each step": lambda: rules.sgd(lr=learned([0.1, 0.2, 0.3])),
     "learned for each parameter": lambda: rules.sgd(
         lr={
-            name: learned(0.1).data.expand_as(p).clone().requires_grad_()
+            name: nn.Parameter(learned(0.1).data.expand_as(p).clone())
             for name, p in perceptron().named_parameters()
         }
     ),
