@@ -65,6 +65,10 @@ functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
 """The number of the innermost transform, and of the one that a tensor belongs to."""
 
+functorch_depth = _C._functorch.get_dynamic_layer_stack_depth
+leave_functorch = _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+"""How many transforms are active, and the function that ends those beyond a number."""
+
 # Modes
 
 without_torch_function = _C.DisableTorchFunction

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from metagrad.core import _torch
+
 
 def inductor_backend(
     mode: str | None,
@@ -91,8 +93,30 @@ def prepare_compiler() -> None:
 
 
 def other_backend(*settings: Any) -> Any:
-    """Return what torch.compile makes of another backend with its mode, its options and ``dynamic``."""
-    return torch._TorchCompileWrapper(*settings)  # type: ignore[attr-defined]
+    """Return what torch.compile makes of another backend with its mode, its options and ``dynamic``.
+
+    Its graphs may open transforms of torch.func, which an error inside of them leaves open (torch 2.13); that closes
+    them.
+    """
+    backend = torch._TorchCompileWrapper(*settings)  # type: ignore[attr-defined]
+
+    def compiled(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        graph = backend(module, examples)
+
+        def call(*inputs: Any) -> Any:
+            depth = _torch.functorch_depth()
+            hooks_were_allowed = _torch.saved_tensors_hooks_enabled()
+            try:
+                return graph(*inputs)
+            except BaseException:
+                _torch.leave_functorch(depth)
+                if hooks_were_allowed:
+                    _torch.enable_saved_tensors_hooks()
+                raise
+
+        return call
+
+    return compiled
 
 
 def trace(function: Callable[..., Any], *args: Any) -> fx.GraphModule:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import metagrad as mg
+from metagrad.autograd.compile.backend import Backend
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions
 from metagrad.autograd.unrolling import compiled as loops
 from metagrad.autograd.unrolling.compiled import CompiledStep
-from metagrad.core import _torch_compiler
+from metagrad.core import _torch, _torch_compiler
 from tests.marks import slow
 
 OPTIONS = {"backend": "aot_eager"}
@@ -210,3 +211,16 @@ def test_a_loop_leaves_nothing_to_the_garbage_collector(memory):
         assert run()() is None
     finally:
         gc.enable()
+
+
+def test_an_error_in_a_graph_leaves_no_transform_open():
+    compiled = torch.compile(
+        lambda x, places: torch.func.grad(lambda x: x[places].square().sum())(x),
+        backend=Backend("eager"),
+        fullgraph=True,
+    )
+    assert compiled(torch.ones(3), torch.tensor([1])).tolist() == [0, 2, 0]
+    with pytest.raises(IndexError):
+        compiled(torch.ones(3), torch.tensor([7]))
+    assert not _torch.functorch_is_active()
+    assert _torch.saved_tensors_hooks_enabled()
