@@ -128,7 +128,7 @@ def fresh_leaf(value: Any) -> Any:
     """Return a graph leaf that shares the tensor's memory and its ``requires_grad``; constants pass."""
     if not isinstance(value, Tensor):
         return value
-    return as_variable(value.detach(), value) if value.requires_grad else value.detach()
+    return as_variable(value, value) if value.requires_grad else value.detach()
 
 
 def as_variable(value: Tensor, like: Tensor) -> Tensor:
@@ -136,8 +136,9 @@ def as_variable(value: Tensor, like: Tensor) -> Tensor:
 
     Such a transform takes no leaves but its own: there the result depends on ``like``, with a derivative of zero.
     """
+    value = value.detach()
     if not _torch.functorch_is_active():
-        return value.detach().requires_grad_()
+        return value.requires_grad_()
     with torch.enable_grad():
         return torch.where(value.new_ones((), dtype=torch.bool), value, like.expand_as(value))
 
