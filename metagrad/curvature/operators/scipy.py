@@ -40,9 +40,8 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
     dtype = _NUMPY[operator.dtype]
 
     def matmat(columns: np.ndarray) -> np.ndarray:
-        rows = from_numpy(np.array(columns.T, dtype)).to(
-            operator.device
-        )  # a copy: torch has no negative strides
+        # A copy: torch has no negative strides.
+        rows = from_numpy(np.array(columns.T, dtype)).to(operator.device)
         return operator.products(rows).detach().cpu().numpy().T
 
     def matvec(column: np.ndarray) -> np.ndarray:

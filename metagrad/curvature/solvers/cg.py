@@ -123,9 +123,8 @@ class ConjugateGradients:
         if self.progress is not None:
             status = fill(status, _makes_no_progress(models, self.progress), Result.PROGRESS)
         z, rz, status = self._preconditioned(r, status)
-        x = torch.where(
-            (moves & ~rz.detach().isfinite())[:, None], state.x, x
-        )  # the step was too long to be one
+        is_too_far = moves & ~rz.detach().isfinite()
+        x = torch.where(is_too_far[:, None], state.x, x)
         goes_on = status == RUNNING
         beta = divide(rz, state.rz, where=goes_on)[:, None]
         p = torch.where(goes_on[:, None], z + beta * state.p, state.p)
