@@ -22,9 +22,5 @@ def find_path(call: str, path: str | os.PathLike[str]) -> Path:
         return given
     if below.exists():
         return below
-    also = (
-        ""
-        if given.is_absolute()
-        else f", and there is no {below}: METAGRAD_DATA says where the data folder is"
-    )
-    raise ValueError(f"{call}: there is no {given}{also}.")
+    also = f", and there is no {below}: METAGRAD_DATA says where the data folder is"
+    raise ValueError(f"{call}: there is no {given}{'' if given.is_absolute() else also}.")
