@@ -1,6 +1,6 @@
 """Count lines of code: lines with a token that is neither a comment nor a docstring. Prints folders and the total.
 
-    python tests/code_lines.py [folder ...]
+python tests/code_lines.py [folder ...]
 """
 
 import ast
@@ -24,7 +24,11 @@ def docstring_lines(source):
     """Return the numbers of the lines that hold docstrings."""
     lines = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             lines.update(range(node.lineno, node.end_lineno + 1))
     return lines
 
@@ -51,7 +55,7 @@ def total(folder):
 
 
 def table(folder):
-    """Return a text with the lines and files of each folder directly below a folder of the project, and their total."""
+    """Return the lines of code and the files of each folder directly below a folder, and their total, as a text."""
     rows = {}
     for path in python_files(folder):
         below = path.relative_to(ROOT / folder).parts
@@ -59,7 +63,10 @@ def table(folder):
         lines, files = rows.get(name, (0, 0))
         rows[name] = (lines + code_lines(path), files + 1)
     rows["total"] = (sum(row[0] for row in rows.values()), sum(row[1] for row in rows.values()))
-    body = [f"  {name:24}{lines:8,}{files:6}" for name, (lines, files) in sorted(rows.items(), key=lambda r: r[1][0])]
+    body = [
+        f"  {name:24}{lines:8,}{files:6}"
+        for name, (lines, files) in sorted(rows.items(), key=lambda r: r[1][0])
+    ]
     return "\n".join([f"{folder}/{'':24}{'lines':>6}{'files':>6}"[:60], *body])
 
 
