@@ -55,7 +55,7 @@ def total(folder):
 
 
 def table(folder):
-    """Return the lines of code and the files of each folder directly below a folder, and their total, as a text."""
+    """Return a table of the lines and files of each folder directly below a folder, and their total."""
     rows = {}
     for path in python_files(folder):
         below = path.relative_to(ROOT / folder).parts

@@ -4,6 +4,8 @@
 ``torch.Generator().manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``
 where they are called from a file of ``tests/``, and the seed each test starts with. Seeds inside the
 library, and those that a test passes to it as an argument, stay as they are. 0 changes nothing.
+
+``METAGRAD_TEST_NOISE=1`` makes matrix products, convolutions and sums round differently: see ``tests/noise.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests import noise
+
 TESTS = str(Path(__file__).parent)
 SEED = int(os.environ.get("METAGRAD_TEST_SEED", "0"))
+NOISE = os.environ.get("METAGRAD_TEST_NOISE", "0") == "1"
+KERNELS = noise.install() if NOISE else None  # dropped, torch's own are back
 
 
 def shifted(seed: int) -> int:
@@ -92,7 +98,8 @@ def pytest_collection_finish():
 
 
 def pytest_report_header():
-    return f"METAGRAD_TEST_SEED: {SEED}, CPU capability: {torch.backends.cpu.get_cpu_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"METAGRAD_TEST_SEED: {SEED}, METAGRAD_TEST_NOISE: {int(NOISE)}, CPU capability: {capability}"
 
 
 def restart_random_numbers():
