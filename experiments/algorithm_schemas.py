@@ -28,21 +28,15 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         "maml_plus_plus": "MAMLPlusPlus",
         "fomaml": "FOMAML",
         "reptile": "Reptile",
-        "leap": "Leap",
-        "bmaml": "BMAML",
-        "platipus": "PLATIPUS",
         "imaml": "iMAML",
         "anil": "ANIL",
         "boil": "BOIL",
         "meta_sgd": "MetaSGD",
         "meta_curvature": "MetaCurvature",
-        "warpgrad": "WarpGrad",
         "cavia": "CAVIA",
         "proto_maml": "ProtoMAML",
         "protonet": "ProtoNet",
         "r2d2": "R2D2",
-        "lrd2": "LRD2",
-        "metaoptnet": "MetaOptNet",
     }.items()
 }
 """Schemas by the name of the option of `algorithm`."""

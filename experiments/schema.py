@@ -134,7 +134,6 @@ class Conv4(Model):
     norm: str = MISSING
     head: str = MISSING
     context: int = 0
-    warp: bool = False
 
 
 @dataclass

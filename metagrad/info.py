@@ -13,7 +13,6 @@ import torch
 from metagrad import __version__
 
 OPTIONAL = {
-    "clarabel": "mg.MetaOptNet",
     "scipy": "SparseTensor to and from SciPy",
     "pillow": "mg.tasks.ImageFolders",
     "hydra-core": "experiments",

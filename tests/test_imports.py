@@ -26,8 +26,8 @@ FLOORS = {
 }
 APART = {"tasks", "models"}  # which nothing else imports, and which import core alone
 NOT_IN_THE_CORE = {"hydra", "omegaconf", "wandb", "matplotlib", "tqdm", "pytest"}
-# Imported where used: SciPy, Clarabel and Pillow need not be there, `resource` is of Unix, torch's compiler is slow.
-OPTIONAL = {"PIL", "clarabel", "scipy", "resource", "torch"}
+# Imported where used: SciPy and Pillow need not be there, `resource` is of Unix, torch's compiler is slow.
+OPTIONAL = {"PIL", "scipy", "resource", "torch"}
 MOST_FILES = 13  # of a folder, its `__init__` included
 
 

@@ -47,8 +47,6 @@ class Conv4(nn.Sequential):
         head: What the linear layer sees: `"flatten"`, all features, or `"mean"`, their mean over space.
         context: Entries of a context vector, the parameter `context`, by which a `FiLM` layer modulates the
             normalised channels of each block; 0 for none.
-        warp: Whether each block ends with a warp layer, `blocks.0.warp` and so on: a 3x3 convolution that starts as
-            the identity, for `metagrad.WarpGrad(..., warp="*.warp.*")`.
 
     A chain: a check of the shape, `blocks`, the features that the head sees, and `head`.
 
@@ -73,7 +71,6 @@ class Conv4(nn.Sequential):
         Finn, Abbeel, Levine, Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks, 2017,
         section 5.2 and appendix A, with `pool="stride", head="mean"` as its code for Omniglot has it.
         Zintgraf et al., Fast Context Adaptation via Meta-Learning, 2019, section 5.3, for the context.
-        Flennerhag et al., Meta-Learning with Warped Gradient Descent, 2020, section 3, for warp layers.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class Conv4(nn.Sequential):
         norm: str = "batch",
         head: str = "flatten",
         context: int = 0,
-        warp: bool = False,
     ) -> None:
         super().__init__()
         _check_sizes({"ways": ways, "in_channels": in_channels, "hidden": hidden, "image_size": image_size})
@@ -98,8 +94,6 @@ class Conv4(nn.Sequential):
         self.context: nn.Parameter | None = new_context("Conv4(..., context)", context) if context else None
         self.images: _Images = _Images((in_channels, image_size, image_size))
         blocks = [_make_block(c, hidden, pool, norm, self.context) for c in channels]
-        for block in blocks if warp else ():
-            block.add_module("warp", _identity(hidden))
         self.blocks: nn.Sequential = nn.Sequential(*blocks)
         mean = [nn.AdaptiveAvgPool2d(1)] if head == "mean" else []
         self.features: nn.Sequential = nn.Sequential(*mean, nn.Flatten(1))
@@ -131,14 +125,6 @@ def _make_block(
     modulation = [] if context is None else [FiLM(context, hidden)]
     pooling = [nn.MaxPool2d(2)] if pool == "max" else []
     return nn.Sequential(convolution, NORMS[norm](hidden), *modulation, *pooling, nn.ReLU())
-
-
-def _identity(channels: int) -> nn.Conv2d:
-    layer = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
-    nn.init.dirac_(layer.weight)
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 def _final_size(image_size: int, pool: str) -> int:

@@ -39,11 +39,6 @@ OWN = {
         "model._target_=metagrad.models.Conv4",
         "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, context: 2}",
     ],
-    "warpgrad": [
-        "model=custom",
-        "model._target_=metagrad.models.Conv4",
-        "model.args={ways: 3, hidden: 2, image_size: 4, pool: stride, warp: true}",
-    ],
     "maml_plus_plus": [
         "model=custom",
         "model._target_=metagrad.models.Conv4",
@@ -52,7 +47,7 @@ OWN = {
 }
 """What an algorithm needs beside that."""
 OPTIONS = sorted(file.stem for file in CONF.glob("algorithm/*.yaml") if file.stem != "custom")
-DISTINCT = ("maml_plus_plus", "meta_curvature", "proto_maml", "protonet", "imaml", "warpgrad", "reptile")
+DISTINCT = ("maml_plus_plus", "meta_curvature", "proto_maml", "protonet", "imaml", "reptile")
 """Options that the others are alike to, or that are in other tests here."""
 
 
@@ -83,7 +78,7 @@ def test_every_algorithm_trains(run, tmp_path, name):
 
 @pytest.mark.parametrize("name", fast(("meta_sgd", "protonet"), OPTIONS))
 def test_experiments_are_for_every_algorithm(composed, name):
-    needed = {"cavia": "context=8", "warpgrad": "warp=true", "maml_plus_plus": "norm=running"}
+    needed = {"cavia": "context=8", "maml_plus_plus": "norm=running"}
     own = [f"model.{needed[name]}"] if name in needed else []
     config = composed("experiment=omniglot_20way1shot", f"algorithm={name}", "device=cpu", *own)
     assert isinstance(build_parts(config).algorithm, Algorithm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import re
 from pathlib import Path
@@ -38,15 +37,6 @@ CASES = [
         id="drawings",
     ),
 ]
-
-
-@pytest.mark.slow
-def test_uncertainty_is_measured_of_every_learner(capsys):
-    main = importlib.import_module("experiments.examples.uncertainty").main
-    main(["--iterations=2", "--steps=1", "--particles=2", "--judged=4"])
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == ["MAML", "BMAML"]
-    assert all(math.isfinite(float(number)) for row in rows for number in row.split()[1:])
 
 
 @pytest.mark.parametrize(("name", "arguments", "expected"), CASES)

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import metagrad
 from experiments import progress
 from experiments.characters import Examples
-from experiments.examples import uncertainty
 from experiments.progress import Progress, tell
 from experiments.search.data import Data
 from experiments.search.training import Trainer, TrainingConfig
@@ -85,14 +83,6 @@ class Learner(torch.nn.Linear):
 
     def forward(self, batch):
         return SimpleNamespace(loss=F.mse_loss(super().forward(batch.query.x), batch.query.y))
-
-
-def test_an_example_shows_its_steps(at_once, capsys):
-    uncertainty.trained(
-        Learner(1, 1), metagrad.tasks.Sinusoid(shots=2, queries=2), iterations=2, meta_batch=1
-    )
-    out, err = capsys.readouterr()
-    assert (out, err.splitlines()[0][:18]) == ("", "0 of 2 steps, 0 %,")
 
 
 def test_a_random_search_shows_its_networks(at_once, capsys, monkeypatch):

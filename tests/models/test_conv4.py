@@ -46,15 +46,6 @@ def test_features_of_an_omniglot_image(pool, head, features):
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_warp_layers_start_as_the_identity(pool):
-    model, plain = (Conv4(**SMALL, pool=pool, warp=warp).double() for warp in (True, False))
-    plain.load_state_dict({name: p for name, p in model.state_dict().items() if "warp" not in name})
-    torch.testing.assert_close(model(images(5)), plain(images(5)))
-    names = [f"blocks.{i}.warp.{part}" for i in range(4) for part in ("weight", "bias")]
-    assert [name for name, _ in model.named_parameters() if "warp" in name] == names
-
-
-@pytest.mark.parametrize("pool", POOLS)
 def test_the_head_fits_every_image_size(pool):
     for image_size in range(16, 36):
         model = Conv4(2, hidden=2, image_size=image_size, pool=pool)

@@ -1,4 +1,4 @@
-"""Heads by ridge regression, in closed form, and by logistic regression, in a few Newton steps."""
+"""Heads by ridge regression, in closed form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import check_count, checked_positive
+from metagrad.core.checks import checked_positive
 from metagrad.meta.algorithms.heads.base import HeadAlgorithm
 from metagrad.meta.objective.task_loss import LossFn
 from metagrad.optim.rules import Params
@@ -109,68 +109,3 @@ class R2D2(HeadAlgorithm):
     def logits(self, fitted: Params, features: Tensor) -> Tensor:
         """Return the calibrated predictions."""
         return self.log_scale.exp() * (with_ones(features) @ fitted["weight"]) + self.bias
-
-
-class LRD2(R2D2):
-    r"""Logistic regression differentiable discriminator: a linear head by a few Newton steps.
-
-    The head of class k tells it from all others: it is logistic regression with labels :math:`y \in \{0, 1\}`,
-
-    .. math::
-        w \leftarrow X^\top (X X^\top + \lambda S^{-1})^{-1} \bigl(X w + S^{-1} (y - \mu)\bigr), \qquad
-        \mu = \sigma(X w), \quad S = \mathrm{diag}(\mu (1 - \mu))
-
-    from :math:`w = 0` on, which is Newton's method on the penalised likelihood, also called iteratively reweighted
-    least squares. Gradients go through all steps.
-
-    Args:
-        model: The embedding, as of :class:`metagrad.ProtoNet`.
-        loss_fn: ``loss_fn(logits, target)`` for the query examples of one task, a scalar.
-        newton_steps: How many.
-        penalty: As of :class:`metagrad.R2D2`.
-        scale: As of :class:`metagrad.R2D2`; what it scales are logits already.
-        bias: As of :class:`metagrad.R2D2`.
-        **arguments: As of :class:`metagrad.R2D2`.
-
-    Raises:
-        ValueError: ``newton_steps`` is not positive, or as :class:`metagrad.R2D2`.
-
-    Example:
-        >>> lrd2 = metagrad.LRD2(torch.nn.Identity())
-        >>> fast = lrd2.adapt((torch.tensor([[[-1.0], [1.0]]]), torch.tensor([[0, 1]])))
-        >>> fast(torch.tensor([[[3.0], [-3.0]]])).argmax(-1)
-        tensor([[1, 0]])
-
-    References:
-        Bertinetto et al., "Meta-learning with differentiable closed-form solvers", ICLR 2019, section 3.3, for two
-        classes; here one against all others, for any number.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn = F.cross_entropy,
-        *,
-        newton_steps: int = 5,
-        penalty: float = 1.0,
-        scale: float = 1.0,
-        bias: float = 0.0,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(model, loss_fn, penalty=penalty, scale=scale, bias=bias, **arguments)
-        check_count("LRD2(..., newton_steps)", newton_steps)
-        self.newton_steps = newton_steps
-
-    def fit(self, features: Tensor, labels: Tensor) -> Params:
-        """Return the weights ``[tasks, features + 1, ways]``."""
-        x, penalty = with_ones(features, labels), self.log_penalty.exp()
-        gram = (x @ x.mT).unsqueeze(1)  # of all classes
-        y = labels.mT.unsqueeze(-1)
-        dual = torch.zeros_like(y)  # w is x.mT @ dual
-        for _ in range(self.newton_steps):
-            value = gram @ dual
-            mean = value.sigmoid()
-            variance = mean * (1 - mean)
-            # The paper's step multiplied by S from the left, which may have zeros.
-            dual = solved(variance * gram, penalty, variance * value + y - mean)
-        return {"weight": x.mT @ dual.squeeze(-1).mT}

@@ -48,26 +48,6 @@ def ridge(x, y, query, params):
     return params["log_scale"].exp() * with_one(query) @ weight + params["bias"]
 
 
-def ridge_without_intercept(x, y, query, params):
-    return params["scale"] * query @ normal_equations(x, y, 0.5)
-
-
-def newton(x, y, query, params):
-    x, columns = with_one(x), []
-    for k in range(WAYS):
-        target = (y == k).to(x.dtype)
-        w = torch.zeros(x.shape[1], dtype=x.dtype)
-        for _ in range(3):
-            mean = torch.sigmoid(x @ w)
-            gradient = x.T @ (mean - target) + params["log_penalty"].exp() * w
-            hessian = x.T @ torch.diag(mean * (1 - mean)) @ x + params["log_penalty"].exp() * torch.eye(
-                len(w)
-            )
-            w = w - torch.linalg.inv(hessian) @ gradient
-        columns.append(w)
-    return params["log_scale"].exp() * with_one(query) @ torch.stack(columns, 1) + params["bias"]
-
-
 class Case(NamedTuple):
     make: object
     textbook: object
@@ -83,15 +63,8 @@ CASES = {
     "ProtoNet, cosine": Case(cosine_protonet, cosines),
     "R2D2": Case(mg.R2D2, ridge),
     "R2D2, more features than shots": Case(mg.R2D2, ridge, features=9),
-    "LRD2": Case(lambda model, **arguments: mg.LRD2(model, newton_steps=3, **arguments), newton),
-    "MetaOptNet, ridge": Case(
-        lambda model, **arguments: mg.MetaOptNet(model, head="ridge", penalty=0.5, **arguments),
-        ridge_without_intercept,
-    ),
 }
-SVM = Case(mg.MetaOptNet, None)
-EVERY = {**CASES, "MetaOptNet": SVM}
-every = pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
+every = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def embedding(features=FEATURES):
@@ -196,9 +169,9 @@ def test_a_call_with_other_parameters(case, batch):
     assert_close(list(grads.values()), list(torch.autograd.grad(expected.loss, list(params.values()))))
 
 
-@pytest.mark.parametrize("name", fast({"ProtoNet", "MetaOptNet"}, EVERY))
+@pytest.mark.parametrize("name", fast({"ProtoNet"}, CASES))
 def test_forward_mode_and_hessians_of_torch_func(name, batch):
-    case = EVERY[name]
+    case = CASES[name]
     algorithm = case.make(nn.Linear(2, 2)).double()
     params = {name: p.detach() for name, p in algorithm.named_parameters()}
     loss = lambda p: functional_call(algorithm, p, (batch,)).loss  # noqa: E731
@@ -497,16 +470,6 @@ def test_batches_that_are_refused(change, error, message, batch):
             r"R2D2\(..., penalty\): expected a number above 0",
         ),
         (
-            lambda: mg.LRD2(nn.Identity(), scale=-1.0),
-            ValueError,
-            r"LRD2\(..., scale\): expected a number above 0",
-        ),
-        (
-            lambda: mg.LRD2(nn.Identity(), newton_steps=0),
-            ValueError,
-            r"LRD2\(..., newton_steps\): expected an",
-        ),
-        (
             lambda: mg.ProtoNet(nn.Identity(), norm="running"),
             ValueError,
             r"^ProtoNet\(..., norm='running'\): no module",
@@ -516,17 +479,6 @@ def test_batches_that_are_refused(change, error, message, batch):
             ValueError,
             r'^ProtoNet\(..., norm="per_step"\): there are statistics for each inner step, but steps is 0',
         ),
-        (
-            lambda: mg.MetaOptNet(nn.Identity(), C=0.0),
-            ValueError,
-            r"MetaOptNet\(..., C\): expected a number above 0",
-        ),
-        (
-            lambda: mg.MetaOptNet(nn.Identity(), damping=-1.0),
-            ValueError,
-            r"damping\): expected a number of at",
-        ),
-        (lambda: mg.MetaOptNet(nn.Identity(), head="mlp"), ValueError, r'"svm" or "ridge", got \'mlp\''),
     ],
 )
 def test_arguments_that_are_refused(arguments, error, message):

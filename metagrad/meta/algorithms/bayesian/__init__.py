@@ -1,1 +1,0 @@
-"""Distributions over adapted parameters: particles, and samples."""
