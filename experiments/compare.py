@@ -22,12 +22,12 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from experiments import result
-from experiments.config import register
-from experiments.help import CONF
-from experiments.job import FAILURE, launch
-from experiments.metrics import read_rows
-from experiments.plots.comparison import comparison
+from experiments.run import result
+from experiments.run.config import register
+from experiments.run.help import CONF
+from experiments.run.job import FAILURE, launch
+from experiments.run.metrics import read_rows
+from experiments.run.plots.comparison import comparison
 
 OVERRIDES = ".hydra/overrides.yaml"
 IGNORED = ("seed", "resume")

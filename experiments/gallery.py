@@ -24,11 +24,11 @@ import hydra
 import markdown
 from hydra.core.config_store import ConfigStore
 
-from experiments.config import check_least, converted
-from experiments.files import write_text
-from experiments.job import launch
-from experiments.progress import Progress
-from experiments.schema import key
+from experiments.run.config import check_least, converted
+from experiments.run.files import write_text
+from experiments.run.job import launch
+from experiments.run.progress import Progress
+from experiments.run.schema import key
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

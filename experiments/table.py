@@ -23,14 +23,14 @@ import yaml
 from hydra.core.config_store import ConfigStore
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from experiments import checkpoint, result
-from experiments.config import check_least, converted
-from experiments.help import CONF
-from experiments.job import launch
-from experiments.metrics import read_rows, series
-from experiments.progress import Progress
-from experiments.schema import key
-from experiments.table_report import TIME, write
+from experiments.run import checkpoint, result
+from experiments.run.config import check_least, converted
+from experiments.run.help import CONF
+from experiments.run.job import launch
+from experiments.run.metrics import read_rows, series
+from experiments.run.progress import Progress
+from experiments.run.schema import key
+from experiments.run.table_report import TIME, write
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -26,27 +26,27 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 
-from experiments import checkpoint, memory, provenance, ranks, result, resume
-from experiments.build import build_parts, build_splits, device
-from experiments.config import plain, register, typed
-from experiments.fit import check_fit, preflight
-from experiments.job import claimed, failures_reported, launch, seed_everything
-from experiments.journal import Journal, Silent
-from experiments.loop import Run, train
-from experiments.metrics import last_values, value_of
-from experiments.mirrors.opening import open_mirror
-from experiments.plots.adaptation import adaptation
-from experiments.plots.learning import learning_curve
-from experiments.plots.memory import memory_plot
-from experiments.schema import Config
-from experiments.signals import signals_raised
+from experiments.run import checkpoint, memory, provenance, ranks, result, resume
+from experiments.run.build import build_parts, build_splits, device
+from experiments.run.config import plain, register, typed
+from experiments.run.fit import check_fit, preflight
+from experiments.run.job import claimed, failures_reported, launch, seed_everything
+from experiments.run.journal import Journal, Silent
+from experiments.run.loop import Run, train
+from experiments.run.metrics import last_values, value_of
+from experiments.run.mirrors.opening import open_mirror
+from experiments.run.plots.adaptation import adaptation
+from experiments.run.plots.learning import learning_curve
+from experiments.run.plots.memory import memory_plot
+from experiments.run.schema import Config
+from experiments.run.signals import signals_raised
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from omegaconf import DictConfig
 
-    from experiments.ranks import Ranks
+    from experiments.run.ranks import Ranks
 
 log = logging.getLogger("experiments.train")
 register()

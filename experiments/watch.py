@@ -21,10 +21,10 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from experiments import result
-from experiments.files import write_text
-from experiments.job import FAILURE, launch
-from experiments.metrics import read_rows, series
+from experiments.run import result
+from experiments.run.files import write_text
+from experiments.run.job import FAILURE, launch
+from experiments.run.metrics import read_rows, series
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40

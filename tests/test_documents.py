@@ -17,9 +17,11 @@ import metagrad
 from docs._hooks import notebooks
 from docs._hooks.programs import RUN, run
 from docs._hooks.programs import programs as programs_and_commands
-from experiments import bench_curvature, bench_sparse, bench_tasks
-from experiments.bench import workloads
-from experiments.config import SCHEMAS
+from experiments.benchmarks import curvature as bench_curvature
+from experiments.benchmarks import sparse as bench_sparse
+from experiments.benchmarks import tasks as bench_tasks
+from experiments.benchmarks.maml import workloads
+from experiments.run.config import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -52,10 +54,10 @@ LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md":
 OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
 
 WORKLOADS = {
-    "bench": workloads.WORKLOADS,
-    "bench_curvature": bench_curvature.WORKLOADS,
-    "bench_sparse": bench_sparse.known(),
-    "bench_tasks": bench_tasks.SOURCES,
+    "maml": workloads.WORKLOADS,
+    "curvature": bench_curvature.WORKLOADS,
+    "sparse": bench_sparse.known(),
+    "tasks": bench_tasks.SOURCES,
 }
 
 
@@ -223,13 +225,13 @@ def missing_files(path: Path, text: str) -> list[str]:
 
 
 def missing_workloads(path: Path, text: str) -> list[str]:
-    commands = re.findall(r"python -m experiments\.(bench\w*)((?: [a-z0-9][\w-]*)*)", text)
+    commands = re.findall(r"python -m experiments\.benchmarks\.(\w+)((?: [a-z0-9][\w-]*)*)", text)
     pairs = [(program, name) for program, names in commands for name in names.split()]
     return [name for program, name in pairs if name not in WORKLOADS.get(program, [name])]
 
 
 def missing_options(path: Path, text: str) -> list[str]:
-    commands = re.findall(r"python -m experiments\.(?:train|curvature|optimizers|overhead)\b[^\n`]*", text)
+    commands = re.findall(r"python -m experiments\.(?:train|studies\.\w+)\b[^\n`]*", text)
     chosen = [pair for command in commands for pair in OPTIONS.findall(command)]
     pairs = [(group, option) for group, options in chosen for option in options.split(",")]
     return [f"{group}={option}" for group, option in pairs if not is_option(group, option)]
@@ -262,7 +264,7 @@ def test_what_does_not_exist_is_found(text):
 def test_an_option_that_does_not_exist_is_found():
     path, text = ROOT / "README.md", "`python -m experiments.train experiment=no algorithm/inner=adam,no`"
     assert missing_options(path, text) == ["experiment=no", "algorithm/inner=no"]
-    assert missing_workloads(path, "`python -m experiments.bench sinusoid no`") == ["no"]
+    assert missing_workloads(path, "`python -m experiments.benchmarks.maml sinusoid no`") == ["no"]
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=name)

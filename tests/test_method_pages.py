@@ -10,7 +10,7 @@ import pytest
 import metagrad
 from docs._hooks.families import FAMILIES, Method
 from docs._hooks.method_pages import index_page, method_page, picture
-from experiments.plots.panels import Curve, Panel, highlighted, read_panels, write_panels
+from experiments.run.plots.panels import Curve, Panel, highlighted, read_panels, write_panels
 
 METHODS = [(family, method) for family in FAMILIES for method in family.methods()]
 NAMES = [method.name for _, method in METHODS]
@@ -44,7 +44,7 @@ def test_the_families_have_what_the_library_exports():
 def test_a_method_that_was_not_measured_is_an_error():
     family = FAMILIES[0]
     with pytest.raises(
-        ValueError, match=r"MyMAML has no curve in experiments/algorithms/curves.json: measure it by"
+        ValueError, match=r"MyMAML has no curve in docs/_hooks/curves/algorithms.json: measure it by"
     ):
         method_page(family, Method("MyMAML", "my_maml", metagrad.MAML), family.panels())
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import nn, optim
 
 import metagrad
-from experiments.algorithm_schemas import ALGORITHMS
-from experiments.optimizer_schemas import OPTIMIZERS
-from experiments.plots.panels import Panel, read_panels
-from experiments.schema import Target
+from experiments.run.algorithm_schemas import ALGORITHMS
+from experiments.run.optimizer_schemas import OPTIMIZERS
+from experiments.run.plots.panels import Panel, read_panels
+from experiments.run.schema import Target
 
 ROOT = Path(__file__).resolve().parents[2]
 BASES = {"HeadAlgorithm"}
@@ -83,7 +83,7 @@ class Family(NamedTuple):
     @property
     def curves(self) -> Path:
         """The file of the curves that their figures draw."""
-        return ROOT / "experiments" / self.folder / "curves.json"
+        return Path(__file__).parent / "curves" / f"{self.folder}.json"
 
     def panels(self) -> list[Panel]:
         """Return these curves."""
@@ -107,7 +107,15 @@ class Family(NamedTuple):
 
 
 FAMILIES = [
-    Family("Algorithms", "meta", nn.Module, ALGORITHMS, "maml", "MAML", "python -m experiments.algorithms"),
+    Family(
+        "Algorithms",
+        "meta",
+        nn.Module,
+        ALGORITHMS,
+        "maml",
+        "MAML",
+        "python -m experiments.studies.algorithms",
+    ),
     Family(
         "Optimizers",
         "optim",
@@ -115,7 +123,7 @@ FAMILIES = [
         OPTIMIZERS,
         "adam",
         "Adam",
-        "python -m experiments.optimizers.study preset=pages 'seeds=[0]'",
+        "python -m experiments.studies.optimizers.study preset=pages 'seeds=[0]'",
     ),
 ]
 

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from docs._hooks.families import ROOT, Family, Method
-from experiments.plots.panels import Curve, Panel
-from experiments.table_report import markdown
+from experiments.run.plots.panels import Curve, Panel
+from experiments.run.table_report import markdown
 from metagrad.optim import rules
 
 ROWS = 6  # of docs/benchmarks.md that a page repeats

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 
 from docs._hooks.families import FAMILIES, ROOT
 from docs._hooks.method_pages import index_page, method_page, panels_of, picture
-from experiments.plots.panels import Panel, highlighted
+from experiments.run.plots.panels import Panel, highlighted
 
 KEPT = ROOT / ".cache" / "methods"
 DRAWN_BY = [ROOT / "experiments" / "plots" / name for name in ("panels.py", "style.py")]

@@ -1,4 +1,4 @@
-"""What `make docs` adds to MkDocs: pages from outside of docs/, the figures that pages show, and a reference."""
+"""What `make docs` adds to MkDocs: pages from outside of docs/, and a reference."""
 
 from __future__ import annotations
 
@@ -41,12 +41,10 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside of docs/, the figures that pages show, and the reference."""
+    """Add the pages from outside of docs/ and the reference."""
     for source, page in PAGES.items():
         text = _index_of(source) if (ROOT / source).is_dir() else (ROOT / source).read_text()
         files.append(File.generated(config, page, content=text))
-    for figure in _figures(files):
-        files.append(File.generated(config, f"figures/{Path(figure).name}", abs_src_path=str(ROOT / figure)))
     files.append(File.generated(config, "reference/index.md", content=names_page()))
     for room in ROOMS:
         files.append(File.generated(config, _reference(room), content=room_page(room)))
@@ -73,20 +71,11 @@ def on_page_markdown(text: str, page: Any, **_: Any) -> str:
 
 def _place(path: str) -> str:
     """Return where the site has a file of the repository."""
-    if path.endswith(".png"):
-        return f"figures/{posixpath.basename(path)}"
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def _sources() -> dict[str, str]:
     return {page: source for source, page in PAGES.items()}
-
-
-def _figures(files: Files) -> set[str]:
-    """Return the pictures, outside of docs/, that pages show."""
-    pages = [(ROOT / "docs" / file.src_uri, file.content_string) for file in files.documentation_pages()]
-    found = {link[2] for _, text in pages for link in _LINK.finditer(text) if link[2].endswith(".png")}
-    return {path.removeprefix("../") for path in found}
 
 
 def _index_of(folder: str) -> str:

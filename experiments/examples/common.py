@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from experiments.files import data_file
+from experiments.run.files import data_file
 
 
 def find_file(name: str) -> Path:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import metagrad as mg
-from experiments import citations
 from experiments.examples.common import compare, find_file
-from experiments.progress import Progress, tell
+from experiments.run.progress import Progress, tell
+from experiments.studies import citations
 from metagrad.sparse import Pattern, SparseTensor
 
 Matrix = SparseTensor | Tensor

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import metagrad as mg
 from experiments.examples.common import compare, find_file
-from experiments.progress import Progress, tell
+from experiments.run.progress import Progress, tell
 from metagrad.sparse.tables.embedding import embedding
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples

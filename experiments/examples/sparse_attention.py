@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
 from experiments.examples.common import compare
-from experiments.progress import Progress, tell
+from experiments.run.progress import Progress, tell
 from metagrad.sparse import Pattern
 from metagrad.sparse.operations.attention import attention
 

@@ -19,7 +19,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from experiments.config import register, typed
+from experiments.run.config import register, typed
 from experiments.train import run_job
 
 REPOSITORY = Path(__file__).parents[2]

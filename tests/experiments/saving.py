@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from experiments import checkpoint
+from experiments.run import checkpoint
 
 
 def save_for_ever(path, last):

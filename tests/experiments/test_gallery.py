@@ -7,9 +7,9 @@ import json
 import pytest
 from hydra import compose, initialize_config_dir
 
-from experiments.config import converted
 from experiments.gallery import Gallery, Program, make
-from experiments.help import CONF
+from experiments.run.config import converted
+from experiments.run.help import CONF
 
 
 @pytest.fixture

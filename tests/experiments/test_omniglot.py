@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.metrics import read_rows
+from experiments.run.metrics import read_rows
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 

@@ -11,8 +11,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 
 from experiments.compare import find_jobs
-from experiments.config import register
-from experiments.help import CONF
+from experiments.run.config import register
+from experiments.run.help import CONF
 from tests.experiments.conftest import FAST
 
 NODES = {

@@ -8,13 +8,14 @@ from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
-
-from experiments import table, table_report
-from experiments.config import converted
-from experiments.evaluate import Interval
-from experiments.help import CONF
-from experiments.table import run_table
 from tests.experiments.test_algorithms import TINY
+
+from experiments import table
+from experiments.run import table_report
+from experiments.run.config import converted
+from experiments.run.evaluate import Interval
+from experiments.run.help import CONF
+from experiments.table import run_table
 
 
 @pytest.fixture

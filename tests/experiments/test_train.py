@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 import metagrad as mg
 from experiments import train
-from experiments.build import build, build_parts
-from experiments.fit import preflight
-from experiments.metrics import last_values, read_rows, series, value_of
-from experiments.optimizer_schemas import INNER_RULES
+from experiments.run.build import build, build_parts
+from experiments.run.fit import preflight
+from experiments.run.metrics import last_values, read_rows, series, value_of
+from experiments.run.optimizer_schemas import INNER_RULES
 from experiments.train import run_job
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.tasks import Batch, Examples

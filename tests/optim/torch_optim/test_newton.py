@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.bench_optimizers import robustness
+from experiments.benchmarks.optimizers import robustness
 from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, NewtonCG, TrustRegionNewton
 from metagrad.optim.newton.newton_cg import newton_cg
 from metagrad.optim.objective import TapeObjective

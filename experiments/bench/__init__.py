@@ -1,1 +1,0 @@
-"""Time and weigh meta-gradients, ours and others': `python -m experiments.bench`."""

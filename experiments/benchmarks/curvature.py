@@ -1,0 +1,475 @@
+"""Time and weigh curvature products against a gradient: `python -m experiments.benchmarks.curvature [NAME ...]`.
+
+An MLP, a CNN, a transformer, whose attention is that of torch's MATH backend, and a ResNet-20 with batch
+normalization in evaluation mode. First every product is compared with forward-over-reverse in float64, on a few
+examples; then the methods take turns, in a new order each round, and every time, of the processor, is divided by that
+of a gradient of the same round: the medians of these ratios are printed, and are what to quote. The time of a product
+is that of another one once the operator is there; probes are the whole call, the operator's own gradient included,
+divided by their number; eigenvalues are the whole call; "compiled" is with an operator that is there. The peak is
+what torch's allocator gave out from nothing to the result, the graph included, and is divided by a gradient's. "By
+hand" is what one writes without a library: a graph of the gradient that is kept, `torch.autograd.grad` for each
+product, and Lanczos with full reorthogonalization, from the same start to the same residuals. curvlinops takes part
+where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import importlib
+import itertools
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp
+
+from experiments.benchmarks.maml.models import ResNet20, Transformer
+from experiments.benchmarks.sparse import MIB
+from experiments.run.allocations import peak_bytes
+from experiments.run.progress import Progress
+from metagrad.curvature import Operator, ParameterSpace, ggn, hessian
+
+PROBES = 64
+ROUNDING = 1e-9  # relative, in float64
+GRADIENT, HVP, GGN = "gradient", "Hessian product", "Gauss-Newton product"
+FORWARD, RIVAL = "jvp of grad, torch.func", "probes, curvlinops, each"
+TRACE, FRUGAL = "probes, each", "probes, chunk=1MiB, each"
+
+BY_HAND, TRACE_BY_HAND = "Hessian product, by hand", "probes, by hand, each"
+EIGENVALUES, ALONE = "3 eigenvalues", "3 eigenvalues, no copies"
+EIGENVALUES_BY_HAND = "3 eigenvalues, by hand"
+NUM_EIGENVALUES, RTOL = 3, 1e-3
+COMPILED, TRACE_COMPILED = "Hessian product, compiled", "probes, compiled, each"
+ALONE_COMPILED = "3 eigenvalues, compiled"
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A classifier, a batch, and the number of probes of a trace."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    probes: int = PROBES
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters by name."""
+        return dict(self.model.named_parameters())
+
+    @functools.cached_property
+    def vector(self) -> Tensor:
+        """What is multiplied, flat."""
+        generator = torch.Generator().manual_seed(1)
+        size = sum(p.numel() for p in self.params.values())
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(self.x)
+
+    def loss(self, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        return F.cross_entropy(functional_call(self.model, params, (x,)), y)
+
+    def few(self) -> Work:
+        """Return the same in float64 on four examples."""
+        return Work(copy.deepcopy(self.model).double(), self.x[:4].double(), self.y[:4])
+
+    def resized(self, count: int | None, probes: int) -> Work:
+        """Return the same on the first examples, with another number of probes."""
+        return Work(self.model, self.x[:count], self.y[:count], probes)
+
+
+def mlp() -> Work:
+    """784-512-512-10 with tanh, 535k parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(784, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 10))
+    return Work(model, torch.randn(1024, 784), torch.randint(10, (1024,)))
+
+
+def cnn(*, has_norm: bool = False) -> Work:
+    """Four convolutions with ReLU and average pooling; with group norm, whose second derivative torch composes."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for i, (before, after) in enumerate(itertools.pairwise([3, 32, 32, 64, 64])):
+        norm = [nn.GroupNorm(8, after)] if has_norm else []
+        layers += [nn.Conv2d(before, after, 3, padding=1), *norm, nn.ReLU()]
+        layers += [nn.AvgPool2d(2)] if i % 2 else []
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 8 * 8, 10))
+    return Work(model, torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
+
+
+def transformer() -> Work:
+    """Four pre-norm blocks of width 128."""
+    torch.manual_seed(0)
+    return Work(Transformer(4), torch.randn(16, 64, 128), torch.randint(10, (16,)))
+
+
+def resnet20() -> Work:
+    """ResNet-20, 272k parameters, in evaluation mode."""
+    torch.manual_seed(0)
+    return Work(ResNet20().eval(), torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
+
+
+def gradient(work: Work) -> Run:
+    """One gradient, as a training step takes it."""
+    params = list(work.params.values())
+
+    def run() -> Tensor:
+        loss = F.cross_entropy(work.model(work.x), work.y)
+        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, params)])
+
+    return run
+
+
+def hessian_product(work: Work) -> Run:
+    """Ours: the graph of the gradient is kept."""
+    H = hessian(work.loss, work.params, (work.x, work.y), mode="reverse")
+    return lambda: H @ work.vector
+
+
+def gauss_newton_product(work: Work) -> Run:
+    """Ours, likewise."""
+    G = ggn(work.model, F.cross_entropy, work.params, (work.x, work.y))
+    return lambda: G @ work.vector
+
+
+def forward_over_reverse(work: Work) -> Run:
+    """Multiply by `torch.func.jvp` of `torch.func.grad`, which begins anew each time."""
+    params = {name: p.detach() for name, p in work.params.items()}
+    space = ParameterSpace(params)
+    gradient_at = grad(lambda params: work.loss(params, work.x, work.y))
+    return lambda: space.flatten(jvp(gradient_at, (params,), (space.unflatten(work.vector),))[1])
+
+
+def compiled(work: Work) -> Operator:
+    """Ours, with compiled products."""
+    return hessian(work.loss, work.params, (work.x, work.y), compile=True)
+
+
+def compiled_product(work: Work) -> Run:
+    """One more product of the compiled operator."""
+    H = compiled(work)
+    return lambda: H @ work.vector
+
+
+def compiled_trace(work: Work) -> Run:
+    """The probes, with the compiled operator."""
+    H = compiled(work)
+    return lambda: trace_of(H, work)
+
+
+def compiled_eigenvalues(work: Work) -> Run:
+    """The largest eigenvalues without a search for copies, with the compiled operator."""
+    H = compiled(work)
+    return lambda: eigenvalues_of(H, copies=False)
+
+
+def trace(work: Work, chunk: str = "64MiB") -> Run:
+    """Ours: the operator and its probes."""
+
+    def run() -> Tensor:
+        with hessian(work.loss, work.params, (work.x, work.y), mode="reverse", chunk=chunk) as H:
+            return trace_of(H, work, chunk)
+
+    return run
+
+
+def trace_of(H: Operator, work: Work, chunk: str = "64MiB") -> Tensor:
+    """Return Hutchinson's estimate."""
+    generator = torch.Generator().manual_seed(0)
+    return H.trace(method="hutchinson", probes=work.probes, generator=generator, chunk=chunk).value
+
+
+def eigenvalues(work: Work, *, copies: bool = True) -> Run:
+    """Ours: the operator and its largest eigenvalues."""
+
+    def run() -> Tensor:
+        with hessian(work.loss, work.params, (work.x, work.y), mode="reverse") as H:
+            return eigenvalues_of(H, copies=copies)
+
+    return run
+
+
+def eigenvalues_of(H: Operator, *, copies: bool) -> Tensor:
+    """Return the largest eigenvalues."""
+    generator = torch.Generator().manual_seed(0)
+    return H.eigenvalues(NUM_EIGENVALUES, rtol=RTOL, copies=copies, generator=generator).values
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+def product_by_hand(work: Work) -> Product:
+    """Keep the graph of the gradient."""
+    params = list(work.params.values())
+    loss = F.cross_entropy(work.model(work.x), work.y)
+    gradient = torch.autograd.grad(loss, params, create_graph=True)
+
+    def product(flat: Tensor) -> Tensor:
+        pieces = flat.split([p.numel() for p in params])
+        vectors = [piece.view_as(p) for piece, p in zip(pieces, params, strict=True)]
+        found = torch.autograd.grad(gradient, params, vectors, retain_graph=True)
+        return torch.cat([f.reshape(-1) for f in found])
+
+    return product
+
+
+def hessian_product_by_hand(work: Work) -> Run:
+    """One more product with the graph that is kept."""
+    product = product_by_hand(work)
+    return lambda: product(work.vector)
+
+
+def trace_by_hand(work: Work) -> Run:
+    """Hutchinson's estimator with the graph that is kept."""
+
+    def run() -> Tensor:
+        generator, total = torch.Generator().manual_seed(0), torch.zeros(())
+        product = product_by_hand(work)
+        for _ in range(work.probes):
+            z = torch.empty_like(work.vector).random_(0, 2, generator=generator).mul_(2).sub_(1)
+            total += z @ product(z)
+        return total / work.probes
+
+    return run
+
+
+def eigenvalues_by_hand(work: Work) -> Run:
+    """Lanczos, with full reorthogonalization, from our start until the residuals are as small as ours."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(len(work.vector), generator=generator, dtype=work.x.dtype)
+    return lambda: lanczos_by_hand(product_by_hand(work), start, NUM_EIGENVALUES, RTOL)
+
+
+def lanczos_by_hand(product: Product, start: Tensor, k: int, rtol: float) -> Tensor:
+    """Return the k largest eigenvalues of a symmetric product, descending."""
+    basis, diagonal, beside = [start / start.norm()], [], []
+    while True:
+        image = product(basis[-1])
+        diagonal.append(float(image @ basis[-1]))
+        for _ in range(2):
+            for row in basis:
+                image = image - (image @ row) * row
+        beside.append(float(image.norm()))
+        basis.append(image / beside[-1])
+        T = torch.diag(torch.tensor(diagonal)) + torch.diag(torch.tensor(beside[:-1]), 1)
+        values, vectors = torch.linalg.eigh(T.double(), UPLO="U")
+        residuals = (beside[-1] * vectors[-1, -k:]).abs()
+        if len(values) >= k and residuals.max() <= rtol * values.abs().max():
+            return values[-k:].flip(0).to(start)
+
+
+def curvlinops_operator(work: Work) -> object:
+    """Return curvlinops' operator, without its check of the data."""
+    rival = importlib.import_module("curvlinops")
+    data = [(work.x, work.y)]
+    params = [p for p in work.model.parameters() if p.requires_grad]
+    return rival.HessianLinearOperator(
+        work.model, nn.CrossEntropyLoss(), params, data, check_deterministic=False
+    )
+
+
+def curvlinops_trace(work: Work) -> Run:
+    """The same number of probes by curvlinops."""
+    rival = importlib.import_module("curvlinops")
+    return lambda: rival.hutchinson_trace(curvlinops_operator(work), num_matvecs=work.probes)
+
+
+METHODS: dict[str, Callable[[Work], Run]] = {
+    GRADIENT: gradient,
+    BY_HAND: hessian_product_by_hand,
+    HVP: hessian_product,
+    COMPILED: compiled_product,
+    GGN: gauss_newton_product,
+    FORWARD: forward_over_reverse,
+    TRACE_BY_HAND: trace_by_hand,
+    TRACE: trace,
+    FRUGAL: functools.partial(trace, chunk="1MiB"),
+    TRACE_COMPILED: compiled_trace,
+    RIVAL: curvlinops_trace,
+    EIGENVALUES_BY_HAND: eigenvalues_by_hand,
+    EIGENVALUES: eigenvalues,
+    ALONE: functools.partial(eigenvalues, copies=False),
+    ALONE_COMPILED: compiled_eigenvalues,
+}
+PLAIN = {  # what is written by hand, for each method that does the same
+    HVP: BY_HAND,
+    COMPILED: BY_HAND,
+    TRACE: TRACE_BY_HAND,
+    FRUGAL: TRACE_BY_HAND,
+    TRACE_COMPILED: TRACE_BY_HAND,
+    EIGENVALUES: EIGENVALUES_BY_HAND,
+    ALONE: EIGENVALUES_BY_HAND,
+    ALONE_COMPILED: EIGENVALUES_BY_HAND,
+}
+TRACES = (TRACE_BY_HAND, TRACE, FRUGAL, TRACE_COMPILED, RIVAL)
+WORKLOADS: dict[str, Callable[[], Work]] = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "cnn-norm": functools.partial(cnn, has_norm=True),
+    "transformer": transformer,
+    "resnet20": resnet20,
+}
+
+
+@dataclass
+class Result:
+    """What one method did: time and peak, as multiples of a gradient's, or why it did nothing."""
+
+    slower: float = float("nan")
+    larger: float = float("nan")
+    note: str = ""
+
+
+def check(work: Work) -> None:
+    """Compare Hessian products with forward-over-reverse in float64.
+
+    Raises:
+        SystemExit: They are not the same.
+    """
+    few = work.few()
+    expected = forward_over_reverse(few)()
+    error = ((hessian_product(few)() - expected).norm() / expected.norm()).item()
+    if not error < ROUNDING:
+        raise SystemExit(f"{HVP} does not agree with forward-over-reverse: off by {error:.1e}.")
+
+
+def measure(
+    work: Work, rounds: int, methods: Iterable[str] = METHODS
+) -> tuple[dict[str, Result], float, int]:
+    """Return the ratios of methods, and the seconds and bytes of one gradient."""
+    results = {name: Result() for name in METHODS if name == GRADIENT or name in methods}
+    runs = _started(work, results)
+    ratios: dict[str, list[float]] = {name: [] for name in runs}
+    gradients: list[float] = []
+    shuffle = random.Random(0)
+    for _ in Progress(range(rounds), unit="round", leave=False):
+        times = {name: seconds(runs[name]) for name in shuffle.sample(list(runs), len(runs))}
+        gradients.append(times[GRADIENT])
+        for name, taken in times.items():
+            ratios[name].append(taken / times[GRADIENT] / (work.probes if name in TRACES else 1))
+    runs.clear()
+    unit = peak_bytes(lambda: METHODS[GRADIENT](work)())
+    for name, found in Progress(ratios.items(), unit="peak", leave=False):
+        results[name].slower = statistics.median(found)
+        results[name].larger = peak_bytes(lambda name=name: METHODS[name](work)()) / unit
+    return results, statistics.median(gradients), unit
+
+
+def report(name: str, results: dict[str, Result], gradient_seconds: float, gradient_bytes: int) -> str:
+    """Format one workload, and whether the goals are met."""
+    lines = [
+        f"{name}: one gradient takes {1000 * gradient_seconds:.1f} ms and {gradient_bytes / MIB:.1f} MiB",
+        f"{'':30}{'x its time':>12}{'x its peak':>12}",
+    ]
+    for method, result in results.items():
+        numbers = result.note or f"{result.slower:12.2f}{result.larger:12.2f}{goal(method, result)}"
+        lines.append(f"{method:30}{numbers}")
+    for ours in results:
+        if PLAIN.get(ours) in results:
+            lines += beside(results[PLAIN[ours]], results[ours], ours)
+        if ours in (TRACE, FRUGAL) and RIVAL in results:
+            lines += against(results[RIVAL], results[ours], ours)
+    return "\n".join(lines)
+
+
+def beside(plain: Result, ours: Result, name: str) -> list[str]:
+    """Say what a method costs relative to what is written by hand."""
+    if plain.note or ours.note:
+        return []
+    slower, larger = ours.slower / plain.slower, ours.larger / plain.larger
+    return [f"{name}: {slower:.2f} of the time and {larger:.2f} of the peak of what is written by hand"]
+
+
+def against(rival: Result, ours: Result, name: str) -> list[str]:
+    """Say how much a rival costs more than ours; nothing where it did not run."""
+    if rival.note:
+        return []
+    faster, smaller = rival.slower / ours.slower, rival.larger / ours.larger
+    verdicts = _verdict(faster >= 3, "faster >= 3") + _verdict(smaller >= 10, "smaller >= 10")
+    return [f"{name}: {faster:.1f} times faster and {smaller:.1f} times smaller than curvlinops{verdicts}"]
+
+
+def goal(method: str, result: Result) -> str:
+    """Say what a method should cost at most, and whether it does."""
+    if method == HVP:
+        return _verdict(result.slower <= 2.5, "time <= 2.5")
+    if method in (TRACE, FRUGAL):
+        time, peak = result.slower <= 1.8, result.larger < 3
+        return _verdict(time, "time <= 1.8") + _verdict(peak, "peak < 3")
+    return ""
+
+
+def _verdict(is_met: bool, text: str) -> str:
+    return f"   {text}: {'met' if is_met else 'MISSED'}"
+
+
+def _started(work: Work, results: dict[str, Result]) -> dict[str, Run]:
+    """Make every method's operator and call it once; note what cannot."""
+    runs = {name: _start(METHODS[name], work, result) for name, result in results.items()}
+    return {name: run for name, run in runs.items() if run is not None}
+
+
+def _start(method: Callable[[Work], Run], work: Work, result: Result) -> Run | None:
+    try:
+        run = method(work)
+        run()
+    except ModuleNotFoundError as error:
+        result.note = f"  {error.name} is not installed"
+    except (RuntimeError, MemoryError) as error:
+        result.note = f"  {type(error).__name__}: {str(error).splitlines()[0]}"[:90]
+    else:
+        return run
+    return None
+
+
+def seconds(run: Run) -> float:
+    """Time a call, in seconds of the processor; short ones by the median of a twentieth of a second."""
+    times = [_once(run)]
+    if times[0] < 0.05:
+        while sum(times) < 0.1:
+            times.append(_once(run))
+    return statistics.median(times)
+
+
+def _once(run: Run) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Run the workloads named on the command line, by default all."""
+    parser = argparse.ArgumentParser(description="Time and weigh curvature products against one gradient.")
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"any of {', '.join(WORKLOADS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="timings of each method (3)")
+    parser.add_argument("--probes", type=int, default=PROBES, help=f"probes of a trace ({PROBES})")
+    parser.add_argument("--batch", type=int, help="examples, if not all of the workload")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=[*METHODS], help="beside the gradient"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
+    arguments = parser.parse_args()
+    unknown = set(arguments.workloads) - set(WORKLOADS)
+    if unknown or min(arguments.rounds, arguments.probes, arguments.threads, arguments.batch or 1) < 1:
+        parser.error(
+            f"expected workloads among {', '.join(WORKLOADS)} and at least one round, probe, example and thread"
+        )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.workloads or WORKLOADS:
+        work = WORKLOADS[name]().resized(arguments.batch, arguments.probes)
+        check(work)
+        print(report(name, *measure(work, arguments.rounds, arguments.methods)), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The ways to a meta-gradient: the textbook loop, ours, and those of other libraries, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import metagrad as mg
+from experiments.benchmarks.maml import rival_jax, rivals
+from experiments.benchmarks.maml.workloads import Workload
+from metagrad.autograd.compile.compiled import Compile
+from metagrad.core.budget import Memory
+from metagrad.tasks import Batch
+
+BASELINE = "textbook loop"
+ANOTHER = "MAML, all adapt"  # another gradient than the loop's, for comparison
+LONGEST_GRAPH = 5  # steps; beyond, one graph of all takes minutes to compile
+
+
+class RefusedError(Exception):
+    """A method does not do a workload; says why."""
+
+
+class Prepared(NamedTuple):
+    """A method that is ready to run.
+
+    Attributes:
+        run: Computes the meta-gradient, one array for each parameter.
+        peak: The bytes that it holds, where a compiler states them; None: to be measured.
+    """
+
+    run: Callable[[], Sequence[Any]]
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to a meta-gradient.
+
+    Attributes:
+        prepare: Does for a workload what a training loop does once.
+        package: What has to be installed for it.
+    """
+
+    prepare: Callable[[Workload], Prepared]
+    package: str = ""
+
+
+def of_loss(loss_of: Callable[[Workload], Tensor]) -> Method:
+    """Make a method of a function that computes the meta-objective on the tape."""
+
+    def prepare(work: Workload) -> Prepared:
+        return Prepared(lambda: torch.autograd.grad(loss_of(work), list(work.params.values())))
+
+    return Method(prepare)
+
+
+def textbook_loop(work: Workload) -> Tensor:
+    """Loop over tasks and steps, with create_graph=True."""
+    losses = []
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        fast = work.adapted
+        for _ in range(work.steps):
+            loss = work.loss_fn(functional_call(work.model, fast, (x,)), y)
+            grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+            fast = {name: p - work.lr * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+        losses.append(work.loss_fn(functional_call(work.model, fast, (query_x,)), query_y))
+    return torch.stack(losses).mean()
+
+
+def torch_func(work: Workload) -> Tensor:
+    """Differentiate the steps of one task by torch.func.grad, and batch tasks by torch.vmap."""
+    return _by_torch_func(work, work.params, work.batch)
+
+
+def _by_torch_func(work: Workload, params: dict[str, Tensor], batch: Batch) -> Tensor:
+    """Compute the meta-objective as a function of the meta-parameters."""
+
+    def loss_of(fast: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return work.loss_fn(functional_call(work.model, {**params, **fast}, (x,)), y)
+
+    def task(x: Tensor, y: Tensor, query_x: Tensor, query_y: Tensor) -> Tensor:
+        fast = {name: params[name] for name in work.adapted}
+        for _ in range(work.steps):
+            grads = grad(loss_of)(fast, x, y)
+            fast = {name: p - work.lr * grads[name] for name, p in fast.items()}
+        return loss_of(fast, query_x, query_y)
+
+    return vmap(task)(*batch.support, *batch.query).mean()
+
+
+def prepare_by_hand(work: Workload) -> Prepared:
+    """Compile the meta-gradient as one function of torch.func, as is written by hand for one model and batch size."""
+    if work.steps > LONGEST_GRAPH:
+        raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
+
+    def objective(params: dict[str, Tensor], batch: Batch) -> Tensor:
+        return _by_torch_func(work, params, batch)
+
+    compiled = torch.compile(grad(objective), fullgraph=True)
+    params = {
+        name: p.detach() for name, p in work.params.items()
+    }  # torch.compile would differentiate once more
+    return Prepared(lambda: list(compiled(params, work.batch).values()))
+
+
+def prepare_maml(
+    work: Workload, memory: Memory, compile: Compile = False, *, together: bool = False, rows: bool = False
+) -> Prepared:
+    """Make a MAML once, as a training loop does; `memory="budget"` stands for the workload's."""
+    tables = [f"{name}.weight" for name, m in work.model.named_modules() if isinstance(m, nn.Embedding)]
+    if rows and not tables:
+        raise RefusedError("the model has no embedding tables")
+    if compile == "whole" and work.steps > LONGEST_GRAPH:
+        raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
+    if together and not isinstance(work.model, mg.models.Conv4):
+        raise RefusedError("the tasks of this model run together anyway")
+    maml = mg.MAML(
+        work.model,
+        work.loss_fn,
+        inner=mg.optim.rules.sgd(lr=work.lr),
+        steps=work.steps,
+        memory=work.budget if memory == "budget" else memory,
+        task_chunk=work.batch.num_tasks if together else None,
+        sparse=tables if rows else (),
+        compile=compile,
+        adapt=work.adapt or None,
+    )
+    return Prepared(lambda: torch.autograd.grad(maml(work.batch).loss, list(work.params.values())))
+
+
+def prepare_all(work: Workload) -> Prepared:
+    """Make a MAML of which all parameters adapt, for comparison: another algorithm than the workload's."""
+    if not work.adapt:
+        raise RefusedError("all parameters adapt anyway")
+    return prepare_maml(dataclasses.replace(work, adapt=""), memory="full")
+
+
+def block_by_block(work: Workload) -> Tensor:
+    """Take inner gradients, and the query loss, with the graph of one block at a time."""
+    if not isinstance(work.model, nn.Sequential):
+        raise RefusedError("the model is no chain of blocks")
+    chain = mg.autograd.chain(work.model, work.loss_fn)
+
+    def step(params: dict[str, Tensor], t: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        loss, grads = mg.autograd.block_gradient(chain, params, x, y)
+        return {name: p - work.lr * grads[name] for name, p in params.items()}, loss
+
+    losses = []
+    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
+        fast, _ = mg.unroll(step, work.params, x, y, steps=work.steps)
+        losses.append(mg.autograd.block_gradient(chain, fast, query_x, query_y).loss)
+    return torch.stack(losses).mean()
+
+
+MEMORY: tuple[str, ...] = ("full", "step", "sqrt", "budget")
+
+METHODS: dict[str, Method] = {
+    BASELINE: of_loss(textbook_loop),
+    **{f'metagrad, "{memory}"': Method(partial(prepare_maml, memory=memory)) for memory in MEMORY},
+    **{
+        f'metagrad, "{memory}", compiled': Method(partial(prepare_maml, memory=memory, compile=True))
+        for memory in MEMORY
+    },
+    'metagrad, compile="whole"': Method(partial(prepare_maml, memory="full", compile="whole")),
+    "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
+    "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
+    "metagrad, block by block": of_loss(block_by_block),
+    ANOTHER: Method(prepare_all),
+    "torch.func grad + vmap": of_loss(torch_func),
+    "torch.func, one compiled function": Method(prepare_by_hand),
+    "higher": Method(of_loss(rivals.higher_loop).prepare, "higher"),
+    "learn2learn": Method(of_loss(rivals.learn2learn_loop).prepare, "learn2learn"),
+    "TorchOpt": Method(of_loss(rivals.torchopt_loop).prepare, "torchopt"),
+    "JAX jit": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=False)), "jax"),
+    "JAX jit, checkpoint": Method(lambda work: Prepared(*rival_jax.compiled(work, checkpoint=True)), "jax"),
+}
+"""What is run on every workload, and `BASELINE`, to which it is compared."""
+
+
+def is_ours(name: str) -> bool:
+    """Say whether a method has to be right for anything to be timed."""
+    return name.startswith("metagrad")

@@ -1,0 +1,169 @@
+"""Runs every method on a workload in fresh processes, in turns, after all have been found to agree."""
+
+from __future__ import annotations
+
+import random
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.benchmarks.maml.methods import BASELINE, is_ours
+from experiments.benchmarks.maml.worker import Request
+from experiments.run.processes import answered
+from experiments.run.progress import Progress
+
+ROUNDING = 1e-9  # relative, in float64
+
+Ask = Callable[[Request], dict[str, Any]]
+
+
+@dataclass
+class Record:
+    """What one method did on one workload.
+
+    Attributes:
+        note: Why there is nothing more; empty if there is.
+        error: How far its gradient is from the loop's in float64, relative to the gradient.
+        rounds: What its process answered, one for each round.
+    """
+
+    note: str = ""
+    error: float | None = None
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int | None:
+        """The bytes that it holds, weighed in the first round."""
+        return self.rounds[0].get("peak") if self.rounds else None
+
+    @property
+    def compile_seconds(self) -> list[float]:
+        """What the first call of each process took longer than the later ones."""
+        return [max(answer["first"] - answer["median"], 0.0) for answer in self.rounds]
+
+
+Records = dict[str, Record]
+
+
+def ask_process(request: Request, *, threads: int, limit: float, cache: Path) -> dict[str, Any]:
+    """Have a fresh process answer; one that fails or takes longer than `limit` seconds is a refusal."""
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache / re.sub(r"\W+", "-", request.method))}
+    return answered(
+        "experiments.benchmarks.maml.worker",
+        request.to_json(),
+        threads=threads,
+        limit=limit,
+        environment=variables,
+    )
+
+
+@contextmanager
+def processes(threads: int, limit: float) -> Iterator[Ask]:
+    """Hand out processes; those of a method share what the compiler has cached since this began, and nothing else."""
+    with tempfile.TemporaryDirectory(prefix="metagrad-bench-") as folder:
+        yield partial(ask_process, threads=threads, limit=limit, cache=Path(folder))
+
+
+def counted(ask: Ask, bar: Progress[Any]) -> Ask:
+    """Show on a bar what is asked, and count the answers."""
+
+    def shown(request: Request) -> dict[str, Any]:
+        bar.set_postfix_str(f"{request.workload}: {request.method}")
+        answer = ask(request)
+        bar.update()
+        return answer
+
+    return shown
+
+
+def agreement(ask: Ask, workload: str, methods: Sequence[str]) -> Records:
+    """Compare all meta-gradients with the loop's, in float64.
+
+    Raises:
+        SystemExit: The loop does not run, or one of ours is further off than rounding.
+    """
+    records: Records = {}
+    reference = None
+    for name in [BASELINE, *(name for name in methods if name != BASELINE)]:
+        gradient, note = _gradient(ask, workload, name)
+        if gradient is None:
+            records[name] = Record(note)
+        else:
+            reference = gradient if reference is None else reference
+            records[name] = Record(error=relative_error(gradient, reference))
+        if reference is None:
+            raise SystemExit(f"{workload}: the {BASELINE} does not run: {note}.")
+        error = records[name].error
+        if is_ours(name) and error is not None and not error < ROUNDING:
+            raise SystemExit(
+                f"{workload}: {name} does not agree with the {BASELINE}: error {error:.1e}. Nothing is timed."
+            )
+    return records
+
+
+def _gradient(ask: Ask, workload: str, method: str) -> tuple[np.ndarray | None, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gradient.npy"
+        note = ask(Request(workload, method, save=str(path))).get("refused", "")
+        return (None, note) if note else (np.load(path), "")
+
+
+def relative_error(gradient: np.ndarray, reference: np.ndarray) -> float:
+    """Return the largest difference, relative to the largest entry."""
+    return float(np.abs(gradient - reference).max() / np.abs(reference).max())
+
+
+def measure(ask: Ask, workload: str, records: Records, *, rounds: int, seconds: float) -> None:
+    """Let the methods take turns, in a new order each round, so that a drift of the machine hits all alike."""
+    for number in range(rounds):
+        running = [name for name, record in records.items() if not record.note]
+        for name in random.Random(number).sample(running, len(running)):
+            answer = ask(Request(workload, name, seconds=seconds, weigh=number == 0))
+            if "refused" in answer:
+                records[name] = Record(answer["refused"], records[name].error)
+            else:
+                records[name].rounds.append(answer)
+        if records[BASELINE].note:
+            raise SystemExit(f"{workload}: the {BASELINE} does not run: {records[BASELINE].note}.")
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """A method against the loop.
+
+    Attributes:
+        faster: The loop's median time over the method's, in the median over rounds.
+        lowest: In the worst round.
+        highest: In the best round.
+        memory: Its peak over the loop's; None if it was not weighed.
+    """
+
+    faster: float
+    lowest: float
+    highest: float
+    memory: float | None
+
+
+def ratios(record: Record, loop: Record) -> Ratios:
+    """Compare round by round what was measured in the same round."""
+    pairs = zip(loop.rounds, record.rounds, strict=True)
+    faster = [theirs["median"] / own["median"] for theirs, own in pairs]
+    memory = record.peak / loop.peak if record.peak and loop.peak else None
+    return Ratios(statistics.median(faster), min(faster), max(faster), memory)
+
+
+def as_json(records: Records) -> dict[str, Any]:
+    """Return all that was measured, and the ratios."""
+    return {
+        name: asdict(record)
+        | ({"ratios": asdict(ratios(record, records[BASELINE]))} if record.rounds else {})
+        for name, record in records.items()
+    }

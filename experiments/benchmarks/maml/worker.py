@@ -1,0 +1,136 @@
+"""What a fresh process does: one method on one workload. A JSON line comes in, a JSON line goes out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.benchmarks.maml.methods import METHODS, Prepared, RefusedError
+from experiments.benchmarks.maml.workloads import Workload, load
+from experiments.run.allocations import peak_bytes
+from metagrad.sparse import RowSparse
+
+FEWEST_CALLS = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a process.
+
+    Attributes:
+        workload: Its name.
+        method: Its name.
+        steps: Another number of inner steps; None for the workload's.
+        save: Where the gradient in float64 goes; empty if it is to be measured, in float32.
+        seconds: How long to time; 0 times nothing.
+        weigh: Whether to measure the peak.
+    """
+
+    workload: str
+    method: str
+    steps: int | None = None
+    save: str = ""
+    seconds: float = 0.0
+    weigh: bool = False
+
+    def to_json(self) -> str:
+        """Return one line."""
+        return json.dumps(asdict(self))
+
+
+def answer(request: Request) -> dict[str, Any]:
+    """Do what is asked; `refused` says why it cannot be done."""
+    method = METHODS[request.method]
+    if method.package and not _is_installed(method.package):
+        return {"refused": "not installed"}
+    work = load(request.workload, request.steps)
+    work = work.double() if request.save else work
+    try:
+        start = time.perf_counter()
+        prepared = method.prepare(work)
+        gradient = _first(prepared)
+        first = time.perf_counter() - start
+    except RefusedError as reason:
+        return {"refused": str(reason)}
+    if request.save:
+        np.save(request.save, np.concatenate([_dense(part).ravel() for part in gradient]))
+        return {}
+    return _measured(prepared, work, request, first)
+
+
+def _dense(part: Any) -> np.ndarray:
+    return np.asarray(part.to_dense() if isinstance(part, RowSparse) else part)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return False
+    return True
+
+
+def _first(prepared: Prepared) -> Any:
+    """Run for the first time; what warns that it does something else than it was asked for is refused."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradient = prepared.run()
+    for warning in caught:
+        if str(warning.message).startswith("MAML"):
+            raise RefusedError(str(warning.message))
+    return gradient
+
+
+def _measured(prepared: Prepared, work: Workload, request: Request, first: float) -> dict[str, Any]:
+    result: dict[str, Any] = {"first": first, "state_bytes": work.state_bytes}
+    if request.seconds:
+        times = durations(prepared.run, request.seconds)
+        result |= {"median": statistics.median(times), "min": min(times), "calls": len(times)}
+    if request.weigh and prepared.peak is not None:
+        result |= {"peak": prepared.peak, "peak_by": "compiler"}
+    elif request.weigh:
+        result |= {"peak": peak_bytes(prepared.run), "peak_by": "allocator"}
+    return result
+
+
+def durations(run: Callable[[], object], seconds: float) -> list[float]:
+    """Time calls for so many seconds, and at least `FEWEST_CALLS`."""
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < FEWEST_CALLS:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _stay_on(num_threads: int) -> None:
+    """Keep libraries with thread pools of their own, as XLA has one, on as many cores as torch uses."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:num_threads])
+
+
+def main() -> None:
+    """Answer one request; what libraries print goes to the error stream."""
+    request = Request(**json.loads(sys.stdin.readline()))
+    _stay_on(torch.get_num_threads())
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to the terminal otherwise
+    with contextlib.redirect_stdout(sys.stderr):
+        result = answer(request)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

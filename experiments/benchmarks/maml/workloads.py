@@ -1,0 +1,207 @@
+"""What is differentiated: models, batches of tasks and numbers of inner steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import metagrad as mg
+from experiments.benchmarks.maml.models import Lookup, Transformer
+from metagrad.tasks import Batch, Examples
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A meta-learning problem.
+
+    Attributes:
+        about: What it is, for the table.
+        model: Its parameters are the meta-parameters.
+        loss_fn: Of the examples of one task.
+        batch: One meta-batch.
+        lr: Of the inner steps, which are plain gradient descent.
+        steps: How many.
+        budget: Bytes that the method with a budget may keep: more than one step needs, less than all.
+        methods: What is run; empty means all.
+        adapt: The module whose parameters adapt; empty means that all do.
+    """
+
+    about: str
+    model: nn.Module
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batch: Batch
+    lr: float
+    steps: int
+    budget: int
+    methods: tuple[str, ...] = ()
+    adapt: str = ""
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The meta-parameters."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def adapted(self) -> dict[str, Tensor]:
+        """The parameters that adapt."""
+        return {name: p for name, p in self.params.items() if name.startswith(self.adapt)}
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of the adapted parameters of all tasks."""
+        return self.batch.num_tasks * sum(p.nbytes for p in self.adapted.values())
+
+    def double(self) -> Workload:
+        """Return the same problem in float64, from the same weights."""
+        model = copy.deepcopy(self.model).double()
+        return replace(self, model=model, batch=self.batch.to(dtype=torch.float64), budget=2 * self.budget)
+
+
+def load(name: str, steps: int | None = None) -> Workload:
+    """Make a workload: the same weights and the same batch in every process."""
+    torch.manual_seed(0)
+    work = WORKLOADS[name]()
+    return work if steps is None else replace(work, steps=steps)
+
+
+def sinusoid(steps: int) -> Workload:
+    """The regression of Finn et al. 2017, section 5.1."""
+    batch = mg.tasks.Sinusoid(shots=10, queries=10).sample(25, generator=torch.Generator().manual_seed(0))
+    return Workload(
+        f"MLP 1-40-40-1, 25 tasks of 10 shots, {steps} steps",
+        mg.models.MLP([1, 40, 40, 1]),
+        F.mse_loss,
+        batch,
+        lr=0.01,
+        steps=steps,
+        budget=(4 + steps) * MIB // 4,
+    )
+
+
+def mlp(steps: int, rows: int = 32) -> Workload:
+    """A wide MLP and one task: nothing to batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        x = torch.randn(1, rows, 128, generator=generator)
+        return Examples(x, torch.randint(10, (1, rows), generator=generator))
+
+    return Workload(
+        f"MLP 128-512-512-512-10, one task of {rows} rows, {steps} steps",
+        mg.models.MLP([128, 512, 512, 512, 10]),
+        F.cross_entropy,
+        Batch(examples(), examples()),
+        lr=0.1,
+        steps=steps,
+        budget=(12 + 3 * steps // 2) * MIB,
+    )
+
+
+def conv4(num_tasks: int, steps: int, shots: int = 1) -> Workload:
+    """The Omniglot network and protocol of Finn et al. 2017, on noise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples(shots: int) -> Examples:
+        images = torch.rand(num_tasks, 5 * shots, 1, 28, 28, generator=generator)
+        return Examples(images, torch.arange(5).repeat_interleave(shots).repeat(num_tasks, 1))
+
+    return Workload(
+        f"Conv4 of 64 filters, 5-way {shots}-shot, 15 queries, {num_tasks} tasks, {steps} steps",
+        mg.models.Conv4(5),
+        F.cross_entropy,
+        Batch(examples(shots), examples(15)),
+        lr=0.4,
+        steps=steps,
+        budget=num_tasks * (16 + 2 * steps) * MIB,
+    )
+
+
+def anil(num_tasks: int, shots: int, steps: int) -> Workload:
+    """Conv4 of which only the head adapts (Raghu et al. 2020)."""
+    work = conv4(num_tasks, steps, shots)
+    return replace(work, about=f"{work.about}; only the head adapts", adapt="head", methods=HEADS)
+
+
+def transformer(
+    layers: int, num_tasks: int, rows: int, steps: int, methods: tuple[str, ...] = ()
+) -> Workload:
+    """Sequences of 32 vectors of 128 numbers, four heads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        x = torch.randn(num_tasks, rows, 32, 128, generator=generator)
+        return Examples(x, torch.randint(10, (num_tasks, rows), generator=generator))
+
+    return Workload(
+        f"transformer of {layers} layers, d=128, sequence 32, {num_tasks} tasks of {rows} rows, {steps} steps",
+        Transformer(layers),
+        F.cross_entropy,
+        Batch(examples(), examples()),
+        lr=0.01,
+        steps=steps,
+        budget=num_tasks * layers * rows * steps * MIB // 2,
+        methods=methods,
+    )
+
+
+def table(rows: int) -> Workload:
+    """A table of which a task looks up few rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def examples() -> Examples:
+        ids = torch.randint(rows, (1, 256), generator=generator)
+        return Examples(ids, torch.randn(1, 256, generator=generator))
+
+    return Workload(
+        f"table of {rows} x 32, one task of 256 lookups, 5 steps",
+        Lookup(rows, 32),
+        F.mse_loss,
+        Batch(examples(), examples()),
+        lr=0.1,
+        steps=5,
+        budget=rows * 32 * 4 * 8,
+        methods=TABLES,
+    )
+
+
+HEADS = (
+    "textbook loop",
+    'metagrad, "full"',
+    'metagrad, "step"',
+    'metagrad, "full", compiled',
+    "torch.func grad + vmap",
+    "learn2learn",
+    "MAML, all adapt",
+)
+TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
+BLOCKWISE = ("textbook loop", 'metagrad, "full"', 'metagrad, "step"', "metagrad, block by block")
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "sinusoid": partial(sinusoid, 5),
+    "sinusoid-50": partial(sinusoid, 50),
+    "mlp-20": partial(mlp, 20),
+    "mlp-50": partial(mlp, 50),
+    "conv4-4-1": partial(conv4, 4, 1),
+    "conv4-32-1": partial(conv4, 32, 1),
+    "conv4-4-5": partial(conv4, 4, 5),
+    "conv4-32-5": partial(conv4, 32, 5),
+    "anil-4-5": partial(anil, 4, 1, 5),
+    "anil-4-5-shots": partial(anil, 4, 5, 5),
+    "transformer-5": partial(transformer, 2, 4, 4, 5),
+    "transformer-20": partial(transformer, 2, 4, 4, 20),
+    "block-12": partial(transformer, 12, 1, 16, 1, BLOCKWISE),
+    "block": partial(transformer, 24, 1, 16, 1, BLOCKWISE),
+    "memory": partial(mlp, 50, rows=256),
+    "table-10k": partial(table, 10**4),
+    "table-100k": partial(table, 10**5),
+    "table-1m": partial(table, 10**6),
+}
+"""The last number in a name is that of the inner steps; in `block-12`, of the layers; of a table, of its rows."""

@@ -1,0 +1,85 @@
+"""Trace estimates on known spectra, and how often their intervals hold: `python -m experiments.benchmarks.spectra`.
+
+Symmetric matrices of five spectra in random orthogonal bases, n = 1000 in float64: exponential 0.7^i; a step, 50
+eigenvalues of 1 and 950 of 0.001; polynomial 1 / i^2; flat, from 3 down to 1; and an indefinite bulk in [-1, 1] with
+outliers on both sides. Every method spends the same number of products. The first table has the median relative error
+over the repeats, each with probes of its own; the second the share of 90 % intervals that hold the exact trace, which
+has an error of its own of about two percent at 200 repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from experiments.run.progress import Progress
+from metagrad.curvature.estimators.trace import ESTIMATORS, trace
+from tests.curvature.maps import SPECTRA, MatrixMap, matrix
+
+METHODS = tuple(cls.name for cls in ESTIMATORS if cls.name != "exact")
+LEVEL = 0.9
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a method did on a spectrum."""
+
+    error: float = float("nan")  # median, relative
+    coverage: float = float("nan")
+    note: str = ""
+
+
+def measure(A: Tensor, method: str, products: int, repeats: int) -> Result:
+    """Estimate the trace of a matrix again and again."""
+    truth, errors, held = A.trace(), [], []
+    for seed in range(repeats):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            found = trace(MatrixMap(A), method=method, probes=products, generator=generator)
+        except ValueError:
+            return Result(note="refused")
+        low, high = found.interval(LEVEL)
+        errors.append(((found.value - truth) / truth).abs())
+        held.append(low <= truth <= high)
+    return Result(torch.stack(errors).median().item(), sum(map(bool, held)) / repeats)
+
+
+def report(title: str, results: dict[str, dict[str, Result]], cells: dict[str, dict[str, str]]) -> str:
+    """Format a table, a line for each method."""
+    spectra = list(next(iter(results.values())))
+    lines = [f"{title:32}" + "".join(f"{spectrum:>14}" for spectrum in spectra)]
+    for method, row in results.items():
+        line = [row[spectrum].note or cells[method][spectrum] for spectrum in spectra]
+        lines.append(f"{method:32}" + "".join(f"{cell:>14}" for cell in line))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description="Errors and coverage of trace estimates on known spectra.")
+    parser.add_argument("--products", type=int, default=120, help="products of each estimate (120)")
+    parser.add_argument(
+        "--repeats", type=int, default=200, help="estimates of each method and spectrum (200)"
+    )
+    parser.add_argument("--size", type=int, default=1000, help="n of the n x n matrices (1000)")
+    arguments = parser.parse_args()
+    if arguments.products < 3 or arguments.repeats < 1 or arguments.size < 16:
+        parser.error("expected at least 3 products, one repeat and size 16")
+    results = {
+        method: {
+            spectrum: measure(matrix(spectrum, arguments.size), method, arguments.products, arguments.repeats)
+            for spectrum in SPECTRA
+        }
+        for method in Progress(METHODS, unit="method", leave=False)
+    }
+    errors = {m: {s: f"{r.error:.1e}" for s, r in row.items()} for m, row in results.items()}
+    coverage = {m: {s: f"{100 * r.coverage:.1f} %" for s, r in row.items()} for m, row in results.items()}
+    print(report(f"median error, {arguments.products} products", results, errors), end="\n\n")
+    print(report(f"coverage of {100 * LEVEL:.0f} % intervals", results, coverage))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What surrounds the programs: configuration, the training loop, checkpoints, processes, mirrors, plots."""

@@ -1,0 +1,170 @@
+"""Checkpoints: the whole state of a run as plain dicts, written atomically."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from experiments.run.files import write_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from experiments.run.build import Parts
+
+FILE = "checkpoints/last.pt"
+FREE = (
+    "device",
+    "preflight",
+    "resume",
+    "logger",
+    "log",
+    "evaluate",
+    "checkpoint",
+    "memory",
+    "plots",
+    "anomaly",
+    "iterations",
+    "allow",
+    "metric",
+)
+"""Keys a resumed run may change: they do not enter the training trajectory."""
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators of torch in this process."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def save(
+    path: Path,
+    parts: Parts,
+    *,
+    step: int,
+    config: Mapping[str, Any],
+    skipped: int = 0,
+    random: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write the state after `step` iterations; a crash leaves the old file or the new one, whole.
+
+    Args:
+        path: The file.
+        parts: What has a state.
+        step: The iterations done.
+        config: The configuration, as plain values.
+        skipped: Tasks left out since metrics were last written.
+        random: The `random_state` of every process of the run; None where there is this one alone.
+    """
+    content = io.BytesIO()  # torch.save into a file says of a full disk "unexpected pos 64 vs 0"
+    torch.save(_state(parts, step, config, skipped, random or [random_state()]), content)
+    write_bytes(path, content.getvalue())
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a checkpoint.
+
+    Raises:
+        ValueError: There is no such file, or it is not a checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"resume: there is no checkpoint {path}.")
+    state = read(path, "resume")
+    if not isinstance(state, dict) or "fingerprint" not in state:
+        raise ValueError(f"resume: {path} is a torch file, but not a checkpoint of this program.")
+    return state
+
+
+def read(path: Path, call: str) -> Any:
+    """Read a torch file of tensors and plain values.
+
+    Raises:
+        OSError: It may not be read.
+        ValueError: It is something else, or damaged.
+    """
+    content = path.read_bytes()
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind: the bytes may be anything
+        raise ValueError(
+            f"{call}: {path} is not a readable checkpoint; it is damaged, was cut off, or is a file of another kind."
+        ) from error
+
+
+def restore(state: Mapping[str, Any], parts: Parts, config: Mapping[str, Any], rank: int = 0) -> int:
+    """Put a run into a saved state, that of one of its processes, and return the number of iterations done.
+
+    Raises:
+        ValueError: The checkpoint is of another configuration or model, and the message names what differs; or it is
+            beyond the last iteration.
+    """
+    _refuse("configuration", _flat(_trajectory(state["config"])), _flat(_trajectory(config)))
+    _refuse("model", state["fingerprint"], fingerprint(parts.module))
+    if state["step"] > config["iterations"]:
+        raise ValueError(
+            f"resume: the checkpoint is at step {state['step']} already, so iterations must be at least that, got "
+            f"{config['iterations']}."
+        )
+    parts.module.load_state_dict(state["model"])
+    parts.optimizer.load_state_dict(state["optimizer"])
+    parts.schedule.load_state_dict(state["schedule"])
+    parts.generator.set_state(state["rng"]["tasks"])
+    for own in [state["rng"], *state["rng"].get("others", [])][rank : rank + 1]:
+        torch.set_rng_state(own["torch"])
+        if own["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(own["cuda"])
+    return state["step"]
+
+
+def fingerprint(module: torch.nn.Module) -> dict[str, list[int]]:
+    """Return the name and shape of every parameter and buffer."""
+    return {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _state(
+    parts: Parts, step: int, config: Mapping[str, Any], skipped: int, random: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    first, *others = random
+    return {
+        "step": step,
+        "config": dict(config),
+        "fingerprint": fingerprint(parts.module),
+        "skipped": skipped,
+        "model": parts.module.state_dict(),
+        "optimizer": parts.optimizer.state_dict(),
+        "schedule": parts.schedule.state_dict(),
+        "rng": {**first, "tasks": parts.generator.get_state(), "others": others},
+    }
+
+
+def _trajectory(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in FREE}
+
+
+def _refuse(what: str, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    names = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
+    if names:
+        listed = ", ".join(
+            f"{name} is {_show(saved, name)} there and {_show(wanted, name)} here" for name in names[:5]
+        )
+        more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ValueError(f"resume: the checkpoint is of another {what}: {listed}{more}.")
+
+
+def _show(values: Mapping[str, object], name: str) -> object:
+    return values.get(name, "absent")
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(config, prefix))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

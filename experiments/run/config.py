@@ -1,0 +1,201 @@
+"""From Hydra's composed config to a typed one, converted and checked once."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from experiments.run.algorithm_schemas import ALGORITHMS, HYPERGRADIENTS, own_keys
+from experiments.run.help import CONF
+from experiments.run.optimizer_schemas import INNER_RULES, OPTIMIZERS
+from experiments.run.schema import (
+    MLP,
+    Config,
+    Constant,
+    Conv4,
+    Cosine,
+    Custom,
+    CustomAlgorithm,
+    CustomData,
+    CustomModel,
+    CustomOptimizer,
+    CustomRule,
+    CustomTask,
+    Hypergradient,
+    InnerRule,
+    Logger,
+    Loss,
+    Model,
+    Omniglot,
+    Optimizer,
+    Sinusoid,
+)
+from experiments.run.signatures import TYPES, schema_of
+from experiments.run.task_schemas import DATASETS, TASKS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+IN_MODELS = {**TYPES, "Sequence": list[int]}
+SCHEMAS: dict[str, dict[str, type]] = {
+    "task": {"sinusoid": Sinusoid, "omniglot": Omniglot, **TASKS, "custom": CustomTask},
+    "task/dataset": {**DATASETS, "custom": CustomData},
+    "loss": {"loss": Loss},
+    "model": {
+        "mlp": MLP,
+        "context_mlp": schema_of("metagrad.models.ContextMLP", Model, types=IN_MODELS),
+        "conv4": Conv4,
+        "resnet12": schema_of("metagrad.models.ResNet12", Model, types=IN_MODELS),
+        "transformer": schema_of("metagrad.models.Transformer", Model, types=IN_MODELS),
+        "custom": CustomModel,
+    },
+    "algorithm": {**ALGORITHMS, "custom": CustomAlgorithm},
+    "algorithm/hypergradient": HYPERGRADIENTS,
+    "algorithm/inner": {**INNER_RULES, "custom": CustomRule},
+    "optimizer": {**OPTIMIZERS, "custom": CustomOptimizer},
+    "schedule": {"constant": Constant, "cosine": Cosine},
+    "logger": {"logger": Logger},
+}
+
+
+@functools.cache
+def register() -> None:
+    """Store the schemas, once, where the defaults lists of `conf/` find them, as `schema/GROUP/NAME`.
+
+    Those of optimizers are options by themselves, with the defaults of the library, where `conf/` has no file of the
+    name.
+    """
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    for group, schemas in SCHEMAS.items():
+        for name, node in schemas.items():
+            store.store(name, _open(node), f"schema/{group}", package=group.replace("/", "."))
+            if (
+                issubclass(node, (InnerRule, Optimizer, Hypergradient))
+                and not (CONF / group / f"{name}.yaml").exists()
+            ):
+                store.store(name, node, group)
+
+
+def _open(schema: type) -> Any:
+    """Let `args` of custom targets have any key."""
+    node = OmegaConf.structured(schema)
+    if issubclass(schema, Custom):
+        OmegaConf.set_struct(node.args, False)
+    return node
+
+
+def composed(name: str, overrides: list[str]) -> DictConfig:
+    """Compose the config of a program, also while another program runs."""
+    register()
+    is_ready = GlobalHydra.instance().is_initialized()
+    with nullcontext() if is_ready else initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides)
+
+
+def typed(config: DictConfig) -> Config:
+    """Resolve a composed config and return it as a `Config`, converted once.
+
+    Raises:
+        ValueError: A key was added that the schema does not have, or a count is too small.
+    """
+    resolved = converted("train", config)
+    _check_counts(resolved)
+    settle("train", resolved)
+    return resolved
+
+
+def converted(call: str, config: DictConfig) -> Any:
+    """Return a composed config as objects of its schema.
+
+    Raises:
+        ValueError: A value is missing, or a key was added that the schema does not have.
+    """
+    try:
+        resolved: Any = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        raise ValueError(f"{call}: {error.full_key} has no value; give {error.full_key}=VALUE.") from error
+    check_keys(call, resolved)
+    return resolved
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """Return the config as nested dicts of JSON values."""
+    return _plain(asdict(config))
+
+
+def settle(call: str, config: Config) -> None:
+    """Set what an experiment chooses for any algorithm, inner rule and steps, to null where the algorithm has none.
+
+    Raises:
+        ValueError: It is another one than gradient descent, so that somebody has asked for it.
+    """
+    algorithm, own = config.algorithm, own_keys(config.algorithm)
+    if "args" in own:
+        return
+    if "inner" not in own and algorithm.inner is not None:
+        if not algorithm.inner._target_.endswith(".sgd"):
+            raise ValueError(
+                f"{call}: {algorithm._target_} has no inner rule, so algorithm/inner cannot be "
+                f"{algorithm.inner._target_.rpartition('.')[2]}; leave it out."
+            )
+        algorithm.inner = None
+    if "steps" not in own:
+        algorithm.steps = config.evaluate.steps = None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.name if isinstance(value, Enum) else value
+
+
+def check_keys(call: str, node: Any, prefix: str = "") -> None:
+    """Refuse what `+key=value` adds, which Hydra lets through."""
+    known = [item.name for item in fields(node)]
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ValueError(
+                f"{call}: there is no key {prefix}{name}; the keys there are {', '.join(known)}."
+            )
+        if is_dataclass(value):
+            check_keys(call, value, f"{prefix}{name}.")
+
+
+def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
+    """Refuse counts, by name, that are below what they must be at least, or no integers of 64 bits."""
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise ValueError(f"{call}: {name} must be at least {smallest}, got {value}.")
+        if value >= 2**63:
+            raise ValueError(f"{call}: {name} must be below 2**63, got {value}.")
+
+
+def _check_counts(config: Config) -> None:
+    least = {
+        "seed": (config.seed, 0),
+        "threads": (1 if config.threads is None else config.threads, 1),
+        "iterations": (config.iterations, 1),
+        "meta_batch": (config.meta_batch, 1),
+        "algorithm.steps": (config.algorithm.steps or 0, 0),
+        "log.every": (config.log.every, 1),
+        "evaluate.every": (config.evaluate.every, 1),
+        "evaluate.validation_tasks": (config.evaluate.validation_tasks, 2),
+        "evaluate.tasks": (config.evaluate.tasks, 2),
+        "evaluate.steps": (config.evaluate.steps or 0, 0),
+        "evaluate.chunk": (config.evaluate.chunk, 1),
+        "checkpoint.every": (config.checkpoint.every, 1),
+        "memory.outer_steps": (config.memory.outer_steps, 1),
+        "plots.tasks": (config.plots.tasks, 1),
+        "plots.steps": (config.plots.steps, 1),
+    }
+    check_least("train", least)

@@ -1,0 +1,160 @@
+"""Evaluation: query loss and accuracy over many tasks, before and after adaptation, with 95 % intervals."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from experiments.run import build
+from experiments.run.progress import Progress
+from experiments.run.ranks import Ranks
+from metagrad.curvature.estimators.student import student_t
+from metagrad.tasks import PADDING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from experiments.run.loop import Run
+    from metagrad.meta import Algorithm
+    from metagrad.tasks import Batch, TaskDistribution
+
+
+class Interval(NamedTuple):
+    """A mean over tasks and the half-width of its 95 % confidence interval."""
+
+    mean: float
+    ci95: float
+    tasks: int
+
+    def __str__(self) -> str:
+        """Return `mean +- half-width` with the digits the half-width supports."""
+        digits = 1 - math.floor(math.log10(self.ci95)) if self.ci95 > 0 and math.isfinite(self.ci95) else 2
+        return f"{self.mean:.{max(digits, 0)}f} +- {self.ci95:.{max(digits, 0)}f}"
+
+
+def mean_interval(values: Tensor) -> Interval:
+    r"""Return the mean of independent values with its 95 % confidence interval.
+
+    .. math::
+        \bar{x} \pm t_{0.975, n-1} \, s / \sqrt{n}
+
+    Args:
+        values: One value a task, [tasks], at least two.
+    """
+    number = len(values)
+    spread = values.double().std().item() / math.sqrt(number)
+    return Interval(values.double().mean().item(), student_t(0.95, number - 1) * spread, number)
+
+
+def evaluate(
+    algorithm: Algorithm,
+    tasks: TaskDistribution,
+    *,
+    num_tasks: int,
+    steps: int | None,
+    chunk: int,
+    generator: torch.Generator,
+    device: torch.device,
+    ranks: Ranks | None = None,
+) -> dict[str, Interval]:
+    """Adapt to tasks in chunks and return query metrics before and after `steps` inner steps.
+
+    Of several processes each evaluates its share of every chunk, and all return the same.
+
+    Returns:
+        `query_loss_before`, `query_loss`, and for classification `accuracy_before(%)`, `accuracy(%)`; without those
+        before where `steps` is None, which is of algorithms that have none.
+    """
+    ranks = ranks or Ranks()
+    judged = {"_before": 0, "": steps} if steps is not None else {"": None}
+    found: list[dict[str, Tensor]] = []
+    with _policy_of_norms(algorithm):
+        for batch in batches(tasks, num_tasks, chunk, generator=generator, device=device, ranks=ranks):
+            found.append({})
+            for suffix, number in judged.items() if batch.num_tasks else ():
+                found[-1].update(_judge(algorithm, batch, number, suffix))
+    parts: dict[str, list[Tensor]] = {}
+    for of_chunk in zip(*ranks.gathered(found), strict=True):
+        for name, values in (item for of_process in of_chunk for item in of_process.items()):
+            parts.setdefault(name, []).append(values)
+    return {name: mean_interval(torch.cat(values)) for name, values in parts.items()}
+
+
+def evaluate_split(run: Run, split: str, *, num_tasks: int) -> dict[str, Interval]:
+    """Evaluate a run on tasks of its "validation" or "test" split, the same ones each time."""
+    config = run.config.evaluate
+    return evaluate(
+        run.parts.algorithm,
+        getattr(run.splits, split),
+        num_tasks=num_tasks,
+        steps=config.steps,
+        chunk=config.chunk,
+        generator=build.generator(run.config.seed, split),
+        device=run.device,
+        ranks=run.ranks,
+    )
+
+
+def batches(
+    tasks: TaskDistribution,
+    num_tasks: int,
+    chunk: int,
+    *,
+    generator: torch.Generator,
+    device: torch.device,
+    ranks: Ranks,
+) -> Iterator[Batch]:
+    """Draw `num_tasks` tasks, at most `chunk` at a time, and yield the share of this process, which may be empty."""
+    starts = range(0, num_tasks, chunk)
+    for start in Progress(starts, unit="chunk", hidden=not ranks.is_first, leave=False):
+        drawn = tasks.sample(min(chunk, num_tasks - start), generator=generator)
+        yield ranks.share(drawn).to(device=device)
+
+
+def accuracies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the share of right answers of each task in percent, [tasks], padding left out."""
+    is_right = (logits.argmax(-1) == labels).double().sum(-1)
+    return 100 * is_right / (labels != PADDING).sum(-1)
+
+
+def is_classification(labels: Tensor) -> bool:
+    """Tell labels from real-valued targets."""
+    return not labels.is_floating_point()
+
+
+@contextlib.contextmanager
+def _policy_of_norms(algorithm: Algorithm) -> Iterator[None]:
+    """Let an algorithm with a policy of normalisation follow that of evaluation."""
+    if not isinstance(algorithm, nn.Module) or getattr(algorithm, "norm", None) is None:
+        yield
+        return
+    modes = {module: module.training for module in algorithm.modules()}
+    algorithm.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def _judge(algorithm: Algorithm, batch: Batch, steps: int | None, suffix: str) -> dict[str, Tensor]:
+    is_labelled = is_classification(batch.query.y)
+    names = [f"query_loss{suffix}", *([f"accuracy{suffix}(%)"] if is_labelled else [])]
+    try:
+        out = algorithm(batch, steps=steps)
+    except FloatingPointError:
+        if getattr(algorithm, "nonfinite", "raise") != "skip":
+            raise
+        # Of all tasks, which are fewer where there are more processes; of some, their losses say so.
+        return dict.fromkeys(names, torch.full((batch.num_tasks,), math.nan))
+    metrics = {names[0]: out.query_losses}
+    if is_labelled:
+        metrics[names[1]] = accuracies(out.query_outputs, batch.query.y)
+    return {name: values.cpu() for name, values in metrics.items()}

@@ -1,0 +1,68 @@
+"""Do model, loss and tasks fit together, and are the derivatives right? Found out before anything is written."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+import metagrad as mg
+from metagrad.autograd.checks.missing_derivatives import MissingDerivative
+from metagrad.core.structured import arguments, call_on
+from metagrad.core.tree import tree_map
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from experiments.run.build import Parts
+    from metagrad.tasks import Batch
+
+
+@torch.no_grad()
+def check_fit(call: str, parts: Parts, draw: Callable[[], Batch]) -> None:
+    """Compute the loss of the model on one task; no random state, buffer or parameter changes.
+
+    Args:
+        call: How an error names the program.
+        parts: With the model and the loss.
+        draw: Returns a batch of one task.
+
+    Raises:
+        ValueError: The model does not take the inputs of the tasks, or the loss not its predictions.
+    """
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # mse_loss would broadcast
+        support = draw().support
+        x, y = tree_map(lambda tensor: tensor[0], (support.x, support.y))
+        try:
+            parts.loss_fn(call_on(copy.deepcopy(parts.model), arguments(x, f"{call}: the inputs")), y)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
+            raise ValueError(
+                f"{call}: the model and the tasks do not fit: on inputs {_shapes(x)} and targets "
+                f"{_shapes(y)} of a task, {type(parts.model).__name__} or the loss says: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Change model=, task= or their keys "
+                "(model.sizes, task.ways)."
+            ) from error
+
+
+def preflight(parts: Parts, draw: Callable[[], Batch]) -> str:
+    """Return the report of :func:`metagrad.preflight` on a meta-batch; no random state changes.
+
+    Raises:
+        MissingDerivative: A derivative that training takes is wrong or missing; the message has the report.
+    """
+    with torch.random.fork_rng():
+        report = mg.preflight(parts.algorithm, draw())
+    if not report.ok:
+        raise MissingDerivative(
+            f"train: preflight=true found derivatives that are wrong or missing.\n{report}"
+        )
+    return str(report)
+
+
+def _shapes(value: object) -> object:
+    return tree_map(lambda tensor: list(tensor.shape), value)

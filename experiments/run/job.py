@@ -1,0 +1,286 @@
+"""What surrounds a job of any program: random states and flags, its folder, signals, and how errors are reported."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import random
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import (
+    CompactHydraException,
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from experiments.run import checkpoint, result
+from experiments.run.files import write_text
+from experiments.run.signals import Interrupted, signals_raised
+from metagrad.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FAILURE = "failure.txt"
+DEFAULT_THREADS = torch.get_num_threads()
+EXPECTED = (
+    ValueError,
+    ArithmeticError,
+    OSError,
+    HydraException,
+    OmegaConfBaseException,
+    yaml.YAMLError,
+    torch.OutOfMemoryError,
+    torch.linalg.LinAlgError,  # type: ignore[reportPrivateImportUsage]
+)
+"""What the user's input or the machine explains; anything else is a bug, and keeps its traceback."""
+
+failed: list[str] = []
+"""The jobs of a sweep in this process that failed, each with its reason."""
+
+
+class RunError(CompactHydraException):
+    """An error whose message is all the user needs."""
+
+
+def launch(program: Callable[[], object], config: str | None = None, module: str = "") -> None:
+    """Run a program to its end: what goes wrong for a reason the user can see is one sentence, and exit status 1.
+
+    `HYDRA_FULL_ERROR=1` shows tracebacks.
+
+    Args:
+        program: What to run.
+        config: The name of its config, whose groups and keys `--help` prints; None where it has its own help.
+        module: How it is started.
+    """
+    if config is not None and {"-h", "--help"} & set(sys.argv[1:]):
+        program = partial(_print_help, config, module)
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        program()
+        return
+    keep_freed_memory()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra shall raise what goes wrong, not print it
+    logging.raiseExceptions = False  # a full disk or a closed pipe fails at the next write of the run itself
+    try:
+        program()
+    except KeyboardInterrupt as stop:
+        _end(str(explained(stop)), getattr(stop, "status", 130))
+    except Exception as error:
+        sentence, listed = explained(error), _failed_in_sweep()
+        if sentence is None:
+            sys.stderr.write(listed)
+            raise
+        _end(listed or sentence, 1)
+    finally:
+        del os.environ["HYDRA_FULL_ERROR"]
+
+
+def _print_help(config: str, module: str) -> None:
+    from experiments.run import help  # composes the configuration, which a run does not do twice
+
+    print(help.text(config, module, sys.argv[1:]))
+
+
+def explained(error: BaseException) -> str | None:
+    """Return what to tell the user of an error; None of a bug."""
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "Interrupted."
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return (
+            f"Out of memory: {str(error).splitlines()[0]} Make meta_batch or evaluate.chunk smaller, or set "
+            "algorithm.memory=step or algorithm.task_chunk=1."
+        )
+    if not isinstance(error, EXPECTED):
+        return None
+    if plugin := re.search(r"Could not find 'hydra/(launcher|sweeper)/(\w+)'", str(error)):
+        return "hydra/{}={} is a plugin that is not installed: run pip install -e '.[sweep]'.".format(
+            *plugin.groups()
+        )
+    return _of_override(error) or "\n".join(_lines(error)) or type(error).__name__
+
+
+def seed_everything(seed: int, threads: int | None, *, anomaly: bool = False) -> None:
+    """Set the global random states and flags of torch; jobs of a sweep share a process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads or DEFAULT_THREADS)
+    torch.autograd.set_detect_anomaly(anomaly)
+
+
+@contextlib.contextmanager
+def failures_reported(folder: Path, log: logging.Logger) -> Iterator[None]:
+    """Put what goes wrong in a job into its log, with the traceback, and into its folder.
+
+    A folder that held a run before this one stays as it is, unless this one has claimed it.
+
+    Raises:
+        RunError: In place of an error that the user's input or the machine explains.
+    """
+    is_new = not holds_run(folder)
+    try:
+        yield
+    except Exception as error:
+        sentence = explained(error)
+        message = sentence or f"The run failed: {type(error).__name__}: {error}"
+        _log(log, message, error)
+        if is_new:
+            _note(folder, error)
+        if _is_sweep():
+            job = HydraConfig.get().job
+            failed.append(f"{job.num} ({job.override_dirname}): {message}")
+        if sentence is None:
+            raise
+        raise RunError(sentence) from error
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, *, is_resumed: bool = False, how_to_go_on: str = "") -> Iterator[None]:
+    """Make a folder that of this run alone, while it runs; how it ends early is in its `failure.txt`.
+
+    Args:
+        folder: Where the run writes.
+        is_resumed: The run goes on with the one that the folder holds.
+        how_to_go_on: What to say of it where a signal ends the run and there is a checkpoint.
+
+    Raises:
+        ValueError: Another process writes to the folder, or it holds a run already.
+        Interrupted: A signal has ended the run.
+    """
+    with _locked(folder), signals_raised():
+        if holds_run(folder) and not is_resumed:
+            raise ValueError(
+                f"{folder} holds a run already: continue it by resume=FOLDER, or choose another hydra.run.dir or "
+                "hydra.sweep.dir."
+            )
+        (folder / FAILURE).unlink(missing_ok=True)
+        try:
+            yield
+        except Interrupted as stop:
+            can_go_on = how_to_go_on and (folder / checkpoint.FILE).is_file()
+            ended = stop.ending(how_to_go_on if can_go_on else "")
+            _note(folder, ended)
+            raise ended from None
+        except Exception as error:
+            _note(folder, error)
+            raise
+
+
+def holds_run(folder: Path) -> bool:
+    """Say whether a run has left something in a folder that another would destroy."""
+    return (folder / result.FILE).exists() or any((folder / "checkpoints").glob("*.pt"))
+
+
+def _record(*, _root_: Any) -> str:
+    """Return where Hydra writes what is configured: a folder that is taken keeps the record of the run it holds."""
+    folder = OmegaConf.select(_root_, "hydra.runtime.output_dir", default=None)
+    return ".hydra_resumed" if folder and Path(folder).is_dir() and _is_taken(Path(folder)) else ".hydra"
+
+
+OmegaConf.register_new_resolver("record", _record, replace=True)  # also in the processes of a launcher
+
+
+def _is_taken(folder: Path) -> bool:
+    """Say whether a folder holds a run, or another process is writing to it."""
+    if holds_run(folder):
+        return True
+    try:
+        with _locked(folder):
+            return False
+    except ValueError:
+        return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, where its file system has locks; the system frees it however the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"{folder}: another process is writing to this folder; wait for it, or choose another "
+                    "hydra.run.dir or hydra.sweep.dir."
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _note(folder: Path, error: BaseException) -> None:
+    with contextlib.suppress(OSError):  # of a full disk: the terminal and the exit status still tell
+        write_text(folder / FAILURE, f"{explained(error) or f'{type(error).__name__}: {error}'}\n")
+
+
+def _log(log: logging.Logger, message: str, error: BaseException) -> None:
+    """Write an error to the log's file with its traceback; of a sweep, whose jobs go on, to the terminal as well."""
+    trace = (type(error), error, error.__traceback__)
+    for handler in logging.getLogger().handlers:
+        is_file = isinstance(handler, logging.FileHandler)
+        if is_file or _is_sweep():
+            handler.handle(
+                log.makeRecord(log.name, logging.ERROR, __file__, 0, message, (), trace if is_file else None)
+            )
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
+
+
+def _failed_in_sweep() -> str:
+    listed = [f"  {one}" for one in failed]
+    return (
+        "\n".join([f"{len(failed)} job{'s' if len(failed) > 1 else ''} failed:", *listed]) if failed else ""
+    )
+
+
+def _of_override(error: BaseException) -> str | None:
+    """Return what is wrong with a setting that was given, if that is what the error says."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, name = (error.missing_cfg_file or "").rpartition("/")
+        return f"There is no {group}={name}; the options are {', '.join(error.options)}."
+    if isinstance(error, OverrideParseException):
+        return f"{error.override!r} is not a KEY=VALUE that Hydra can read; quote values with special characters."
+    cause = error.__cause__
+    if not isinstance(error, ConfigCompositionException) or not isinstance(cause, OmegaConfBaseException):
+        return None
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(
+        cause.parent_node, DictConfig
+    ):
+        keys = ", ".join(str(key) for key in cause.parent_node if key not in ("_target_", "hydra"))
+        return f"There is no key {cause.full_key}; the keys there are {keys}."
+    return f"{cause.full_key}: {_lines(cause)[0]}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    """Return what an error says, without OmegaConf's names of classes and tracebacks of worker processes."""
+    lines = [line.rstrip() for line in str(error).splitlines()]
+    if "Original Traceback (most recent call last):" in lines:
+        lines = lines[-1:]
+    return [
+        line for line in lines if line and not line.lstrip().startswith(("reference_type=", "object_type="))
+    ]
+
+
+def _end(message: str, status: int) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.exit(status)

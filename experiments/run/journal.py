@@ -1,0 +1,88 @@
+"""The journal of a run: what training computes, what it costs, and the mirror of both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from experiments.run import checkpoint, memory
+from experiments.run.metrics import JsonLines, read_rows
+from experiments.run.mirrors.mirror import Mirror
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    import metagrad as mg
+    from experiments.run.build import Parts
+    from metagrad.memory import Record
+
+
+class Silent:
+    """Receive what a run records, and write nothing: of the processes of a run, all but the first."""
+
+    mirror = Mirror()
+
+    def write(self, step: int, metrics: Mapping[str, float], costs: Mapping[str, float]) -> None:
+        """Receive one step."""
+
+    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
+        """Receive the memory of the first steps, and its records in every process."""
+
+    def save(self, parts: Parts, **state: Any) -> None:
+        """Receive a state to go on from."""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics that are written: none."""
+        return []
+
+
+class Journal(Silent):
+    """Write metrics and costs of a run.
+
+    `metrics.jsonl` is a function of configuration and seed alone: a run and its interrupted twin have the
+    same bytes. Times and memory, which differ, go to `costs.jsonl`.
+
+    Args:
+        folder: The run folder.
+        mirror: Where everything is shown as well.
+        until: The step the run starts from.
+    """
+
+    def __init__(self, folder: Path, mirror: Mirror, *, until: int) -> None:
+        self.folder, self.mirror = folder, mirror
+        self._metrics = JsonLines(folder / "metrics.jsonl", until=until)
+        self._costs = JsonLines(folder / "costs.jsonl", until=until)
+
+    def write(self, step: int, metrics: Mapping[str, float], costs: Mapping[str, float]) -> None:
+        """Write one step."""
+        self._metrics.write(step, metrics)
+        if costs:
+            self._costs.write(step, costs)
+        self.mirror.log(step, {**metrics, **costs})
+
+    def memory(self, tracker: mg.MemoryTracker, processes: Sequence[Sequence[Record]]) -> None:
+        """Write the memory of the first steps."""
+        memory.write(self.folder, tracker, processes)
+        rows = memory.read(self.folder)
+        self.mirror.table("memory/phases", rows)
+        for x, curves in memory.curves(rows).items():
+            self.mirror.curves(f"memory/{x.replace(' ', '_')}s(MiB)", x, curves)
+
+    def save(self, parts: Parts, **state: Any) -> None:
+        """Write a checkpoint, once the metrics before it are on the disk; see `checkpoint.save`."""
+        self._metrics.sync()
+        checkpoint.save(self.folder / checkpoint.FILE, parts, **state)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics that are written."""
+        return read_rows(self.folder / "metrics.jsonl")
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._metrics.close()
+        self._costs.close()

@@ -1,0 +1,90 @@
+"""The schemas of optimizers, of the outer loop and the inner: a key for each argument that their docstring explains.
+
+Keys, types, defaults and the sentences of `--help` are those of the class that is built; `conf/optimizer/` and
+`conf/algorithm/inner/` hold what differs, and why. Rules that are made of others (`chain`, `lookahead`, `mask`,
+`rowwise`, `schedule`) are given by `algorithm/inner=custom`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+
+from experiments.run.schema import InnerRule, Optimizer, key
+from experiments.run.signatures import option_name, schema_of
+from metagrad import optim
+from metagrad.optim import rules
+
+LEFT_OUT = (
+    *("maximize", "foreach", "compile", "capturable", "differentiable", "fused", "curvature_fraction"),
+    "group",
+)
+"""Arguments that no program has a use for, and the processes of a run, which it knows by itself."""
+
+
+@dataclass
+class OfModel(Optimizer):
+    """An optimizer that is made of a model, whose layers it observes."""
+
+
+@dataclass
+class OfCurvature(Optimizer):
+    """An optimizer whose step takes a closure for the curvature."""
+
+    curvature_batch: int | None = key(
+        "Examples of a batch whose curvature is taken; null is all. experiments.studies.optimizers.", None
+    )
+
+
+@dataclass
+class OfMatrices(Optimizer):
+    """An optimizer of the matrices of hidden layers, and another one, Adam, for the `rest`."""
+
+    rest: Optimizer = field(default_factory=schema_of("torch.optim.Adam", Optimizer, without=LEFT_OUT))
+
+
+def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
+    if "model" in inspect.signature(make).parameters:
+        return OfModel
+    if "curvature" in inspect.signature(make.step).parameters:
+        return OfCurvature
+    return OfMatrices if make is optim.Muon else Optimizer
+
+
+def _option(name: str) -> str:
+    """Return a class's name in snake case, or as its functional form has it."""
+    return name.lower() if name.lower() in rules.__all__ else option_name(name)
+
+
+def _is_optimizer(made: object) -> bool:
+    return isinstance(made, type) and issubclass(made, torch.optim.Optimizer)
+
+
+def _is_rule(made: object) -> bool:
+    return isinstance(made, type) and "lr" in getattr(made, "hyper", ())
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    **{
+        name.lower(): schema_of(f"torch.optim.{name}", Optimizer, without=LEFT_OUT)
+        for name in ("SGD", "Adam", "AdamW")
+    },
+    **{
+        _option(name): schema_of(f"metagrad.optim.{name}", _base_of(getattr(optim, name)), without=LEFT_OUT)
+        for name in optim.__all__
+        if _is_optimizer(getattr(optim, name))
+    },
+}
+"""Schemas by the name of the option of `optimizer`."""
+
+RULE_DEFAULTS = {"sgd": {"lr": 0.01}}
+INNER_RULES: dict[str, type[InnerRule]] = {
+    name: schema_of(
+        f"metagrad.optim.rules.{name}", InnerRule, without=LEFT_OUT, defaults=RULE_DEFAULTS.get(name)
+    )
+    for name in rules.__all__
+    if _is_rule(getattr(rules, name))
+}
+"""Schemas by the name of the option of `algorithm/inner`."""

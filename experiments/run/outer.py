@@ -1,0 +1,104 @@
+"""The outer step: the loss after adaptation, its gradient, and a step of any optimizer, closure or not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experiments.run.ranks import Ranks, counted
+
+if TYPE_CHECKING:
+    from experiments.run.build import Parts
+    from metagrad.meta import MetaOutput
+    from metagrad.tasks import Batch
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+def asks_for_closure(make: type[torch.optim.Optimizer]) -> bool:
+    """Say whether optimizers of a class see how the loss is computed, or compute it several times a step."""
+    arguments = inspect.signature(make.step).parameters
+    is_required = "closure" in arguments and arguments["closure"].default is inspect.Parameter.empty
+    return is_required or "curvature" in arguments or getattr(make, "notes_losses", False)
+
+
+def step(parts: Parts, batch: Batch, phase: Phase, ranks: Ranks | None = None) -> MetaOutput | None:
+    """Adapt to the tasks of a batch, move the meta-parameters, and return what the algorithm returned before it.
+
+    Of several processes each has a share of the batch, and all move by the gradient of the whole. Where tasks that
+    are not finite are left out, None says that this process has no other ones; then it moves by those of the others.
+    """
+    if parts.takes_closure:
+        return _step_by_closure(parts, batch, phase)
+    parts.optimizer.zero_grad(set_to_none=True)
+    ranks, out, failures = ranks or Ranks(), None, []
+    may_fail = ranks.size > 1 and getattr(parts.algorithm, "nonfinite", "raise") == "skip"
+    with _noted(failures) if may_fail else nullcontext():
+        out = parts.algorithm(batch)
+    # Before the backward pass, which may mark more tasks as skipped.
+    weight = 0 if out is None else 1 if ranks.size == 1 else counted(out)
+    if may_fail and not ranks.total(weight):
+        raise failures[0]
+    with phase("backward"), ranks.averaging(parts.module, weight):
+        if out is not None:
+            with _noted(failures) if may_fail else nullcontext():
+                # An optimizer that uses curvature takes it while the graph of the loss is there.
+                getattr(parts.optimizer, "backward", Tensor.backward)(out.loss)
+    if failures and all(p.grad is None for p in parts.module.parameters()):
+        raise failures[0]
+    with phase("optimizer"):
+        parts.optimizer.step()
+    return None if failures else out
+
+
+@contextmanager
+def _noted(failures: list[FloatingPointError]) -> Iterator[None]:
+    """Note that no task of this process is finite, for the others to go on."""
+    try:
+        yield
+    except FloatingPointError as error:
+        failures.append(error)
+
+
+def _step_by_closure(parts: Parts, batch: Batch, phase: Phase) -> MetaOutput:
+    first: list[Any] = []
+
+    def closure() -> Tensor:
+        parts.optimizer.zero_grad()
+        try:
+            out = parts.algorithm(batch)
+        except FloatingPointError:
+            if not first:
+                raise
+            loss = _infinite(parts)  # a step that was tried and went too far: for the optimizer to reject
+        else:
+            first.append(out if not first else None)
+            loss = known_loss(parts, batch, out)
+        loss.backward()
+        return loss
+
+    with phase("optimizer"):
+        parts.optimizer.step(closure)  # type: ignore[reportArgumentType]  # torch's stub says float
+    return first[0]
+
+
+def known_loss(parts: Parts, batch: Batch, out: MetaOutput) -> Tensor:
+    """Return the loss as one call of the loss function where that is the same number.
+
+    Methods by the Gauss-Newton or Fisher matrix look for such a call, on predictions that are no batch of `vmap`. It
+    is the same for a mean over examples, of which every task has as many.
+    """
+    kept = ~out.skipped
+    predictions, targets = out.query_outputs[kept], batch.query.y[kept]
+    whole = parts.loss_fn(predictions.flatten(0, 1), targets.flatten(0, 1))
+    return whole if torch.allclose(whole, out.loss, rtol=1e-4) else out.loss
+
+
+def _infinite(parts: Parts) -> Tensor:
+    return torch.stack([0 * p.sum() for p in parts.module.parameters()]).sum() + math.inf

@@ -1,0 +1,95 @@
+"""Continuing a run: `resume=FOLDER` goes on in that folder, `resume=FILE` starts a new run from a checkpoint.
+
+A folder brings its own overrides along, so `python -m experiments.train resume=FOLDER` is the whole command;
+overrides given beside it win. A file is only a state: repeat the overrides of the run it comes from. A run
+that starts from a file inside a run folder takes that folder's metrics up to the checkpoint with it, and the
+folder stays as it is. `resume=auto` is for commands that are run again as they are, by a cluster that requeues a job
+or a sweep that is repeated into its folder: a run goes on from the checkpoint of its own folder, if there is one.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import yaml
+
+from experiments.run import checkpoint
+
+HISTORIES = ("metrics.jsonl", "costs.jsonl")
+AUTO = "auto"
+
+
+def settled(path: str | None, folder: Path) -> str | None:
+    """Return what a run in a folder resumes: ``"auto"`` is the folder where it has a checkpoint, else nothing."""
+    if path != AUTO:
+        return path
+    return str(folder) if (folder / checkpoint.FILE).is_file() else None
+
+
+def command_line(arguments: list[str]) -> list[str]:
+    """Return the command line, completed from the run folder it resumes, if it resumes one.
+
+    Raises:
+        ValueError: The folder is not a run folder, or a sweep or another folder is asked to continue it.
+    """
+    folder = _folder(arguments)
+    if folder is None:
+        return arguments
+    if any(argument.lstrip("+").startswith("hydra.run.dir=") for argument in arguments):
+        raise ValueError(
+            f"resume: {folder} is continued in place, so hydra.run.dir cannot be another folder. Leave it out; or "
+            f"give resume={folder / checkpoint.FILE}, with the overrides of that run, to start a new run "
+            "from its state."
+        )
+    if {"-m", "--multirun"} & set(arguments):
+        raise ValueError(
+            "resume: a run folder is continued by one run; leave out -m, or resume=FILE for every job."
+        )
+    overrides = folder / ".hydra" / "overrides.yaml"
+    if not overrides.is_file():
+        raise ValueError(f"resume: {folder} is not a run folder: it has no .hydra/overrides.yaml.")
+    saved = yaml.safe_load(overrides.read_text()) or []
+    first = next(i for i, argument in enumerate(arguments) if _is_override(argument))
+    return [*arguments[:first], *saved, *arguments[first:], f"hydra.run.dir={quoted(folder)}"]
+
+
+def checkpoint_file(path: str) -> Path:
+    """Return the checkpoint that `resume=PATH` means."""
+    return Path(path) / checkpoint.FILE if Path(path).is_dir() else Path(path)
+
+
+def is_in_place(path: str | None, folder: Path) -> bool:
+    """Say whether a run that resumes from a path goes on in the folder of the checkpoint."""
+    return path is not None and checkpoint_file(path).resolve() == (folder / checkpoint.FILE).resolve()
+
+
+def how_to(folder: Path) -> str:
+    """Return how a run is continued that was interrupted."""
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    return f"Go on with: python -m experiments.train {shlex.quote(f'resume={shown}')}"
+
+
+def copy_history(file: Path, folder: Path) -> None:
+    """Give a new run the metrics of the run its checkpoint comes from."""
+    source = file.parent.parent
+    for name in HISTORIES:
+        if source.resolve() != folder.resolve() and (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def _folder(arguments: list[str]) -> Path | None:
+    names = (argument.lstrip("+").partition("=") for argument in arguments)
+    values = [value.strip("'\"") for name, _, value in names if name == "resume"]
+    return Path(values[-1]) if values and Path(values[-1]).is_dir() else None
+
+
+def _is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-")
+
+
+def quoted(path: Path) -> str:
+    """Return a path as Hydra reads it on the command line."""
+    escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

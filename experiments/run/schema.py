@@ -1,0 +1,308 @@
+"""The schema of a run: every key and its type. Values live in `conf/`; Hydra refuses any other key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class Device(Enum):
+    """Where a run computes; `auto` is CUDA when there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class LoggerName(Enum):
+    """Where metrics are mirrored, beside the run folder."""
+
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    csv = "csv"
+    none = "none"
+
+
+def key(sentence: str, default: Any = MISSING) -> Any:
+    """Return a field with the sentence that `--help` prints of it."""
+    return field(default=default, metadata={"help": sentence})
+
+
+@dataclass
+class Target:
+    """Something `build()` instantiates: the dotted name of a class or function, and its arguments.
+
+    What `--help` prints of its keys is what the docstring of the target says of its arguments.
+    """
+
+    _target_: str = key("What is built: a class or function, by its dotted name.")
+
+
+@dataclass
+class Custom:
+    """A target of the user's: `args` are its arguments, whatever they are."""
+
+    args: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "The arguments of the target, by name: {width: 64}."}
+    )
+
+
+@dataclass
+class Loss(Target):
+    """A loss function of (prediction, target); regression when targets are floating point."""
+
+    _partial_: bool = True
+
+
+@dataclass
+class Task(Target):
+    """A distribution over tasks."""
+
+
+@dataclass
+class CustomTask(Task, Custom):
+    """A distribution of the user's, an object with `sample(num_tasks, generator=...)`.
+
+    An argument `queries` is `evaluate.queries` where tasks are evaluated, and `split` is "validation" or "test".
+    """
+
+
+@dataclass
+class Data(Target):
+    """A data set of pairs (x, label), that tasks are made of."""
+
+
+@dataclass
+class CustomData(Data, Custom):
+    """A data set of the user's."""
+
+
+@dataclass
+class FewShot(Task):
+    """Tasks with `shots` support and `queries` query examples (per class)."""
+
+    shots: int = MISSING
+    queries: int = MISSING
+
+
+@dataclass
+class Sinusoid(FewShot):
+    """Sine waves of random amplitude and phase."""
+
+
+@dataclass
+class Omniglot(FewShot):
+    """Characters from a folder `root`; null looks where metagrad keeps its data."""
+
+    root: str | None = MISSING
+    ways: int = MISSING
+    split: str = MISSING
+    rotations: bool = MISSING
+    resize: str = MISSING
+    download: bool = MISSING
+
+
+@dataclass
+class Model(Target):
+    """The network that is adapted."""
+
+
+@dataclass
+class CustomModel(Model, Custom):
+    """A network of the user's."""
+
+
+@dataclass
+class MLP(Model):
+    """A multilayer perceptron; `sizes` runs from the inputs to the outputs."""
+
+    sizes: list[int] = MISSING
+
+
+@dataclass
+class Conv4(Model):
+    """Four convolutional blocks and a linear classifier."""
+
+    ways: int = MISSING
+    in_channels: int = MISSING
+    hidden: int = MISSING
+    image_size: int = MISSING
+    pool: str = MISSING
+    norm: str = MISSING
+    head: str = MISSING
+    context: int = 0
+
+
+@dataclass
+class InnerRule(Target):
+    """The update rule of the inner loop; `experiments.run.optimizer_schemas` has those of metagrad."""
+
+
+@dataclass
+class CustomRule(InnerRule, Custom):
+    """A rule of the user's, or one that is made of others: `chain`, `lookahead`, `mask`, `rowwise`."""
+
+
+@dataclass
+class Hypergradient(Target):
+    """How the meta-gradient is computed, where it is not by differentiating through all inner steps."""
+
+
+@dataclass
+class Algorithm(Target):
+    """A meta-learning algorithm; `experiments.run.algorithm_schemas` has those of metagrad.
+
+    These are the keys that the program reads. What the target does not take among them is not passed on.
+    """
+
+    inner: Any = key("The rule of the inner steps; null where the algorithm has none.", None)
+    steps: int | None = key("The number of inner steps; null where the algorithm has none.", None)
+    nonfinite: str = key("raise; or skip: leave out tasks whose loss is not finite, and count them.", "raise")
+    without: str | None = key(
+        "The module of the model that is left out, where the algorithm fits a head of its own to each task.",
+        None,
+    )
+
+
+@dataclass
+class CustomAlgorithm(Algorithm, Custom):
+    """An algorithm of the user's: of the protocol `metagrad.meta.Algorithm`."""
+
+
+@dataclass
+class Optimizer(Target):
+    """The optimizer of the outer loop, or one that `experiments.studies.optimizers` compares."""
+
+    _partial_: bool = True
+    lr: float = key("The step size.")
+
+
+@dataclass
+class CustomOptimizer(Optimizer, Custom):
+    """An optimizer of the user's; it gets a closure if its `step` requires one."""
+
+
+@dataclass
+class Schedule(Target):
+    """The learning-rate schedule of the outer loop, one tick per iteration."""
+
+    _partial_: bool = True
+
+
+@dataclass
+class Constant(Schedule):
+    """The learning rate stays what it is."""
+
+    factor: float = MISSING
+
+
+@dataclass
+class Cosine(Schedule):
+    """The learning rate falls to `eta_min` along half a cosine over `T_max` iterations."""
+
+    T_max: int = MISSING
+    eta_min: float = MISSING
+
+
+@dataclass
+class Logger:
+    """The mirror of a run's metrics."""
+
+    name: LoggerName = key("wandb, tensorboard, csv or none; the other keys are wandb's.")
+    project: str = key("The wandb project.")
+    entity: str | None = key("The wandb user or team; null is wandb's default.")
+    mode: str = key("online, offline or disabled; the environment variable WANDB_MODE where it is set.")
+    group: str | None = key("The wandb group of the run.")
+    notes: str | None = key("What wandb shows beside the run.")
+    tags: list[str] = key("The wandb tags of the run.")
+
+
+@dataclass
+class Log:
+    """How often metrics are written."""
+
+    every: int = key("Iterations from one row of metrics to the next.")
+
+
+@dataclass
+class Evaluate:
+    """Validation during the run and the test at its end."""
+
+    every: int = key("Iterations from one validation to the next.")
+    validation_tasks: int = key("Tasks of a validation, the same ones each time.")
+    tasks: int = key("Tasks of the test at the end.")
+    queries: int | None = key("Query examples of a task that is evaluated (per class).")
+    steps: int | None = key("Inner steps on a task that is evaluated; null where the algorithm has none.")
+    chunk: int = key("Tasks that are evaluated at once.")
+
+
+@dataclass
+class Checkpoint:
+    """How often the state of a run is saved; it is also saved at its end, and where a signal ends it."""
+
+    every: int = key("Iterations from one checkpoint to the next.")
+
+
+@dataclass
+class Memory:
+    """The memory of the first outer steps."""
+
+    enabled: bool = key("Track the memory of the first outer steps.")
+    outer_steps: int = key("How many outer steps are tracked.")
+
+
+@dataclass
+class Plots:
+    """What the plots show."""
+
+    tasks: int = key("Tasks in the plot of adaptation.")
+    steps: int = key("Inner steps in the plot of adaptation.")
+
+
+@dataclass
+class Program:
+    """What every program that trains has."""
+
+    seed: int = key("Of all random numbers.")
+    device: Device = key("auto (CUDA where there is one), cpu or cuda.")
+    threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
+    iterations: int = key("Outer steps.")
+    meta_batch: int = key("Tasks of one outer step.")
+    anomaly: bool = key(
+        "Name the operation whose backward pass made a NaN (torch.autograd.set_detect_anomaly); slow."
+    )
+    allow: list[str] = key(
+        "Packages whose classes and functions may be a `_target_`, beside metagrad's and torch's: [mypackage.]."
+    )
+    task: Task = MISSING
+    loss: Loss = MISSING
+    model: Model = MISSING
+    algorithm: Algorithm = MISSING
+    optimizer: Optimizer = MISSING
+    schedule: Schedule = MISSING
+    logger: Logger = MISSING
+
+
+@dataclass
+class Config(Program):
+    """A whole run."""
+
+    preflight: bool = key(
+        "Print before training which derivatives are wrong or missing, where the run ends, and the memory of a step."
+    )
+    resume: str | None = key(
+        "A run folder, to go on in it; a checkpoint, to start a new run from it; or auto, to go on from the one "
+        "in the run's own folder, if any."
+    )
+    metric: str = key(
+        "What a sweeper gets to minimise or maximise: the last validation/NAME or train/NAME, or test/NAME; NAME is "
+        "query_loss or accuracy."
+    )
+    log: Log = field(default_factory=Log)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    memory: Memory = field(default_factory=Memory)
+    plots: Plots = field(default_factory=Plots)

@@ -1,0 +1,1 @@
+"""The studies: each is a program of its own, of the form of `study.py`."""

@@ -1,0 +1,187 @@
+"""Every algorithm for the same seconds: `python -m experiments.studies.algorithms [KEY=VALUE ...]`.
+
+Each algorithm trains on tasks of a protocol for so many seconds of CPU, and adapts to new tasks by some numbers of
+inner steps; one that fits a head in closed form has none, and is judged once. The same command goes on where it
+ended; `studies.study` says what is in `folder`, and `curves.json` there is what the pages of the site draw.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from experiments.run import build, outer
+from experiments.run.config import check_least, composed, typed
+from experiments.run.evaluate import evaluate
+from experiments.run.plots.panels import Curve, Panel, all_curves, write_panels
+from experiments.run.schema import key
+from experiments.run.table_report import markdown
+from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from experiments.run.evaluate import Interval
+    from experiments.run.schema import Config
+
+MEASURES = {"accuracy(%)": "accuracy (%)", "query_loss": "squared error"}
+"""What is measured of classification and of regression, and what an axis calls it."""
+BEFORE = {"accuracy(%)": "accuracy_before(%)", "query_loss": "query_loss_before"}
+
+
+@dataclass
+class Protocol:
+    """What algorithms learn, and for how long."""
+
+    title: str = key("What a figure calls it.")
+    seconds: float = key("Seconds of CPU that an algorithm trains.")
+    tasks: int = key("New tasks that it is judged by.")
+    overrides: list[str] = key("Of experiments.train, for all of them.")
+    algorithms: dict[str, list[str]] = key("What differs, by algorithm.")
+
+
+@dataclass
+class AlgorithmsConfig(StudyConfig):
+    """Which protocols."""
+
+    steps: list[int] = key("Numbers of inner steps after which an algorithm is judged, beside 0.")
+    most: dict[str, int] = key("The most of these, of algorithms that learn something for each step.")
+    only: list[str] = key("The algorithms that run; empty is all.")
+    protocols: dict[str, Protocol] = key("Protocols by name.")
+
+
+def check(config: AlgorithmsConfig) -> None:
+    """Refuse what cannot be judged."""
+    check_least("algorithms", {"steps": (min(config.steps, default=0), 1)})
+    known = {name for protocol in config.protocols.values() for name in protocol.algorithms}
+    if unknown := set(config.only) - known:
+        raise ValueError(f"algorithms: only has {sorted(unknown)}; there are {sorted(known)}.")
+
+
+def cells(config: AlgorithmsConfig) -> list[Cell]:
+    """Return every algorithm of every protocol; all of a seed before the next."""
+    return [
+        Cell(f"{name}/{algorithm}", seed, partial(judged, config, protocol, algorithm))
+        for seed in config.seeds
+        for name, protocol in config.protocols.items()
+        for algorithm in protocol.algorithms
+        if algorithm in (config.only or protocol.algorithms)
+    ]
+
+
+def judged(config: AlgorithmsConfig, protocol: Protocol, algorithm: str, work: Work) -> Result:
+    """Train an algorithm, and judge it after each number of inner steps."""
+    choice = [f"algorithm={algorithm}", "logger=none", f"seed={work.seed}"]
+    settings = typed(composed("config", [*protocol.overrides, *choice, *protocol.algorithms[algorithm]]))
+    parts, splits = build.build_parts(settings), build.build_splits(settings)
+    outer_steps = trained(parts, splits.train, settings.meta_batch, protocol.seconds)
+    most = config.most.get(algorithm, max(config.steps))
+    numbers = [None] if settings.evaluate.steps is None else [n for n in config.steps if n <= most]
+    found = [_evaluated(parts, splits.test, settings, protocol.tasks, steps) for steps in numbers]
+    name = next(name for name in MEASURES if name in found[0])
+    before = found[0].get(BEFORE[name])
+    values = [intervals[name].mean for intervals in found]
+    work.log(outer_steps, {name: values[-1]})
+    return {
+        "outer_steps": outer_steps,
+        "inner_steps": settings.algorithm.steps,
+        "measure": MEASURES[name],
+        "steps": None if before is None else [0, *numbers],
+        "values": values if before is None else [before.mean, *values],
+    }
+
+
+def _evaluated(
+    parts: build.Parts, tasks: Any, settings: Config, number: int, steps: int | None
+) -> dict[str, Interval]:
+    """Return what an algorithm comes to on new tasks, the same ones each time."""
+    return evaluate(
+        parts.algorithm,
+        tasks,
+        num_tasks=number,
+        steps=steps,
+        chunk=settings.evaluate.chunk,
+        generator=build.generator(settings.seed, "test"),
+        device=build.device(settings),
+    )
+
+
+def trained(parts: build.Parts, tasks: Any, meta_batch: int, seconds: float) -> int:
+    """Train for so many seconds of CPU; return the number of outer steps."""
+    advance: Callable[[], object] = getattr(parts.algorithm, "advance", lambda: None)
+    began, number = time.process_time(), 0
+    while time.process_time() - began < seconds:
+        outer.step(parts, tasks.sample(meta_batch, generator=parts.generator), lambda _: nullcontext())
+        advance()
+        number += 1
+    return number
+
+
+def report(results: list[Result], config: AlgorithmsConfig) -> str:
+    """Return a table for each protocol: means over seeds, after each number of inner steps."""
+    parts = ["# Algorithms by one protocol", ""]
+    for name, protocol in config.protocols.items():
+        found = _of(results, name)
+        if found:
+            measure = next(iter(found.values()))[0]["measure"]
+            header = ["algorithm", *(f"after {n}" for n in (0, *config.steps)), "outer steps", "trained with"]
+            rows = [_row(algorithm, runs, len(header)) for algorithm, runs in found.items()]
+            budget = f"{protocol.tasks} new tasks, {protocol.seconds:g} s of training"
+            parts += [f"**{protocol.title}**: {measure} of {budget}.", "", *markdown([header, *rows]), ""]
+    return "\n".join(parts)
+
+
+def figures(results: list[Result], config: AlgorithmsConfig, folder: Path) -> list[Path]:
+    """Write the curves that pages draw, and draw all of them."""
+    found = {name: _of(results, name) for name in config.protocols}
+    panels = [_panel(config.protocols[name], runs) for name, runs in found.items() if runs]
+    write_panels(folder / "curves.json", panels)
+    return [all_curves(folder / "algorithms.png", panels)]
+
+
+def _panel(protocol: Protocol, found: dict[str, list[Result]]) -> Panel:
+    runs = next(iter(found.values()))
+    measure = runs[0]["measure"]
+    curves = {name: _curve(own) for name, own in found.items()}
+    is_loss = measure == "squared error"
+    return Panel(
+        protocol.title, "Inner steps", measure.capitalize(), "linear", "log" if is_loss else "linear", curves
+    )
+
+
+def _curve(runs: list[Result]) -> Curve:
+    columns = list(zip(*(run["values"] for run in runs), strict=True))
+    middle = [sum(column) / len(column) for column in columns]
+    said = f"{runs[0]['outer_steps']:,} outer steps"
+    return Curve(runs[0]["steps"], middle, [min(c) for c in columns], [max(c) for c in columns], said)
+
+
+def _row(algorithm: str, runs: list[Result], width: int) -> list[str]:
+    values = [f"{value:.3g}" for value in _curve(runs).middle]
+    steps, inner = str(runs[0]["outer_steps"]), runs[0]["inner_steps"]
+    blank = [""] * (width - 3 - len(values))
+    return [algorithm, *values, *blank, steps, "" if inner is None else f"{inner} inner steps"]
+
+
+def _of(results: list[Result], protocol: str) -> dict[str, list[Result]]:
+    """Return the results of a protocol by algorithm."""
+    found = by_cell(one for one in results if one["cell"].startswith(f"{protocol}/"))
+    return {cell.partition("/")[2]: runs for cell, runs in found.items()}
+
+
+study = Study(
+    "algorithms",
+    AlgorithmsConfig,
+    cells=cells,
+    report=report,
+    figures=figures,
+    check=check,
+    free=["only"],
+)
+
+if __name__ == "__main__":
+    study.main()

@@ -1,0 +1,222 @@
+"""A study: cells that are computed once, and the page and figures of what they come to.
+
+A program of this form is a schema and three functions: one lists its cells, one writes the page, one draws. The same
+command goes on where it ended: a cell that has its result is not run again. In the folder of the study:
+
+    NAME/SEED/result.json  what a cell came to, and whatever else it keeps
+    STUDY.md, *.png        the page and the figures, written anew after every cell
+    results.json           the results of all cells
+    settings.json          what was configured; provenance.json: commit, versions, platform, command line
+    wandb/                 the offline mirror
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import MISSING
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from experiments.run import provenance, result
+from experiments.run.config import check_least, converted, plain, register
+from experiments.run.files import write_text
+from experiments.run.help import CONF
+from experiments.run.job import claimed, failures_reported, launch, seed_everything
+from experiments.run.mirrors.mirror import Mirror
+from experiments.run.mirrors.opening import open_mirror
+from experiments.run.progress import Progress
+from experiments.run.schema import Logger, key
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+log = logging.getLogger("experiments.studies.study")
+FREE = ("folder", "seeds", "threads", "logger")
+"""Keys that another run in the same folder may change."""
+
+Result = dict[str, Any]
+"""What a cell came to, as JSON; in a report with `cell` and `seed`, its own."""
+
+
+class Work(NamedTuple):
+    """What a cell is given.
+
+    Attributes:
+        folder: Its own, for a checkpoint and whatever else it keeps.
+        seed: Its seed; the global random states are set by it.
+        log: Takes a step and metrics by name, and mirrors them.
+    """
+
+    folder: Path
+    seed: int
+    log: Callable[[int, Mapping[str, float]], None]
+
+
+class Cell(NamedTuple):
+    """A part of a study that is run once.
+
+    Attributes:
+        name: What it is of; cells of one name and several seeds are repetitions.
+        seed: Of its random numbers.
+        run: Computes its result.
+    """
+
+    name: str
+    seed: int
+    run: Callable[[Work], Result]
+
+
+@dataclass
+class StudyConfig:
+    """What every study is told."""
+
+    folder: str = key("Where everything is; the same command goes on there.")
+    seeds: list[int] = key("The repetitions of each cell.")
+    threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
+    logger: Logger = MISSING
+
+
+C = TypeVar("C", bound=StudyConfig)
+
+
+class Study(Generic[C]):
+    """A program that computes cells.
+
+    Args:
+        name: The name of its config, `conf/NAME.yaml`, of its page, and the prefix of its errors.
+        schema: The type of its config, a `StudyConfig` with more fields.
+        cells: Returns the cells of a config, in the order in which they run.
+        report: Returns the page, as Markdown, of the results there are.
+        figures: Draws the results there are into a folder, and returns the files.
+        check: Raises a `ValueError` for a config that cannot be.
+        free: Further keys that another run in the same folder may change: those that choose cells.
+        module: How it is started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schema: type[C],
+        *,
+        cells: Callable[[C], Sequence[Cell]],
+        report: Callable[[list[Result], C], str],
+        figures: Callable[[list[Result], C, Path], Sequence[Path]],
+        check: Callable[[C], None] = lambda config: None,
+        free: Sequence[str] = (),
+        module: str | None = None,
+    ) -> None:
+        self.name, self.schema, self.module = name, schema, module or f"experiments.studies.{name}"
+        self._cells, self._report, self._figures, self._check = cells, report, figures, check
+        self._free = {*FREE, *free}
+        register()
+        ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+    def main(self) -> None:
+        """Run the program as the command line says."""
+
+        def program(config: DictConfig) -> None:
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            with failures_reported(folder, log):
+                print(self.run(self.typed(config), folder))
+
+        run = hydra.main(config_path=str(CONF), config_name=self.name, version_base="1.3")(program)
+        launch(run, self.name, self.module)
+
+    def typed(self, config: DictConfig) -> C:
+        """Resolve a composed config and return it as an object of the schema.
+
+        Raises:
+            ValueError: A key was added that the schema does not have, there is no seed, or `check` refuses it.
+        """
+        resolved: C = converted(self.name, config)
+        if not resolved.seeds:
+            raise ValueError(f"{self.name}: seeds is empty; give at least one, seeds=[0].")
+        threads = 1 if resolved.threads is None else resolved.threads
+        check_least(self.name, {"threads": (threads, 1), "a seed": (min(resolved.seeds), 0)})
+        check_least(self.name, {"a seed": (max(resolved.seeds), 0)})
+        self._check(resolved)
+        return resolved
+
+    def run(self, config: C, folder: Path) -> str:
+        """Run the cells that are missing, and return the page."""
+        settings: dict[str, Any] = plain(config)  # type: ignore[reportArgumentType]
+        with (
+            claimed(folder, is_resumed=True),
+            open_mirror(config.logger, folder, settings, resumed_at=None) as mirror,
+            logging_redirect_tqdm(),
+        ):
+            self._check_settings(folder, settings)
+            provenance.write(folder, seed=config.seeds[0])
+            text, results, files = "", [], []
+            cells = Progress(self._cells(config), unit="cell")
+            for cell in cells:
+                cells.set_postfix_str(f"{cell.name} {cell.seed}".strip())
+                results.append(_result(cell, folder, config.threads, mirror))
+                text, files = self._write(results, config, folder)
+            mirror.table("results", _table(results))
+            mirror.images(files)
+        return text
+
+    def _write(self, results: list[Result], config: C, folder: Path) -> tuple[str, Sequence[Path]]:
+        text = self._report(results, config)
+        write_text(folder / f"{self.name}.md", text)
+        write_text(folder / "results.json", json.dumps(results, indent=1) + "\n")
+        return text, self._figures(results, config, folder)
+
+    def _check_settings(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Write down what was configured, or compare it with what is there."""
+        fixed = {name: value for name, value in settings.items() if name not in self._free}
+        file, text = folder / "settings.json", json.dumps(fixed, indent=2) + "\n"
+        if file.exists() and file.read_text() != text:
+            raise ValueError(
+                f"{self.name}: {folder} holds a run with other settings, {file}; choose another folder=, or remove "
+                "it."
+            )
+        write_text(file, text)
+
+
+def by_cell(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Return the results of each cell name, in the order in which they came."""
+    found: dict[str, list[Result]] = {}
+    for one in results:
+        found.setdefault(one["cell"], []).append(one)
+    return found
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return the mean and the standard deviation of repetitions as text; of one repetition, its value."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def _result(cell: Cell, folder: Path, threads: int | None, mirror: Mirror) -> Result:
+    """Return the result of a cell, computed if it is not there."""
+    own = folder / cell.name / str(cell.seed)
+    file, prefix = own / result.FILE, f"{cell.name}/{cell.seed}".lstrip("/")
+    if not file.exists():
+        own.mkdir(parents=True, exist_ok=True)
+        seed_everything(cell.seed, threads)
+
+        def mirrored(step: int, values: Mapping[str, float]) -> None:
+            mirror.log(step, {f"{prefix}/{name}": value for name, value in values.items()})
+
+        found = cell.run(Work(own, cell.seed, mirrored))
+        write_text(file, json.dumps({"cell": cell.name, "seed": cell.seed, **found}, indent=1) + "\n")
+    return json.loads(file.read_text())
+
+
+def _table(results: list[Result]) -> list[dict[str, Any]]:
+    """Return what the results have of numbers and words, as rows with the same keys."""
+    names = dict.fromkeys(
+        name for one in results for name, value in one.items() if isinstance(value, (str, int, float))
+    )
+    return [{name: one.get(name) for name in names} for one in results]

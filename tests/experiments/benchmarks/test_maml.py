@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import metagrad as mg
+from experiments.benchmarks.maml import __main__ as program
+from experiments.benchmarks.maml import methods, report, runner, slopes, worker, workloads
+from experiments.benchmarks.maml.methods import ANOTHER, BASELINE, METHODS, Method, Prepared, RefusedError
+from experiments.benchmarks.maml.runner import Record
+from experiments.benchmarks.maml.worker import Request
+
+OURS = 'metagrad, "full"'
+RIVALS = [name for name, method in METHODS.items() if method.package]
+
+
+def tiny() -> workloads.Workload:
+    batch = mg.tasks.Sinusoid(shots=3, queries=3).sample(2, generator=torch.Generator().manual_seed(0))
+    model = mg.models.MLP([1, 4, 1])
+    return workloads.Workload("two tasks", model, F.mse_loss, batch, lr=0.01, steps=3, budget=2**20)
+
+
+@pytest.fixture(autouse=True)
+def tiny_workload(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", tiny)
+
+
+def ask(request: Request) -> dict:
+    """Answer here, by way of JSON."""
+    return json.loads(json.dumps(worker.answer(Request(**json.loads(request.to_json())))))
+
+
+def answers(*medians: float, peak: int = 1000, first: float = 0.0) -> list[dict]:
+    return [
+        {"first": first or median, "median": median, "peak": peak, "peak_by": "allocator"}
+        for median in medians
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, method in METHODS.items() if not method.package and "compile" not in n]
+)
+def test_methods_agree_with_the_loop(name):
+    if name in ("metagrad, tasks together", "metagrad, rows of tables", ANOTHER):
+        pytest.skip("is for convolutions, for tables, or where a part adapts")
+    records = runner.agreement(ask, "tiny", [BASELINE, name])
+    assert [record.note for record in records.values()] == [""] * len(records)
+    error = records[name].error
+    assert error is not None
+    assert error < runner.ROUNDING
+
+
+def test_rows_of_tables_agree_with_the_loop(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", partial(workloads.table, 300))
+    records = runner.agreement(ask, "tiny", workloads.TABLES)
+    assert [record.note for record in records.values()] == [""] * len(records)
+    answer = ask(Request("sinusoid", "metagrad, rows of tables"))
+    assert answer == {"refused": "the model has no embedding tables"}
+
+
+def test_a_part_of_the_model_adapts(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", lambda: dataclasses.replace(tiny(), adapt="2"))
+    records = runner.agreement(ask, "tiny", [name for name in workloads.HEADS if "compile" not in name])
+    assert {record.note for record in records.values()} <= {"", "not installed"}
+    assert [name for name, record in records.items() if record.note] in ([], ["learn2learn"])
+    errors = {name: record.error or 0.0 for name, record in records.items()}
+    assert errors.pop(ANOTHER) > 1e-3
+    assert max(errors.values()) < runner.ROUNDING
+    records[ANOTHER].rounds = answers(1.0)
+    records[BASELINE].rounds = answers(1.0)
+    assert report.table("tiny", "two tasks", records).endswith("another gradient")
+    assert ask(Request("sinusoid", ANOTHER)) == {"refused": "all parameters adapt anyway"}
+
+
+@pytest.mark.slow
+def test_the_transformers_tasks_run_together():
+    work = workloads.load("transformer-5", steps=1).double()
+    loop, ours = (METHODS[method].prepare(work).run() for method in (BASELINE, 'metagrad, "step"'))
+    for a, b in zip(loop, ours, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_compiled_methods_are_compiled(monkeypatch):
+    monkeypatch.setattr(methods, "prepare_maml", None)
+    made = METHODS['metagrad, "step", compiled']
+    assert made.prepare.keywords == {"memory": "step", "compile": True}
+
+
+def test_one_graph_is_for_short_loops():
+    answer = ask(Request("tiny", 'metagrad, compile="whole"', steps=50, seconds=0.01))
+    assert answer == {"refused": "one graph of 50 steps takes minutes to compile"}
+
+
+def with_batch_norm() -> workloads.Workload:
+    """A model that cannot be compiled: it has running statistics."""
+    work = tiny()
+    layers = [torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)]
+    return workloads.replace(work, model=torch.nn.Sequential(*layers))
+
+
+def test_a_maml_that_falls_back_is_refused_with_its_reason(monkeypatch):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", with_batch_norm)
+    assert "running statistics" in ask(Request("tiny", 'metagrad, "full"', seconds=0.01))["refused"]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_what_is_not_installed_is_listed_as_such(name, monkeypatch, capsys):
+    monkeypatch.setitem(METHODS, name, Method(METHODS[name].prepare, "no_such_package"))
+    records = runner.agreement(ask, "tiny", [BASELINE, name])
+    runner.measure(ask, "tiny", records, rounds=1, seconds=0.001)
+    lines = report.table("tiny", "two tasks", records).splitlines()
+    assert lines[-1].split(maxsplit=name.count(" ") + 1)[-1] == "not installed"
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("workload", ["tiny", "mlp-20", "conv4-4-1", "transformer-5"])
+def test_rivals_agree_where_they_are_installed(name, workload):
+    pytest.importorskip(METHODS[name].package)
+    narrow = partial(ask_with_steps, 2)
+    record = runner.agreement(narrow, workload, [BASELINE, name])[name]
+    assert (record.note, record.error is not None and record.error < runner.ROUNDING) == ("", True)
+
+
+def ask_with_steps(steps: int, request: Request) -> dict:
+    return ask(Request(request.workload, request.method, steps=steps, save=request.save))
+
+
+def scaled(factor: float) -> Method:
+    def prepare(work: workloads.Workload) -> Prepared:
+        loop = METHODS[BASELINE].prepare(work)
+        return Prepared(lambda: [factor * g for g in loop.run()])
+
+    return Method(prepare)
+
+
+def test_ours_must_not_be_wrong(monkeypatch):
+    monkeypatch.setitem(METHODS, OURS, scaled(1.001))
+    with pytest.raises(
+        SystemExit,
+        match=r'tiny: metagrad, "full" does not agree with the textbook loop: error 1\.0e-03\. Nothing',
+    ):
+        runner.agreement(ask, "tiny", [OURS])
+
+
+def test_ours_must_not_be_nan(monkeypatch):
+    monkeypatch.setitem(METHODS, OURS, scaled(float("nan")))
+    with pytest.raises(SystemExit, match="error nan"):
+        runner.agreement(ask, "tiny", [OURS])
+
+
+def test_a_rival_that_is_wrong_is_marked(monkeypatch):
+    monkeypatch.setitem(METHODS, "a rival", scaled(1.001))
+    records = runner.agreement(ask, "tiny", ["a rival"])
+    runner.measure(ask, "tiny", records, rounds=1, seconds=0.001)
+    assert report.table("tiny", "", records).splitlines()[-1].endswith("wrong by 0.1 %")
+
+
+def refuses(work: workloads.Workload) -> Prepared:
+    raise RefusedError("it does not want to")
+
+
+def test_nothing_is_compared_with_a_loop_that_does_not_run(monkeypatch):
+    monkeypatch.setitem(METHODS, BASELINE, Method(refuses))
+    with pytest.raises(SystemExit, match="tiny: the textbook loop does not run: it does not want to"):
+        runner.agreement(ask, "tiny", [OURS])
+
+
+def test_methods_take_turns_and_only_the_first_round_weighs():
+    asked: list[Request] = []
+
+    def note(request: Request) -> dict:
+        asked.append(request)
+        return answers(1.0)[0]
+
+    records = {name: Record() for name in (BASELINE, OURS, "higher")} | {"JAX jit": Record("not installed")}
+    runner.measure(note, "tiny", records, rounds=4, seconds=1.0)
+    rounds = [[request.method for request in asked[i : i + 3]] for i in range(0, 12, 3)]
+    assert [sorted(names) for names in rounds] == [sorted([BASELINE, OURS, "higher"])] * 4
+    assert len({tuple(names) for names in rounds}) > 1
+    assert [request.weigh for request in asked] == [True] * 3 + [False] * 9
+
+
+def test_a_method_that_gives_up_in_a_later_round_is_refused():
+    records = {name: Record(error=0.0) for name in (OURS, BASELINE)}
+    asked: list[str] = []
+
+    def note(request: Request) -> dict:
+        asked.append(request.method)
+        gives_up = request.method == OURS and asked.count(OURS) == 2
+        return {"refused": "took longer than 1 s"} if gives_up else answers(1.0)[0]
+
+    runner.measure(note, "tiny", records, rounds=3, seconds=1.0)
+    assert records[OURS] == Record("took longer than 1 s", 0.0)
+    assert len(records[BASELINE].rounds) == 3
+
+
+def test_ratios_are_of_the_same_round():
+    loop = Record(rounds=answers(1.0, 2.0, 4.0, peak=1000))
+    ours = Record(rounds=answers(0.5, 0.5, 0.5, peak=250))
+    assert runner.ratios(ours, loop) == runner.Ratios(faster=4.0, lowest=2.0, highest=8.0, memory=0.25)
+
+
+def test_compile_time_is_what_the_first_call_takes_longer():
+    assert Record(rounds=answers(0.5, first=3.0)).compile_seconds == [2.5]
+
+
+def test_the_table_says_what_was_measured():
+    stated = {**answers(0.25, peak=2**19, first=20.0)[0], "peak_by": "compiler"}
+    records = {
+        BASELINE: Record(error=0.0, rounds=answers(1.0, 1.0, peak=2**20)),
+        "JAX jit": Record(error=0.0, rounds=[stated, answers(0.5, first=4.5)[0]]),
+    }
+    lines = report.table("tiny", "two tasks", records).splitlines()
+    assert lines[0] == "tiny: two tasks"
+    assert lines[2].split() == [*BASELINE.split(), "1000.0", "1.00x", "1.00", "to", "1.00", "1.00", "1.00x"]
+    assert lines[3].split() == [
+        "JAX",
+        "jit",
+        "375.0",
+        "3.00x",
+        "2.00",
+        "to",
+        "4.00",
+        "0.50*",
+        "0.50x",
+        "19.8,",
+        "4.0",
+    ]
+
+
+def test_times_for_the_seconds_asked_and_at_least_three_calls():
+    assert len(worker.durations(lambda: None, 1e-9)) == worker.FEWEST_CALLS
+    assert len(worker.durations(lambda: None, 0.01)) > worker.FEWEST_CALLS
+
+
+def test_the_slope_is_that_of_the_line():
+    growth = slopes.Growth({steps: 7 + 3 * steps for steps in (1, 10, 50)} | {slopes.FAR: 0}, state_bytes=1)
+    assert growth.slope == pytest.approx(3.0)
+
+
+@pytest.mark.slow
+def test_peaks_grow_by_a_state_for_each_recomputed_step(monkeypatch):
+    monkeypatch.setattr(slopes, "WORKLOAD", "tiny")
+    found = slopes.grow_all(ask, [BASELINE, 'metagrad, "step"'])
+    assert found['metagrad, "step"'].slope < found[BASELINE].slope
+    lines = slopes.table("two tasks", found).splitlines()
+    assert [line[:30].strip() for line in lines[2:]] == list(found)
+    assert found[BASELINE].state_bytes == tiny().state_bytes == 2 * 13 * 4
+
+
+def test_a_method_that_refuses_has_no_slope():
+    found = {"JAX jit": slopes.grow(lambda request: {"refused": "not installed"}, "JAX jit", [1, 2])}
+    assert slopes.table("two tasks", found).splitlines()[-1].split(maxsplit=2)[2] == "1 steps: not installed"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    def main(*arguments: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--out", str(tmp_path)])
+        program.main()
+        return json.loads((tmp_path / "bench.json").read_text())
+
+    return main
+
+
+@pytest.mark.slow
+def test_fresh_processes_end_to_end(run, tmp_path, capsys):
+    found = run("sinusoid", "--methods", OURS, "--rounds", "1", "--seconds", "0.01", "--threads", "1")
+    measured = found["workloads"]["sinusoid"]
+    assert list(measured) == [BASELINE, OURS]
+    assert measured[BASELINE]["ratios"]["faster"] == 1.0
+    assert measured[OURS]["error"] < runner.ROUNDING
+    assert measured[OURS]["rounds"][0]["peak"] > workloads.load("sinusoid").state_bytes
+    assert capsys.readouterr().out.startswith("sinusoid: MLP 1-40-40-1")
+    assert (tmp_path / "bench.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_process_that_takes_too_long_or_fails_is_a_refusal(tmp_path):
+    asked = partial(runner.ask_process, threads=1, cache=tmp_path)
+    assert asked(Request("sinusoid", OURS), limit=0.01) == {"refused": "took longer than 0.01 s"}
+    assert asked(Request("no such", OURS), limit=60)["refused"] == "failed: KeyError: 'no such'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["huge"], "huge: expected any of sinusoid"),
+        (["sinusoid", "--methods", "magic"], "magic: expected any of textbook loop"),
+        (["sinusoid", "--rounds", "0"], "must be positive"),
+    ],
+)
+def test_what_is_unknown_is_named(run, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        run(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_worker_prints_one_line_whatever_libraries_print(monkeypatch, capsys):
+    def noisy(work: workloads.Workload) -> Prepared:
+        print("a greeting")
+        return Prepared(lambda: [np.zeros(1)], peak=7)
+
+    monkeypatch.setitem(METHODS, "noisy", Method(noisy))
+    monkeypatch.setattr(worker, "_stay_on", lambda num_threads: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(Request("tiny", "noisy", weigh=True).to_json()))
+    worker.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["peak"] == 7

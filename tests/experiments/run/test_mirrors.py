@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import csv
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.image import imsave
+
+from experiments.run.journal import Journal
+from experiments.run.mirrors import mirror as mirror_module
+from experiments.run.mirrors.mirror import Mirror
+from experiments.run.mirrors.opening import open_mirror
+
+
+class Recorder:
+    """Stand in for a wandb run and for the module, and remember what is called."""
+
+    Error = RuntimeError
+
+    def __init__(self):
+        self.calls = []
+        self.summary = {}
+
+    def init(self, **settings):
+        self.calls.append(("init", settings))
+        return self
+
+    def Settings(self, **settings):
+        return SimpleNamespace(**settings)
+
+    def define_metric(self, name, **settings):
+        self.calls.append(("define_metric", (name, settings)))
+
+    def log(self, values):
+        self.calls.append(("log", values))
+
+    def finish(self, exit_code=0):
+        self.calls.append(("finish", exit_code))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", recorder)
+    return recorder
+
+
+def open_and_log(composed, tmp_path, resumed_at):
+    config = composed("logger=wandb", "logger.notes='A note.'").logger
+    with open_mirror(config, tmp_path / "day" / "time", {"seed": 0}, resumed_at=resumed_at) as mirror:
+        mirror.log(5, {"train/query_loss": 1.0})
+
+
+def test_metrics_have_our_step_on_their_axis_and_the_run_is_finished(composed, wandb, tmp_path):
+    open_and_log(composed, tmp_path, None)
+    assert wandb.calls[1:] == [
+        ("define_metric", ("step", {})),
+        ("define_metric", ("*", {"step_metric": "step"})),
+        ("log", {"step": 5, "train/query_loss": 1.0}),
+        ("finish", 0),
+    ]
+    settings = wandb.calls[0][1]
+    assert (settings["name"], settings["notes"], settings["dir"]) == (
+        "day/time",
+        "A note.",
+        tmp_path / "day" / "time",
+    )
+    assert settings["config"] == {"seed": 0, "resumed_at": None}
+
+
+def test_a_continued_run_says_so(composed, wandb, tmp_path):
+    open_and_log(composed, tmp_path, 16)
+    settings = wandb.calls[0][1]
+    assert settings["notes"] == "A note. Continues at step 16."
+    assert settings["config"]["resumed_at"] == 16
+
+
+def test_a_run_that_goes_on_in_its_folder_is_the_same_wandb_run(composed, wandb, tmp_path):
+    for name in ("offline-run-20260102_000000-second", "run-20260101_000000-first"):
+        (tmp_path / "day" / "time" / "wandb" / name).mkdir(parents=True)
+    for resumed_at, expected in ((None, (None, None)), (16, ("second", "allow"))):
+        open_and_log(composed, tmp_path, resumed_at)
+        settings = [called for name, called in wandb.calls if name == "init"][-1]
+        assert (settings["id"], settings["resume"]) == expected
+
+
+def test_steps_behind_a_checkpoint_that_wandb_has_are_not_sent_again(composed, wandb, tmp_path):
+    folder = tmp_path / "day" / "time"
+    (folder / "wandb" / "offline-run-20260102_000000-first").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 16, "loss": 2.0}\n{"step": 24, "loss": 1.0}\n')
+    config = composed("logger=wandb").logger
+    with (
+        open_mirror(config, folder, {}, resumed_at=16) as mirror,
+        Journal(folder, mirror, until=16) as journal,
+    ):
+        for step in (24, 32):
+            journal.write(step, {"loss": 1.0}, {})
+    assert [called for name, called in wandb.calls if name == "log"] == [{"step": 32, "loss": 1.0}]
+
+
+def test_wandb_draws_curves_as_one_chart(composed, wandb, tmp_path):
+    wandb.plot = SimpleNamespace(line_series=lambda xs, ys, **named: (xs, ys, named))
+    with open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None) as mirror:
+        mirror.curves("memory", "inner step", {"outer 0": {0: 1.0, 1: 2.0}, "outer 1": {0: 3.0}})
+    named = {"keys": ["outer 0", "outer 1"], "title": "memory", "xname": "inner step"}
+    assert wandb.calls[-2] == ("log", {"memory": (([0, 1], [0]), ([1.0, 2.0], [3.0]), named)})
+
+
+def test_a_run_that_fails_is_finished_as_failed_and_its_traceback_is_not_printed(
+    composed, wandb, tmp_path, capsys
+):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
+    ):
+        raise KeyboardInterrupt
+    assert wandb.calls[-1] == ("finish", 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wandb_that_does_not_begin_is_one_sentence(composed, wandb, tmp_path, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("1 error\nmode\n  Input should be 'online' [type=literal_error]")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with (
+        pytest.raises(
+            ValueError,
+            match=r"does not begin \(1 error mode Input should be 'online'\)\. Set logger\.mode=offline",
+        ),
+        open_mirror(composed("logger=wandb").logger, tmp_path, {}, resumed_at=None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("logger", "module"), [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")]
+)
+def test_without_its_package_there_is_no_mirror_and_one_warning(
+    composed, tmp_path, monkeypatch, caplog, logger, module
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    mirror_module._warn_that_it_is_missing.cache_clear()
+    for _ in range(2):
+        with open_mirror(composed(f"logger={logger}").logger, tmp_path, {}, resumed_at=None) as mirror:
+            assert type(mirror) is Mirror
+    assert [
+        message for message in caplog.messages if f"The package {logger} is not installed" in message
+    ] == (caplog.messages[:1])
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_row_for_each_step_and_a_column_for_each_metric(composed, tmp_path):
+    with open_mirror(composed("logger=csv").logger, tmp_path, {}, resumed_at=None) as mirror:
+        mirror.log(1, {"train/loss": 0.1})
+        mirror.log(2, {"train/loss": 0.25, "validation/loss": 3.0})
+        mirror.log(3, {"train/loss": 0.5})
+        mirror.table("memory/phases", [{"phase": "outer 0, inner", "bytes": 8}, {"phase": "b", "bytes": 9}])
+        mirror.curves("memory/steps", "step", {"a": {0: 1.0, 1: 2.0}, "b": {1: 3.0}})
+    rows = rows_of(tmp_path / "metrics.csv")
+    assert [list(row.values()) for row in rows] == [["1", "0.1", ""], ["2", "0.25", "3.0"], ["3", "0.5", ""]]
+    assert list(rows[0]) == ["step", "train/loss", "validation/loss"]
+    assert [list(row.values()) for row in rows_of(tmp_path / "memory_steps.csv")] == [
+        ["0", "1.0", ""],
+        ["1", "2.0", "3.0"],
+    ]
+    assert rows_of(tmp_path / "memory_phases.csv")[0] == {"phase": "outer 0, inner", "bytes": "8"}
+
+
+def test_csv_of_a_continued_run_drops_the_rows_that_are_made_again(composed, tmp_path):
+    config = composed("logger=csv").logger
+    for resumed_at, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        with open_mirror(config, tmp_path, {}, resumed_at=resumed_at) as mirror:
+            for step in steps:
+                mirror.log(step, {"loss": 10.0 * step + (resumed_at or 0)})
+    assert [row["loss"] for row in rows_of(tmp_path / "metrics.csv")] == ["10.0", "20.0", "32.0", "42.0"]
+
+
+class Writer:
+    """Stand in for a `SummaryWriter`, and remember what is called."""
+
+    def __init__(self, folder, purge_step):
+        self.calls: list[tuple] = [("opened", folder, purge_step)]
+        Writer.last = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.calls.append(("closed",))
+
+    def __getattr__(self, name):
+        return lambda *args, **settings: self.calls.append((name, *args, *settings.values()))
+
+
+def test_tensorboard_gets_scalars_images_tables_and_results(composed, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    imsave(tmp_path / "curve.png", np.zeros((2, 3, 3)))
+    with open_mirror(composed("logger=tensorboard").logger, tmp_path, {"seed": 0}, resumed_at=4) as mirror:
+        mirror.log(5, {"train/loss": 1.0})
+        mirror.table("memory/phases", [{"phase": "inner", "bytes": 8}])
+        mirror.curves("memory/steps", "step", {"a": {3: 4.0}})
+        mirror.summarise({"test/loss": 0.5})
+        mirror.images([tmp_path / "curve.png"])
+    opened, config, scalar, table, curve, result, image, closed = Writer.last.calls
+    assert curve == ("add_scalar", "memory/steps/a", 4.0, 3)
+    assert (opened, closed) == (("opened", str(tmp_path / "tensorboard"), 5), ("closed",))
+    assert config[:2] == ("add_text", "config")
+    assert '"seed": 0' in config[2]
+    assert scalar == ("add_scalar", "train/loss", 1.0, 5)
+    assert table == ("add_text", "memory/phases", "| phase | bytes |\n| --- | --- |\n| inner | 8 |")
+    assert result == ("add_text", "result/test/loss", "0.5")
+    assert (image[0], image[1], image[2].shape, image[3]) == ("add_image", "plots/curve", (2, 3, 4), "HWC")

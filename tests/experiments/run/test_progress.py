@@ -1,0 +1,104 @@
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from experiments.run import progress
+from experiments.studies.characters import Examples
+from experiments.run.progress import Progress, tell
+from experiments.studies.search.data import Data
+from experiments.studies.search.training import Trainer, TrainingConfig
+from experiments.benchmarks.sparse_support import __main__ as sparse_support
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Make the clock of the lines tell the seconds that a test sets."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def units(clock, seconds: float, **arguments) -> None:
+    with Progress(total=3, unit="cell", **arguments) as bar:
+        for name in "abc":
+            clock[0] += seconds
+            bar.set_postfix_str(name)
+            bar.update()
+
+
+def test_without_a_terminal_are_lines_with_the_time_left_and_none_in_standard_output(clock, capsys):
+    units(clock, 40.0)
+    out, err = capsys.readouterr()
+    assert not out
+    first, *others, last = err.splitlines()
+    assert first.startswith("0 of 3 cells, 0 %, 00:00 taken, ")
+    assert first.endswith(" left, a")
+    assert last.startswith("3 of 3 cells, 100 %, ")
+    assert len(others) == 2
+    assert "\r" not in err
+
+
+def test_lines_are_as_far_apart_as_they_should_be(clock, capsys):
+    units(clock, 8.0)  # at 8, 16 and 24 seconds; one line then, and the last one
+    assert [line[0] for line in capsys.readouterr().err.splitlines()] == ["0", "3"]
+
+
+def test_work_within_work_has_lines_of_its_own(clock, capsys):
+    for _ in Progress(range(2), unit="step"):
+        units(clock, 40.0, leave=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("cells" in line for line in lines) == 6
+    assert lines[-1].startswith("2 of 2 steps, 100 %")
+    assert not [line for line in lines if not line.startswith(("0 ", "1 ", "2 ", "3 "))]
+
+
+@pytest.mark.parametrize(("seconds", "arguments"), [(1.0, {}), (40.0, {"hidden": True})])
+def test_what_is_short_or_hidden_says_nothing(clock, capsys, seconds, arguments):
+    units(clock, seconds, **arguments)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_in_a_terminal_is_a_bar_and_a_table_stays_apart(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for number in Progress(itertools.islice(itertools.count(), 2), total=2, unit="cell"):
+        tell(f"row {number}")
+    out, err = capsys.readouterr()
+    assert out.replace("\r", "").split("\n")[0].strip() == "row 0"
+    assert "2/2" in err
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Make every bar show its lines from the first second on."""
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+
+
+class Learner(torch.nn.Linear):
+    """A learner without inner steps."""
+
+    def forward(self, batch):
+        return SimpleNamespace(loss=F.mse_loss(super().forward(batch.query.x), batch.query.y))
+
+
+def test_a_random_search_shows_its_networks(at_once, capsys, monkeypatch):
+    monkeypatch.setattr(Trainer, "accuracy", lambda *_, **__: 50.0)
+    data = Data(*[Examples(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))] * 4)
+    Trainer(TrainingConfig(epochs=1, batch=2, lr=0.1), channels=2, classes=2).random_search(
+        data, 3, 2, seed=0
+    )
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("0 of 3 networks") == 2
+    assert err.count("0 of 2 networks") == 1
+
+
+def test_sparse_support_shows_its_operations(at_once, capsys, monkeypatch):
+    monkeypatch.setattr(sparse_support, "OPERATIONS", sparse_support.OPERATIONS[:1])
+    monkeypatch.setattr(sparse_support, "_row", lambda *_: None)
+    sparse_support.capabilities()
+    assert "0 of 1 operations, 0 %" in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""Every algorithm by one protocol: the cells, the table and the curves."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from experiments.run.algorithm_schemas import ALGORITHMS
+from experiments.run.help import CONF
+from experiments.run.plots.panels import read_panels
+from experiments.studies.algorithms.__main__ import cells, figures, report, study
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Return a function from overrides to a typed config."""
+
+    @functools.cache
+    def build_config(*overrides):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return study.typed(compose("algorithms", ["logger=none", *overrides]))
+
+    return build_config
+
+
+def of_cell(cell, seed, steps, values):
+    measure = "accuracy (%)" if cell.startswith("omniglot") else "squared error"
+    found = {"outer_steps": 7, "inner_steps": 5, "measure": measure, "steps": steps, "values": values}
+    return {"cell": cell, "seed": seed, **found}
+
+
+def test_every_algorithm_has_a_cell_and_only_chooses_some(config):
+    names = {cell.name.partition("/")[2] for cell in cells(config())}
+    assert names == set(ALGORITHMS)
+    assert [cell.name for cell in cells(config("only=[protonet]"))] == ["omniglot/protonet"] * 2
+
+
+BAD = [
+    ("only=[other]", r"algorithms: only has \['other'\]; there are"),
+    ("steps=[0]", r"steps must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD)
+def test_what_cannot_be_judged_is_an_error(config, override, message):
+    with pytest.raises(ValueError, match=message):
+        config(override)
+
+
+def test_table_and_curves_are_means_over_seeds(config, tmp_path):
+    results = [of_cell("sinusoid/maml", seed, [0, 1], [4.0, 1.0 + seed]) for seed in (0, 1)]
+    results.append(of_cell("omniglot/protonet", 0, None, [90.0]))
+    page = report(results, config())
+    assert "| maml | 4 | 1.5 |" in page
+    assert "| protonet | 90 |" in page
+    (drawn,) = figures(results, config(), tmp_path)
+    assert drawn.stat().st_size > 10_000
+    first, second = read_panels(tmp_path / "curves.json")
+    assert first.curves["maml"][:4] == ([0, 1], [4.0, 1.5], [4.0, 1.0], [4.0, 2.0])
+    assert second.curves["protonet"].x is None
+
+
+@pytest.mark.slow
+def test_the_small_preset_trains_and_judges(config, tmp_path):
+    page = study.run(config("preset=small"), tmp_path)
+    assert "| maml |" in page
+    assert "| protonet |" in page
+    assert (tmp_path / "algorithms.png").stat().st_size > 10_000

@@ -1,0 +1,211 @@
+"""Attacks on images: penalties and Newton steps against plain torch, boxes, the program."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+
+from experiments.run.help import CONF
+from experiments.studies.attack_images.__main__ import study
+from experiments.studies.attack_images.attacks import (
+    PRODUCT,
+    Box,
+    Newton,
+    SignSteps,
+    attacks,
+    cross_entropy,
+    margin,
+)
+from experiments.studies.attack_images.defences import PENALTIES, curvature, objective, squares
+from experiments.studies.attack_images.problem import is_right, network, shifted
+from experiments.studies.attack_images.schema import DefenceConfig, check
+from experiments.studies.characters import Examples
+from metagrad import tasks
+
+CLASSES, SIZE, EPSILON = 3, 8, 0.1
+
+
+@pytest.fixture
+def images():
+    """Return random images, which are of the classes in turn."""
+    x = torch.rand(5, 1, SIZE, SIZE, dtype=torch.float64)
+    return Examples(x, torch.arange(len(x)) % CLASSES)
+
+
+@pytest.fixture
+def model():
+    return network(CLASSES, 2, SIZE).double()
+
+
+def settings(**options):
+    values = {"gradient": 0.7, "cure": 0.9, "curvature": 1.1, "h": 1.5, "epsilon": EPSILON, "attack_steps": 2}
+    return DefenceConfig(**{**values, **options})
+
+
+def loss_at(model, image, y):
+    return F.cross_entropy(model(image[None]), y[None])
+
+
+def textbook(defence, model, images, config):
+    """Return the objective image by image, by torch.autograd."""
+    terms = []
+    for x, y in zip(*images, strict=True):
+        x = x.clone().requires_grad_()
+        value = loss_at(model, x, y)
+        (g,) = torch.autograd.grad(value, x, create_graph=True)
+        z = g.detach().sign() / g.detach().sign().norm()
+        if defence == "gradient":
+            penalty = config.gradient * g.square().sum()
+        elif defence == "cure":
+            ahead = (x + config.h * z).detach().requires_grad_()
+            (there,) = torch.autograd.grad(loss_at(model, ahead, y), ahead, create_graph=True)
+            penalty = config.cure * (there - g).square().sum()
+        else:
+            (image,) = torch.autograd.grad(g, x, z, create_graph=True)
+            penalty = config.curvature * config.h**2 * image.square().sum()
+        terms.append(value + 0.5 * penalty)
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("defence", PENALTIES)
+def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, defence):
+    config, parameters = settings(), list(model.parameters())
+    found = objective(defence, model, images, config, 0.5, torch.Generator())
+    expected = textbook(defence, model, images, config)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    pairs = (torch.autograd.grad(value, parameters) for value in (found, expected))
+    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-12)
+
+
+def test_cure_comes_to_the_hessian_where_h_is_small(model, images):
+    config = settings(h=1e-4, cure=1.0, curvature=1.0)
+    differences, products = PENALTIES["cure"](model, images, config)[1], curvature(model, images, config)[1]
+    torch.testing.assert_close(differences, products, rtol=1e-3, atol=0)
+
+
+def test_a_newton_step_solves_the_system_of_each_image(model, images):
+    """With as many conjugate gradients as pixels, where the scaled Hessian is positive definite."""
+    box = Box.around(images.x, 0.01)
+    found, _ = Newton(margin, 2 * SIZE**2).step(model, images.x, images.y, box)
+    for i in range(len(images.x)):
+        x, y = images.x[i].flatten(), images.y[i : i + 1]
+
+        def loss(x, y=y):
+            return -margin(model(x.view(1, 1, SIZE, SIZE)), y)[0]
+
+        g, H = torch.autograd.functional.jacobian(loss, x), torch.autograd.functional.hessian(loss, x)
+        room = torch.where(g > 0, x - box.low[i].flatten(), box.high[i].flatten() - x)
+        W = (room / (g.abs() + 1e-3 * g.abs().mean())).sqrt()
+        A = torch.eye(len(x), dtype=x.dtype) + W[:, None] * H * W
+        b, e = -W * g, found[i].flatten() / W
+        assert torch.linalg.eigvalsh(A)[0] > 0
+        is_inside = e.norm() < (1 - 1e-9) * b.norm()
+        assert (A @ e - b).norm() <= 0.01 * b.norm() if is_inside else e.norm() <= (1 + 1e-9) * b.norm()
+
+
+def test_without_curvature_a_newton_step_is_that_of_fgsm(images):
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(SIZE**2, CLASSES).double())
+    box = Box.around(images.x, EPSILON)
+    (found, spent), *_ = Newton(margin, 3)(linear, images, box, 1, torch.Generator())
+    ((expected, one),) = SignSteps(margin)(linear, images, box, 1, torch.Generator())
+    assert (found - expected).abs().max() < EPSILON * 0.2  # of pixels with almost no slope
+    assert (found - expected).abs().mean() < EPSILON * 0.02
+    assert (spent, one) == (1 + PRODUCT, 1)
+
+
+@pytest.mark.parametrize("name", attacks(2))
+def test_attacks_stay_in_the_box_and_raise_the_loss(model, images, name):
+    box, attack = Box.around(images.x, EPSILON), attacks(2)[name]
+    before = cross_entropy(model(images.x), images.y).sum()
+    costs = []
+    for x, spent in attack(model, images, box, 6, torch.Generator().manual_seed(0)):
+        assert (x - images.x).abs().max() <= EPSILON + 1e-12
+        assert x.min() >= 0
+        assert x.max() <= 1
+        costs.append(spent)
+    assert cross_entropy(model(x), images.y).sum() > before
+    assert sorted(set(costs)) == costs
+    assert costs[-1] >= 6
+
+
+def test_the_margin_is_above_zero_where_the_class_is_wrong(model, images):
+    assert torch.equal(margin(model(images.x), images.y) < 0, is_right(model, images))
+
+
+def test_shifted_images_are_windows_of_a_padded_one():
+    x = torch.zeros(40, 1, 5, 5)
+    x[:, :, 2, 2] = 1
+    moved = shifted(x, 1, torch.Generator().manual_seed(0))
+    places = {tuple(place) for place in moved[:, 0].nonzero()[:, 1:].tolist()}
+    assert moved.sum() == 40
+    assert places == {(i, j) for i in (1, 2, 3) for j in (1, 2, 3)}
+
+
+def test_adversarial_training_is_of_images_in_the_box(model, images):
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    objective("adversarial", model, images, settings(), 0.5, torch.Generator().manual_seed(0))
+    assert len(seen) == 3
+    change = (seen[-1] - images.x).abs().max().item()
+    assert 0.02 < change <= 0.5 * EPSILON + 1e-12
+    assert squares(torch.full((2, 3), 2.0)) == 12
+
+
+def configured(*overrides):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return study.typed(compose("attack_images", ["logger=none", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return configured()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "defences",
+            ["cure", "dropout"],
+            r"attack_images: defences must be some of plain, gradient, .*'dropout'",
+        ),
+        ("data.held_out", 20, r"attack_images: data.held_out must be below 20, got 20"),
+        ("defence.epsilon", 0.3, r"attack_images: attack.epsilons must .* defence.epsilon=0.3 among them"),
+        ("attack.gradients", [5, 1], r"attack_images: attack.gradients must be ascending, .* got \[5, 1\]"),
+        ("training.steps", 0, r"attack_images: training.steps must be at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_errors(config, key, value, message):
+    wrong = copy.deepcopy(config)
+    part, _, name = key.rpartition(".")
+    setattr(getattr(wrong, part) if part else wrong, name, value)
+    with pytest.raises(ValueError, match=message):
+        check(wrong)
+
+
+@pytest.mark.slow
+def test_the_small_program_writes_its_page_and_goes_on(tmp_path, monkeypatch):
+    class Drawn:
+        """Characters that are one bright stroke each, somewhere."""
+
+        def __init__(self, *_, **__):
+            strokes = 60 * torch.rand(10, 20, 28, 28)
+            for i in range(10):
+                strokes[i, :, 2 * i + 4 : 2 * i + 6, 6:22] = 255
+            self.num_classes, self.images = 10, strokes.to(torch.uint8)
+
+    monkeypatch.setattr(tasks, "Omniglot", Drawn)
+    small = configured("preset=small", "training.steps=20", "defences=[plain,curvature]")
+    text = study.run(small, tmp_path)
+    assert "| Hessian penalty |" in text
+    assert (tmp_path / "attack_images.png").stat().st_size > 0
+    file = tmp_path / "plain" / "0" / "result.json"
+    kept = json.loads(file.read_text())
+    assert kept["attacks"][0]["I-FGSM"][0][0] == 1
+    file.write_text(json.dumps({**kept, "clean": 12.3}))
+    assert "12.3" in study.run(small, tmp_path)

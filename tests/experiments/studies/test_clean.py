@@ -1,0 +1,232 @@
+"""Cleaning of labels: the hypergradient against a textbook loop, wrong labels that are found, runs that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+
+import metagrad as mg
+from experiments.run.help import CONF
+from experiments.studies.characters import Examples
+from experiments.studies.clean import cells
+from experiments.studies.clean.__main__ import study
+from experiments.studies.clean.cleaning import losses, methods, robust, weighted
+from experiments.studies.clean.drawings import Data, features, load, mislabel, scaled
+from experiments.studies.clean.judging import detection, judged
+from experiments.studies.clean.reweighting import batch_weights
+from experiments.studies.clean.schema import check
+
+CLASSES = 3
+FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
+
+needs_omniglot = pytest.mark.skipif(
+    not FILE.is_file(), reason="$METAGRAD_DATA/omniglot/omniglot_105_bits.npz is missing"
+)
+
+
+def clouds(number, generator):
+    y = torch.arange(number) % CLASSES
+    x = torch.randn(number, 6, dtype=torch.float64, generator=generator) + 3 * torch.eye(6)[y]
+    return Examples(x - 0.5, y)
+
+
+@pytest.fixture
+def data():
+    """Return three clouds of points, two fifths of which are said to belong to another one."""
+    generator = torch.Generator().manual_seed(0)
+    train, validation, test = (clouds(number, generator) for number in (30, 30, 60))
+    noisy = mislabel(train, 0.4, CLASSES, generator)
+    return Data(noisy, noisy.y != train.y, validation, test, CLASSES)
+
+
+@pytest.fixture(scope="module")
+def config():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield lambda *overrides: study.typed(compose("clean", ["logger=none", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def settings(config):
+    return config()
+
+
+def outer_of(data):
+    return lambda params, hyper: losses(data.validation, params).mean()
+
+
+def textbook(data, step_loss, hyper, start, *, steps, lr, momentum):
+    """Train by a plain loop that is kept, and differentiate the validation loss through it."""
+    weight, velocity = start.clone().requires_grad_(), 0.0
+    for _ in range(steps):
+        (gradient,) = torch.autograd.grad(step_loss(weight), weight, create_graph=True)
+        velocity = momentum * velocity + gradient
+        weight = weight - lr * velocity
+    outer = F.cross_entropy(data.validation.x @ weight, data.validation.y)
+    return torch.autograd.grad(outer, hyper)[0]
+
+
+@pytest.mark.parametrize("inner", [weighted, robust])
+def test_the_unrolled_hypergradient_is_that_of_a_textbook_loop(data, settings, inner):
+    loop = replace(settings.loop, terms=4, lr=0.3)
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(6, CLASSES, dtype=torch.float64, generator=generator)
+    shape = (30,) if inner is weighted else ()
+    logits = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def step_loss(weight):
+        terms = F.cross_entropy(data.train.x @ weight, data.train.y, reduction="none")
+        if inner is weighted:
+            terms = logits.sigmoid() * terms
+        else:
+            terms = (1 - (-terms).exp() ** logits.sigmoid()) / logits.sigmoid()
+        return terms.mean() + 0.005 * (weight**2).sum()
+
+    found = mg.hypergradient(
+        outer_of(data),
+        inner(data, 0.01),
+        {"weight": start},
+        {"logits": logits},
+        method=methods(loop)["Unroll"],
+    )["logits"]
+    expected = textbook(data, step_loss, logits, start, steps=4, lr=0.3, momentum=0.9)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_at_the_minimum_conjugate_gradients_have_the_influence_of_each_example(data):
+    """Koh and Liang's formula with a dense Hessian."""
+    inner, logits = weighted(data, 0.1), torch.zeros(30, dtype=torch.float64)
+    weight = torch.zeros(6, CLASSES, dtype=torch.float64)
+    for _ in range(60):
+        weight = weight - 0.5 * torch.func.grad(lambda w: inner({"weight": w}, {"logits": logits}))(weight)
+    found = mg.hypergradient(
+        outer_of(data), inner, {"weight": weight}, {"logits": logits}, method=mg.hypergrad.CG(steps=60)
+    )["logits"]
+    H = torch.func.hessian(lambda w: inner({"weight": w.view(6, -1)}, {"logits": logits}))(weight.flatten())
+    slope = torch.func.grad(lambda w: losses(data.validation, {"weight": w}).mean())(weight).flatten()
+    own = torch.func.jacrev(lambda w: losses(data.train, {"weight": w}))(weight).flatten(1)
+    expected = -0.25 / 30 * own @ torch.linalg.solve(H, slope)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_weights_of_a_batch_are_the_gains_of_one_step(data):
+    weight = torch.randn(6, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = batch_weights(data.train, data.validation, {"weight": weight}, mg.optim.rules.sgd(lr=0.5))
+    epsilon = torch.zeros(30, dtype=torch.float64, requires_grad=True)
+
+    def step_loss(weight):
+        return (epsilon * F.cross_entropy(data.train.x @ weight, data.train.y, reduction="none")).sum()
+
+    gains = -textbook(data, step_loss, epsilon, weight, steps=1, lr=0.5, momentum=0.0)
+    torch.testing.assert_close(found, gains.clamp_min(0) / gains.clamp_min(0).sum(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["CG", "Neumann", "Nystrom", "T1-T2", "Unroll", "reweight", "learned loss"])
+def test_wrong_labels_are_found(data, config, name, tmp_path, monkeypatch):
+    """Clouds that do not overlap: small weights are those of wrong labels, and training gains by them."""
+    monkeypatch.setattr(cells, "data_of", lambda config, seed: data)
+    small = config(
+        "loop.steps=25",
+        "loop.lr=0.3",
+        "reweight.steps=40",
+        "reweight.batch=15",
+        "reweight.lr=0.3",
+        "penalties=[1e-2]",
+    )
+    torch.manual_seed(0)  # as a study does
+    work = cells.Work(tmp_path, 0, lambda step, values: None)
+    found = cells.learned(work, small, name)
+    assert found["auc"] > 0.8
+    assert found["precision"] > 50  # by chance 40
+    assert found["accuracy"] >= judged(data, torch.ones(30, dtype=torch.float64), [1e-2])["accuracy"]
+    assert len(found["curve"]["seconds"]) == len(found["curve"]["accuracy"])
+    assert found["mib"] > 0
+    assert sum(found["shares"]["wrong"]) == pytest.approx(1)
+
+
+def test_detection_counts_pairs():
+    wrong = torch.tensor([True, False, True, False, False])
+    found = detection(torch.tensor([0.1, 0.9, 0.5, 0.5, 0.3]), wrong)
+    assert found["auc"] == pytest.approx((3 + 1 + 0.5) / 6)
+    assert found["precision"] == pytest.approx(50)
+    assert detection(torch.ones(5), wrong)["auc"] == 0.5
+
+
+def test_as_many_labels_are_wrong_as_asked_for():
+    examples = Examples(torch.zeros(50, 1), torch.arange(50) % 5)
+    noisy = mislabel(examples, 0.4, 5, torch.Generator().manual_seed(0))
+    assert (noisy.y != examples.y).sum() == 20
+    assert noisy.y.min() >= 0
+    assert noisy.y.max() < 5
+
+
+@pytest.mark.parametrize("is_white", [True, False])
+def test_no_hessian_of_scaled_features_is_above_the_identity(is_white):
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randn(40, 4, dtype=torch.float64, generator=generator) @ torch.diag(
+        torch.tensor([5.0, 1.0, 0.1, 0.0], dtype=torch.float64)
+    )
+    x, y = scaled(raw, raw, is_white), torch.arange(40) % 2
+    torch.testing.assert_close(x.mean(0), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-12)
+    H = torch.func.hessian(lambda w: F.cross_entropy(x @ w.view(4, 2), y))(
+        torch.zeros(8, dtype=torch.float64)
+    )
+    assert torch.linalg.eigvalsh(H).max() == pytest.approx(1.0)  # two classes reach the bound
+
+
+def test_features_have_the_length_one():
+    found = features(torch.rand(3, 28, 28, generator=torch.Generator().manual_seed(0)))
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        (
+            "data",
+            {"drawers": [8, 8]},
+            r"clean: data.drawers must be three numbers of 1 or more, together 20 at most",
+        ),
+        (
+            "data",
+            {"drawers": [8, 8, 5]},
+            r"clean: data.drawers must be three numbers of 1 or more, together 20 at ",
+        ),
+        ("data", {"wrong": 1.0}, r"clean: data.wrong must be between 0 and 1, got 1.0"),
+        ("loop", {"terms": 0}, r"clean: loop.terms must be at least 1, got 0"),
+        (None, {"penalties": []}, r"clean: penalties is empty; give at least one"),
+        (None, {"methods": ["newton"]}, r"clean: methods has 'newton'; expected some of CG, "),
+    ],
+)
+def test_wrong_settings_are_errors(settings, part, values, message):
+    changed = values if part is None else {part: replace(getattr(settings, part), **values)}
+    with pytest.raises(ValueError, match=message):
+        check(replace(settings, **changed))
+
+
+def test_more_alphabets_than_there_are_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"clean: 31 alphabets of 10 characters were asked for, and .* have as many"
+    ):
+        load(31, 10, (8, 8, 4), 0.4, True, 0)
+
+
+@needs_omniglot
+@pytest.mark.slow
+def test_the_small_program_writes_its_page_and_goes_on(config, tmp_path, monkeypatch):
+    small = config("preset=small", "methods=[CG,reweight,learned loss]")
+    text = study.run(small, tmp_path)
+    assert "| the clean part |" in text
+    assert "| learning to reweight |" in text
+    assert (tmp_path / "clean.png").stat().st_size > 0
+    result = json.loads((tmp_path / "CG" / "0" / "result.json").read_text())
+    assert result["auc"] > 0.5
+    monkeypatch.setattr(cells, "load", None)  # nothing is computed again
+    assert study.run(small, tmp_path) == text

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from experiments.studies import hypergradients as program
+from metagrad import hypergrad
+
+
+def test_the_closed_form_is_what_exact_methods_find_and_cost_is_in_gradients():
+    problem = program.ridge(d=6, n=12)
+    truth, unit = problem.derivative(), program.gradient_cost(problem)
+    cost, error = program.measure(problem, hypergrad.Exact(), truth, unit)
+    assert error < 1e-12
+    assert 6 <= cost <= 20
+    cost, error = program.measure(problem, hypergrad.CG(steps=1), truth, unit)
+    assert cost <= 6
+    assert error > 1e-3
+
+
+def test_every_method_has_a_row():
+    rows = program.methods(None, 0.1, d=6, longest=64)
+    known = {type(method).__name__ for row in rows.values() for method in row}
+    assert known == {
+        name
+        for name in hypergrad.__all__
+        if hasattr(getattr(hypergrad, name), "estimate")
+        and name not in ("Method", "AdaptiveDamping")  # the Hessian is positive definite as it is
+    }
+
+
+@pytest.mark.slow
+def test_it_prints_a_table_and_draws_the_plot(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "plot.png"
+    monkeypatch.setattr(
+        sys, "argv", ["hypergradients", "--size", "4", "--steps", "64", "--figure", str(path)]
+    )
+    program.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["method", "cost", "error", "cost", "error"]
+    assert len(lines) == 2 + len(program.methods(None, 0.1, d=4, longest=64))
+    assert path.stat().st_size > 10_000
+
+
+def test_impossible_numbers_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hypergradients", "--steps", "1"])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert "at least 64 steps" in capsys.readouterr().err
+
+
+def test_the_minimum_is_one():
+    problem = program.ridge(d=5, n=10)
+    params = {name: p.requires_grad_() for name, p in problem.minimum(problem.log_penalty).items()}
+    (slope,) = torch.autograd.grad(problem.inner(params, {"log_penalty": problem.log_penalty}), params["w"])
+    assert slope.norm() < 1e-12

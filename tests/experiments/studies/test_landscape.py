@@ -1,0 +1,204 @@
+"""The landscape along training: preconditioners, edges of stability, objectives in plain torch, one small run."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+import metagrad as mg
+from experiments.run.help import CONF
+from experiments.run.schema import Logger, LoggerName
+from experiments.studies.curvature.schema import Eigenvalues, Matrix, Spectrum, Trace, TraceMethod
+from experiments.studies.landscape import problem as problems
+from experiments.studies.landscape.__main__ import study
+from experiments.studies.landscape.problem import Problem, objective, optimizer_of, stepper
+from experiments.studies.landscape.run import refuse_divergence
+from experiments.studies.landscape.schema import Characters, LandscapeConfig, Method, RunConfig, check
+from experiments.studies.landscape.stability import edge, preconditioned
+
+ADAM = {"betas": [0.9, 0.99], "eps": 1e-8}
+RUNS = {
+    "gd": RunConfig("", Method.gd, 0.5),
+    "momentum": RunConfig("", Method.gd, 0.5, {"momentum": 0.8}),
+    "adam": RunConfig("", Method.adam, 0.01, ADAM),
+    "soap": RunConfig("", Method.soap, 0.01, {**ADAM, "weight_decay": 0.0}),
+    "kfac": RunConfig("", Method.kfac, 0.01, {"kl_clip": None, "fisher": "sampled", "momentum": 0.9}),
+}
+
+
+@pytest.fixture
+def small():
+    """Return a small problem in float64."""
+    torch.manual_seed(0)
+    model = mg.models.MLP([4, 3, 2], nn.Tanh).double()
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.eye(2, dtype=torch.float64).repeat(6, 1)
+
+    def predict(params, x):
+        return torch.func.functional_call(model, dict(params), (x,))
+
+    return Problem(dict(model.named_parameters()), predict, F.mse_loss, x, y, model, (x, y))
+
+
+@pytest.fixture
+def config():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield lambda *overrides: study.typed(compose("landscape", ["logger=none", *overrides]))
+
+
+@pytest.mark.parametrize("name", ["adam", "soap", "kfac"])
+def test_the_preconditioner_is_that_of_the_step(small, name):
+    run = RUNS[name]
+    optimizer = optimizer_of(run, small.model)
+    step = stepper(run, small, optimizer)
+    for _ in range(12):
+        step()
+    with small.operator(Matrix.hessian) as H:
+        operator = preconditioned(H, run, optimizer, small.model)
+        values = operator.eigenvalues(1, rtol=1e-10).values
+        inverse = operator.root(operator.root(torch.eye(H.shape[0], dtype=H.dtype)))
+        expected = torch.linalg.eigvals(inverse @ H.to_dense()).real.max()
+        torch.testing.assert_close(values[0], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(inverse, _reference(name, optimizer, small.model), rtol=1e-9, atol=1e-12)
+
+
+def _reference(name, optimizer, model):
+    """Return the inverse preconditioner as a dense matrix, from the formulas of the papers."""
+    if name == "kfac":
+        states = [optimizer.state[layer.weight] for layer in model if isinstance(layer, nn.Linear)]
+        return torch.block_diag(*map(_kronecker, states))
+    blocks = []
+    for p in model.parameters():
+        state = optimizer.state[p]
+        square = state["exp_avg_sq" if name == "adam" else "square"]
+        steps = int(state["step"])
+        diagonal = 1 / ((1 - 0.9**steps) * ((square / (1 - 0.99**steps)).sqrt() + 1e-8))
+        basis = torch.eye(p.numel(), dtype=p.dtype)
+        if name == "soap" and p.ndim == 2:
+            basis = torch.kron(*state["bases"])
+        blocks.append(basis @ diagonal.flatten().diag() @ basis.mT)
+    return torch.block_diag(*blocks)
+
+
+def _kronecker(state):
+    """Return the inverse of a layer, its weights first and then its biases, as parameters are flat."""
+    outputs, inputs = state["output_inverse"], state["input_inverse"]
+    number = torch.arange(len(outputs) * len(inputs)).reshape(len(outputs), len(inputs))
+    order = torch.cat([number[:, :-1].flatten(), number[:, -1]])
+    return torch.kron(outputs, inputs)[order][:, order]
+
+
+@pytest.mark.parametrize("name", ["gd", "momentum", "adam", "kfac"])
+def test_steps_on_a_parabola_grow_beyond_the_edge_and_shrink_before_it(name):
+    run = RUNS[name]
+    beta, averaged = run.options.get("momentum", run.options.get("betas", [0.0])[0]), name == "adam"
+    for factor, grows in ((0.95, False), (1.05, True)):
+        curvature = factor * edge(run, 1.0)
+        w, v = 1.0, 0.0
+        for _ in range(400):
+            v = beta * v + (1 - beta if averaged else 1) * curvature * w
+            w -= run.lr * v
+        assert (abs(w) > 1) is grows
+
+
+def test_the_edge_of_sharpness_aware_minimization_is_where_its_steps_flip():
+    run, norm = RunConfig("", Method.gd, 0.5, rho=0.1), 0.02
+    curvature = edge(run, norm)
+    # One eigendirection: its part of the gradient is curvature * w, and uphill goes rho of it over the norm.
+    assert run.lr * curvature * (1 + run.rho * curvature / norm) == pytest.approx(2)
+    assert edge(run, 0.0) == 0.0
+
+
+def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
+    params = list(small.params.values())
+
+    def gradient(run):
+        return torch.autograd.grad(objective(run, small), params)
+
+    found = gradient(RunConfig("", Method.gd, 0.5, rho=0.1))
+    plain = torch.autograd.grad(small.loss_fn(small.model(small.x), small.y), params, create_graph=True)
+    norm = sum(part.square().sum() for part in plain).sqrt().detach()
+    moved = [(p + 0.1 * part / norm).detach().requires_grad_() for p, part in zip(params, plain, strict=True)]
+    uphill = small.loss(dict(zip(small.params, moved, strict=True)), small.x, small.y)
+    torch.testing.assert_close(found, torch.autograd.grad(uphill, moved), rtol=1e-9, atol=1e-12)
+
+    torch.manual_seed(3)
+    found = gradient(RunConfig("", Method.gd, 0.5, penalty=0.7))
+    torch.manual_seed(3)
+    probes = mg.curvature.draw(
+        1, sum(p.numel() for p in params), distribution="rademacher", dtype=torch.float64, device="cpu"
+    )[0].split([p.numel() for p in params])
+    probes = [probe.view_as(p) for probe, p in zip(probes, params, strict=True)]
+    loss = small.loss_fn(small.model(small.x), small.y)
+    parts = torch.autograd.grad(loss, params, create_graph=True)
+    products = torch.autograd.grad(parts, params, probes, create_graph=True)
+    trace = sum((probe * product).sum() for probe, product in zip(probes, products, strict=True))
+    torch.testing.assert_close(found, torch.autograd.grad(loss + 0.7 * trace, params), rtol=1e-9, atol=1e-12)
+
+
+def configured(**changes):
+    logger = Logger(
+        name=LoggerName.none, project="", entity=None, mode=None, group=None, notes=None, tags=None
+    )
+    settings = {"folder": "", "seeds": [0], "threads": 1, "logger": logger, "data": Characters(2, 1, 14)}
+    settings |= {"hidden": [4], "steps": 4, "every": 2, "full": 2, "runs": RUNS, "only": None}
+    measured = {
+        "trace": Trace(TraceMethod.xtrace, 6),
+        "eigenvalues": Eigenvalues(1, 0.01, 20),
+        "density": Spectrum(4, 2),
+    }
+    return LandscapeConfig(**{**settings, **measured, "sharpness_rtol": 0.01, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": Characters(2, 20, 14)}, r"data.shots must leave drawings to test on, below 20, got 20\."),
+        ({"full": 1}, r"full must be at least 2, got 1"),
+        ({"only": ["sgd"]}, r"only must be among gd, .*, got sgd\."),
+        ({"runs": {"a": RunConfig("", Method.adam, 1.0, rho=0.1)}}, r"runs.a has a rho .* alone, got adam\."),
+    ],
+)
+def test_wrong_settings_are_errors(changes, message):
+    check(configured())
+    with pytest.raises(ValueError, match=f"landscape: {message}"):
+        check(configured(**changes))
+
+
+def test_there_must_be_so_many_characters(monkeypatch):
+    monkeypatch.setattr(problems.mg.tasks, "Omniglot", lambda **options: SimpleNamespace(num_classes=3))
+    with pytest.raises(ValueError, match=r"landscape: data.count must be at most 3, got 4\."):
+        problems.images(Characters(4, 10, 14), 0)
+
+
+def test_a_run_that_diverges_is_an_error():
+    run = RunConfig("descent", Method.gd, 8.0)
+    refuse_divergence(run, 3, 4.0, 1.0)
+    for loss in (200.0, float("nan")):
+        with pytest.raises(
+            ValueError, match=r"landscape: descent: the loss before step 3 .* Lower the lr .* 8\."
+        ):
+            refuse_divergence(run, 3, loss, 1.0)
+
+
+@pytest.mark.slow
+def test_the_small_run_draws_its_table_and_goes_on(config, tmp_path, monkeypatch):
+    levels = torch.rand(2, 20, 14, 14, generator=torch.Generator().manual_seed(0))
+    levels[1] += 0.5
+    characters = SimpleNamespace(num_classes=2, images=255 * levels / 1.5)
+    monkeypatch.setattr(problems.mg.tasks, "Omniglot", lambda **options: characters)
+    settings = ("preset=small", "data.count=2", "steps=4", "every=2", "hidden=[4]")
+    study.run(config(*settings, "only=[gd,kfac]"), tmp_path)
+    text = study.run(config(*settings), tmp_path)
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:] == [
+        run.title for run in config().runs.values()
+    ]
+    result = json.loads((tmp_path / "kfac" / "0" / "result.json").read_text())
+    assert [row["step"] for row in result["path"]] == [0, 2, 4]
+    assert [row["step"] for row in result["spectra"]] == [0, 4]
+    assert (tmp_path / "landscape.png").stat().st_size > 0

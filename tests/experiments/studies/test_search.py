@@ -1,0 +1,185 @@
+"""Architecture search: hypergradients against the textbook's loop, eigenvalues against dense ones, a whole run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch.func import functional_call
+
+import metagrad as mg
+from experiments.run.help import CONF
+from experiments.studies.characters import Examples
+from experiments.studies.search.__main__ import study
+from experiments.studies.search.darts import METHODS, Search
+from experiments.studies.search.data import Data, load
+from experiments.studies.search.schema import check
+from experiments.studies.search.space import BY_HAND, EDGES, OPERATIONS, Network, discrete, drawn
+
+CLASSES, SIZE, LR = 3, 6, 0.05
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def problem():
+    """Return a small search, and a batch for each of its losses."""
+    torch.manual_seed(0)
+    parts = [Examples(torch.rand(n, 1, SIZE, SIZE), torch.randint(CLASSES, (n,))) for n in (7, 8, 15, 5)]
+    config = SimpleNamespace(lr=LR, decay=0.1, products=2, damping=20.0, scale=0.02)
+    search = Search(Network(CLASSES, 4), Data(*parts), config, seed=0)  # type: ignore[reportArgumentType]
+    return search, parts[0], parts[1]
+
+
+def losses(search, training, validation):
+    return (
+        lambda params, hyper: search.validation_loss(params, hyper, validation),
+        lambda params, hyper: search.training_loss(params, hyper, training),
+    )
+
+
+def cross_entropy(search, params, alpha, examples):
+    return F.cross_entropy(functional_call(search.network, params, (examples.x, alpha)), examples.y)
+
+
+def textbook(search, training, alpha, params):
+    """Return the training loss, written out."""
+    penalty = sum(p.square().sum() for p in params.values())
+    return cross_entropy(search, params, alpha, training) + 0.05 * penalty
+
+
+def moved(search, training, alpha, params, steps):
+    """Take steps of gradient descent on the training loss, on the tape."""
+    for _ in range(steps):
+        slopes = torch.autograd.grad(
+            textbook(search, training, alpha, params), list(params.values()), create_graph=True
+        )
+        params = {name: p - LR * g for (name, p), g in zip(params.items(), slopes, strict=True)}
+    return params
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_second_order_hypergradient_is_that_of_the_textbook(problem, steps):
+    search, training, validation = problem
+    search.config.products = steps
+    found = mg.hypergradient(
+        *losses(*problem), search.params, search.hyper, method=METHODS["unroll"](search.config)
+    )
+    alpha = search.hyper["alpha"].clone().requires_grad_()
+    params = {name: p.clone().requires_grad_() for name, p in search.params.items()}
+    outer = cross_entropy(search, moved(search, training, alpha, params, steps), alpha, validation)
+    torch.testing.assert_close(found["alpha"], torch.autograd.grad(outer, alpha)[0], rtol=1e-9, atol=1e-12)
+
+
+def test_finite_differences_are_equation_7_of_darts(problem):
+    search, training, validation = problem
+    found = mg.hypergradient(
+        *losses(*problem), search.params, search.hyper, method=METHODS["finite_difference"](search.config)
+    )
+    alpha = search.hyper["alpha"].clone().requires_grad_()
+    params = {name: p.clone().requires_grad_() for name, p in search.params.items()}
+    after = {
+        name: p.detach().requires_grad_() for name, p in moved(search, training, alpha, params, 1).items()
+    }
+    outer = cross_entropy(search, after, alpha, validation)
+    direct, *slopes = torch.autograd.grad(outer, [alpha, *after.values()])
+    epsilon = 0.01 / torch.cat([g.flatten() for g in slopes]).norm()
+    ends = []
+    for sign in (1, -1):
+        beside = {
+            n: (p + sign * epsilon * g).detach() for (n, p), g in zip(params.items(), slopes, strict=True)
+        }
+        ends.append(torch.autograd.grad(textbook(search, training, alpha, beside), alpha)[0])
+    expected = direct - LR * (ends[0] - ends[1]) / (2 * epsilon)
+    torch.testing.assert_close(found["alpha"], expected, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.slow
+def test_the_eigenvalue_is_that_of_the_dense_hessian(problem):
+    search, _, validation = problem
+    alpha = search.hyper["alpha"]
+    dense = torch.func.hessian(lambda a: cross_entropy(search, search.params, a, validation))(alpha)
+    expected = torch.linalg.eigvalsh(dense.reshape(alpha.numel(), -1))[-1].item()
+    found = search.eigenvalue(search.params, search.hyper, validation)
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("architecture", [BY_HAND, drawn(torch.Generator().manual_seed(1))])
+def test_a_discrete_network_is_the_mixed_one_with_all_weight_on_its_operations(architecture):
+    mixed, own = Network(CLASSES, 4), Network(CLASSES, 4, architecture)
+    names = own.state_dict().keys()
+    own.load_state_dict({name: value for name, value in mixed.state_dict().items() if name in names})
+    chosen = {(i, j): operation for i, j, operation in architecture}
+    alpha = torch.zeros(len(EDGES), len(OPERATIONS))
+    for row, edge in zip(alpha, EDGES, strict=True):
+        row[OPERATIONS.index(chosen.get(edge, "none"))] = 1000.0
+    x = torch.rand(2, 1, SIZE, SIZE)
+    torch.testing.assert_close(mixed(x, alpha), own(x))
+
+
+def test_the_strongest_two_edges_into_a_node_are_kept():
+    alpha = torch.zeros(len(EDGES), len(OPERATIONS))
+    for edge, operation, value in (((0, 3), "skip", 3.0), ((1, 3), "none", 9.0), ((2, 3), "max_pool", 2.0)):
+        alpha[EDGES.index(edge), OPERATIONS.index(operation)] = value
+    kept = [one for one in discrete(alpha) if one[1] == 3]
+    assert kept == [(0, 3, "skip"), (2, 3, "max_pool")]
+    assert [one[:2] for one in discrete(alpha)][:3] == [(0, 1), (0, 2), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """Return the settings of the small run."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return study.typed(compose("search", ["logger=none", "preset=small"]))
+
+
+@pytest.mark.slow
+def test_the_program_writes_its_page_and_goes_on(whole, tmp_path):
+    torch.set_default_dtype(torch.float32)
+    try:
+        load(whole.data, 0)
+    except ValueError as error:
+        pytest.skip(str(error))
+    text = study.run(dataclasses.replace(whole, methods=["first_order", "cg"]), tmp_path)
+    assert "| CG |" in text
+    assert (tmp_path / "search.png").stat().st_size > 0
+    results = {one["cell"]: one for one in json.loads((tmp_path / "results.json").read_text())}
+    assert len(results["cg"]["eigenvalues"]) == 3
+    assert results["cg"]["gradients"] > results["first_order"]["gradients"]
+    before = (tmp_path / "cg" / "0" / "result.json").stat().st_mtime_ns
+    again = study.run(dataclasses.replace(whole, methods=["first_order", "cg", "neumann"]), tmp_path)
+    assert "| Neumann |" in again
+    assert (tmp_path / "cg" / "0" / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("methods", ["sgd"], r"search: methods must be among first_order, .*, got sgd"),
+        ("channels", 6, r"search: channels must be a multiple of 4, for the group norms, got 6"),
+        (
+            "data.train",
+            14,
+            r"search: data.train and data.validation must be below 20 together, .* got 14 and 6",
+        ),
+        ("data.characters", 137, r"search: data.characters must be at most 136, got 137"),
+        ("drawn", 0, r"search: drawn must be at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_errors(whole, key, value, message):
+    *outer, name = key.split(".")
+    changed = copy.deepcopy(whole)
+    setattr(getattr(changed, outer[0]) if outer else changed, name, value)
+    with pytest.raises(ValueError, match=message):
+        check(changed)
