@@ -172,8 +172,8 @@ def prefers_loop(model: nn.Module, device_type: str, params: Params) -> bool:
     """Say whether tasks one by one are faster than all at once.
 
     With weights of its own for each task a vmapped convolution becomes a grouped one, which on CPU costs twice
-    as much as one convolution after the other (``python -m experiments.benchmarks.maml`` prints both). One whose weights
-    the tasks share is one convolution of all their examples.
+    as much as one convolution after the other (``python -m experiments.benchmarks.maml`` prints both). One whose
+    weights the tasks share is one convolution of all their examples.
 
     Args:
         model: The model.
