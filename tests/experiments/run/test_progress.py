@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from experiments.benchmarks.sparse_support import __main__ as sparse_support
 from experiments.run import progress
-from experiments.studies.characters import Examples
 from experiments.run.progress import Progress, tell
+from experiments.studies.characters import Examples
 from experiments.studies.search.data import Data
 from experiments.studies.search.training import Trainer, TrainingConfig
-from experiments.benchmarks.sparse_support import __main__ as sparse_support
 
 
 @pytest.fixture
