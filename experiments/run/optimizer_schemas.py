@@ -1,8 +1,8 @@
 """The schemas of optimizers, of the outer loop and the inner: a key for each argument that their docstring explains.
 
 Keys, types, defaults and the sentences of `--help` are those of the class that is built; `conf/optimizer/` and
-`conf/algorithm/inner/` hold what differs, and why. Rules that are made of others (`chain`, `lookahead`, `mask`,
-`rowwise`, `schedule`) are given by `algorithm/inner=custom`.
+`conf/algorithm/inner/` hold what differs, and why. Rules that are made of others (`chain`, `mask`,
+`schedule`) are given by `algorithm/inner=custom`.
 """
 
 from __future__ import annotations

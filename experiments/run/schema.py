@@ -143,7 +143,7 @@ class InnerRule(Target):
 
 @dataclass
 class CustomRule(InnerRule, Custom):
-    """A rule of the user's, or one that is made of others: `chain`, `lookahead`, `mask`, `rowwise`."""
+    """A rule of the user's, or one that is made of others: `chain`, `mask`, `schedule`."""
 
 
 @dataclass

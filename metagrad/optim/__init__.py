@@ -3,9 +3,7 @@
 from metagrad.optim import rules
 from metagrad.optim.diagonal.adahessian import AdaHessian
 from metagrad.optim.diagonal.sophia import SophiaG, SophiaH
-from metagrad.optim.first_order.adagrad import SparseAdagrad
 from metagrad.optim.first_order.adam import SparseAdam
-from metagrad.optim.first_order.adan import Adan
 from metagrad.optim.first_order.lion import Lion
 from metagrad.optim.kronecker.muon import Muon
 from metagrad.optim.kronecker.shampoo import Shampoo
@@ -25,7 +23,6 @@ __all__ = [
     "LBFGS",
     "SOAP",
     "AdaHessian",
-    "Adan",
     "CubicNewton",
     "GaussNewton",
     "LeastSquares",
@@ -37,7 +34,6 @@ __all__ = [
     "Shampoo",
     "SophiaG",
     "SophiaH",
-    "SparseAdagrad",
     "SparseAdam",
     "TrustRegionNewton",
     "least_squares",

@@ -147,8 +147,8 @@ def checked_gradients(call: str, grads: Params, params: Params, *, takes_rows: b
             )
         if isinstance(gradient, RowSparse) and not takes_rows:
             raise TypeError(
-                f"{call}.update: the gradient of {key!r} is RowSparse, and this rule moves every row. Use "
-                f"rowwise({call}) for its table, or make the gradient dense by .to_dense()."
+                f"{call}.update: the gradient of {key!r} is RowSparse, and this rule moves every row. "
+                "Make the gradient dense by .to_dense(), or train the table by mg.optim.SparseAdam."
             )
     return {key: grads[key] for key in params}
 

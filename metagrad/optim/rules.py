@@ -11,13 +11,10 @@ from metagrad.optim.curvature import (
 )
 from metagrad.optim.diagonal.adahessian import AdaHessianState, adahessian
 from metagrad.optim.diagonal.sophia import SophiaState, sophia_g, sophia_h
-from metagrad.optim.first_order.adadelta import AdadeltaState, adadelta
 from metagrad.optim.first_order.adagrad import AdagradState, adagrad
 from metagrad.optim.first_order.adam import AdamState, adam, adamw
-from metagrad.optim.first_order.adan import AdanState, adan
 from metagrad.optim.first_order.lion import LionState, lion
 from metagrad.optim.first_order.rmsprop import RMSpropState, rmsprop
-from metagrad.optim.first_order.rowwise import Rowwise, RowwiseState, rowwise
 from metagrad.optim.first_order.sgd import SGDState, sgd
 from metagrad.optim.kronecker.kfac import KFACState, kfac
 from metagrad.optim.kronecker.layer_objective import LayerObjective
@@ -36,22 +33,18 @@ from metagrad.optim.rule import Hyperparameter, Params, Rule, Transform, with_ba
 from metagrad.optim.tape_curvature import TapeCurvature
 from metagrad.optim.transforms.axis_products import AxisProducts, axis_products
 from metagrad.optim.transforms.chain import Chain, ChainState, chain
-from metagrad.optim.transforms.clip import ClipByNorm, ClipByValue, ClipState, clip_by_norm, clip_by_value
-from metagrad.optim.transforms.lookahead import Lookahead, LookaheadState, lookahead
+from metagrad.optim.transforms.clip import ClipByNorm, ClipState, clip_by_norm
 from metagrad.optim.transforms.mask import Mask, MaskState, mask
 from metagrad.optim.transforms.schedule import Schedule, ScheduleState, schedule
 
 __all__ = [
     "AdaHessianState",
-    "AdadeltaState",
     "AdagradState",
     "AdamState",
-    "AdanState",
     "AxisProducts",
     "Chain",
     "ChainState",
     "ClipByNorm",
-    "ClipByValue",
     "ClipState",
     "CubicNewtonState",
     "Curvature",
@@ -65,16 +58,12 @@ __all__ = [
     "LayerCurvature",
     "LayerObjective",
     "LionState",
-    "Lookahead",
-    "LookaheadState",
     "Mask",
     "MaskState",
     "MuonState",
     "Objective",
     "Params",
     "RMSpropState",
-    "Rowwise",
-    "RowwiseState",
     "Rule",
     "SGDState",
     "SOAPState",
@@ -86,22 +75,18 @@ __all__ = [
     "TapeObjective",
     "Transform",
     "TrustRegionState",
-    "adadelta",
     "adagrad",
     "adahessian",
     "adam",
     "adamw",
-    "adan",
     "axis_products",
     "chain",
     "clip_by_norm",
-    "clip_by_value",
     "cubic_newton",
     "gauss_newton",
     "kfac",
     "lbfgs",
     "lion",
-    "lookahead",
     "mask",
     "muon",
     "natural_gradient",
@@ -109,7 +94,6 @@ __all__ = [
     "needs_layers",
     "newton_cg",
     "rmsprop",
-    "rowwise",
     "schedule",
     "sgd",
     "shampoo",

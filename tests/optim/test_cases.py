@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import metagrad as mg
-from metagrad.optim.rules import rowwise, with_batch_ndim
+from metagrad.optim.rules import with_batch_ndim
 from metagrad.sparse.tables.row_sparse import RowSparse
 from metagrad.tasks import Batch, Examples
 from tests.joint import joint_gradcheck
@@ -158,7 +158,7 @@ def test_stacked_tasks_equal_one_task_after_the_other(case):
 
 # One for each structure of a state, and each operation whose derivative is computed again.
 KEPT = {
-    "sgd", "sgd, nesterov", "adam, amsgrad", "adagrad, options", "rmsprop, centered", "adadelta", "adan", "lion",
+    "sgd", "sgd, nesterov", "adam, amsgrad", "adagrad, options", "rmsprop, centered", "lion",
     "muon", "shampoo, options", "soap, options", "clip", "schedule", "mask", "all at once",
 }  # fmt: skip
 
@@ -195,7 +195,7 @@ def batch():
 
 def of_model(case):
     """Return the rule of a case for the names of a model."""
-    if "max_norm" in case.hyper and "max_value" not in case.hyper:
+    if "max_norm" in case.hyper and case is not CASES["clip"]:
         hyper = case.smooth_hyper()
         hidden = mg.optim.rules.muon(hyper["lr"], ns_dtype=None, ns_steps=1, eps=1e-2)
         both = mg.optim.rules.mask(hidden, "*.weight", other=mg.optim.rules.adamw(hyper["lr"], eps=1e-2))
@@ -409,14 +409,6 @@ def test_sparse_gradients_are_exact_or_refused_by_name(name):
             TypeError, match=rf"{re.escape(rule.call)}.update: the gradient of 'w' is RowSparse"
         ):
             rows_step(rule, table, gradient)
-    if not hasattr(rule, "decays_linearly"):
-        with pytest.raises(TypeError, match=rf"rowwise\(rule\): expected.*got {type(rule).__name__}"):
-            rowwise(rule)
-    elif rule.weight_decay and not rule.decays_linearly:
-        with pytest.raises(ValueError, match="moves every row in its own way"):
-            rowwise(rule)
-    else:
-        torch.testing.assert_close(rows_step(rowwise(rule), table, gradient).to_dense(), dense)
 
 
 @over_cases

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from metagrad.optim.rule import with_arguments
-from metagrad.optim.rules import adadelta, adagrad, adam, lion, rmsprop
+from metagrad.optim.rules import adagrad, adam, lion, rmsprop
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
@@ -24,7 +24,6 @@ from metagrad.optim.torch_optim.optimizer import RuleOptimizer
         (rmsprop, {"alpha": 1}, r"rmsprop\(...\): alpha must be below 1, got 1"),
         (rmsprop, {"alpha": {"w": 1.5}}, r"alpha\['w'\] must be below 1, got 1.5"),
         (rmsprop, {"alpha": [0.5, 1.5]}, "alpha must be below 1, got 1.5"),
-        (adadelta, {"rho": 1.0}, r"adadelta\(...\): rho must be below 1, got 1.0"),
         (lion, {"betas": (0.9, 1.0)}, r"lion\(...\): betas\[1\] must be below 1"),
     ],
 )

@@ -221,7 +221,6 @@ FIRST_ORDER: dict[str, Make] = {
     "Lion": _of_all(optim.Lion),
     "Muon": _muon,
     "SparseAdam": _of_all(optim.SparseAdam),
-    "SparseAdagrad": _of_all(optim.SparseAdagrad),
 }
 OPTIMIZERS: Mapping[str, Make] = {
     REFERENCE: _of_all(torch.optim.Adam, lr=1e-3),

@@ -12,7 +12,6 @@ from metagrad.optim.arithmetic import minus_quotient, plus_scaled, root
 from metagrad.optim.hyperparameters import check_hyperparameter, is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
-from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 
 
 class AdagradState(NamedTuple):
@@ -87,30 +86,3 @@ class AdagradRule(PerParameter):
 
 
 adagrad = AdagradRule
-
-
-class SparseAdagrad(RuleOptimizer, rule=AdagradRule, without=("weight_decay",)):
-    r"""Optimize embedding tables by Adagrad, exactly, with state for the rows touched so far.
-
-    .. math:: s_t = s_{t-1} + g_t^2, \qquad
-              w_t = w_{t-1} - \frac{\eta}{1 + (t - 1) \gamma} \, \frac{g_t}{\sqrt{s_t} + \epsilon}
-
-    equal to ``torch.optim.Adagrad``, which keeps a state of the size of the table. Dense gradients are taken as well.
-
-    Raises:
-        ValueError: A hyper-parameter is out of its range.
-        TypeError: A parameter is complex, or a hyper-parameter is not a number.
-
-    Example:
-        >>> from metagrad.optim import SparseAdagrad
-        >>> table = torch.nn.Embedding(1000, 2, sparse=True)
-        >>> opt = SparseAdagrad(table.parameters(), lr=0.1)
-        >>> table(torch.tensor([7, 7, 3])).square().sum().backward()
-        >>> opt.step()
-        >>> opt.state[table.weight]["total"].shape
-        torch.Size([2, 2])
-
-    References:
-        Duchi, Hazan, Singer, "Adaptive subgradient methods for online learning and stochastic optimization",
-        JMLR 12, 2011, section 1.3.
-    """

@@ -1,1 +1,1 @@
-"""Transforms of functional optimizers: clipping, chains, masks, schedules, Lookahead."""
+"""Transforms of functional optimizers: clipping, chains, masks and schedules."""

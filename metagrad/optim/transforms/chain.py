@@ -61,9 +61,9 @@ def chain(*links: Transform | Rule) -> Chain:
 
     Example:
         >>> rules = metagrad.optim.rules
-        >>> rule = rules.chain(rules.clip_by_value(1.0), rules.clip_by_norm(1.0), rules.sgd(lr=1.0))
+        >>> rule = rules.chain(rules.clip_by_norm(1.0), rules.sgd(lr=1.0))
         >>> params = {"w": torch.zeros(4)}
-        >>> rule.update({"w": torch.tensor([9.0, -9.0, 9.0, 1.0])}, rule.init(params), params)[0]["w"]
+        >>> rule.update({"w": torch.tensor([2.0, -2.0, 2.0, 2.0])}, rule.init(params), params)[0]["w"]
         tensor([-0.5000,  0.5000, -0.5000, -0.5000])
 
     References:

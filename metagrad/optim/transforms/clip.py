@@ -1,4 +1,4 @@
-"""Transforms of gradients that bound them."""
+"""Clipping gradients by their norm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.optim.arithmetic import root
-from metagrad.optim.hyperparameters import at_step, check_hyperparameter, values_at
+from metagrad.optim.hyperparameters import at_step, check_hyperparameter
 from metagrad.optim.per_parameter import checked_gradients
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode
-from metagrad.sparse.tables.row_sparse import RowSparse, scatter_rows
+from metagrad.sparse.tables.row_sparse import RowSparse
 
 
 class ClipState(NamedTuple):
@@ -95,64 +95,6 @@ def clip_by_norm(max_norm: Hyperparameter) -> ClipByNorm:
         Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, algorithm 1.
     """
     return ClipByNorm(max_norm)
-
-
-@dataclass(frozen=True, eq=False)
-class ClipByValue(RuleNode):
-    """The transform that :func:`clip_by_value` makes."""
-
-    max_value: Hyperparameter
-
-    hyper = ("max_value",)
-
-    def __post_init__(self) -> None:
-        check_hyperparameter("clip_by_value(...)", "max_value", self.max_value)
-
-    def init(self, params: Params) -> ClipState:
-        """Return the state before the first step."""
-        return ClipState(0)
-
-    def transform(self, grads: Params, state: ClipState, params: Params) -> tuple[Params, ClipState]:
-        """Bound every element."""
-        grads = checked_gradients("clip_by_value(...)", grads, params, takes_rows=True)
-        limits = values_at("max_value", self.max_value, state.step, params)
-        clipped = {key: _clamped(g, limit) for (key, g), limit in zip(grads.items(), limits, strict=True)}
-        return clipped, ClipState(state.step + 1)
-
-
-def clip_by_value(max_value: Hyperparameter) -> ClipByValue:
-    r"""Make the transform that bounds every element of the gradients, for :func:`chain`.
-
-    .. math:: g \leftarrow \min(\max(g, -c), c)
-
-    Args:
-        max_value: The bound :math:`c`, in the forms of :data:`Hyperparameter`; may require grad.
-
-    Raises:
-        ValueError: ``max_value`` is negative.
-        TypeError: ``max_value`` is of an unknown form.
-
-    Example:
-        >>> rules = metagrad.optim.rules
-        >>> rule = rules.chain(rules.clip_by_value(1.0), rules.sgd(lr=1.0))
-        >>> params = {"w": torch.zeros(3)}
-        >>> rule.update({"w": torch.tensor([3.0, -0.5, -2.0])}, rule.init(params), params)[0]["w"]
-        tensor([-1.0000,  0.5000,  1.0000])
-
-    References:
-        ``torch.nn.utils.clip_grad_value_``; Mikolov, "Statistical language models based on neural networks", Brno
-        University of Technology, 2012, section 3.2.2.
-    """
-    return ClipByValue(max_value)
-
-
-def _clamped(gradient: Tensor, limit: float | Tensor) -> Tensor:
-    if isinstance(gradient, RowSparse):
-        return scatter_rows(_clamped(gradient.values, limit), gradient.rows, gradient.shape, unique=True)
-    if isinstance(limit, Tensor):
-        limit = limit.to(gradient.dtype)
-        return torch.minimum(torch.maximum(gradient, -limit), limit)
-    return gradient.clamp(-limit, limit)
 
 
 def _like(factor: Tensor, gradient: Tensor) -> Tensor:

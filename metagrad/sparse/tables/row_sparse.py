@@ -229,7 +229,7 @@ def unknown(call: str, reason: str) -> TypeError:
     return TypeError(
         f"{call}: not an operation on RowSparse: {reason}. Work on its .values (those of the kept rows), or make "
         "it dense by .to_dense(), or a COO tensor by .to_coo(). As a gradient it goes into mg.optim.SparseAdam, "
-        "mg.optim.SparseAdagrad or torch.optim.SGD."
+        "torch.optim.Adagrad or torch.optim.SGD."
     )
 
 

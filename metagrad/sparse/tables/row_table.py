@@ -100,7 +100,7 @@ class RowTable(Rows):
             return _alias(args[0])
         raise TypeError(
             f"{func.overloadpacket.__name__}(...): not an operation on RowTable: it would copy the whole table. Look "
-            "rows up by embedding(ids, table), update it by rowwise(rule), or make it dense by .to_dense()."
+            "rows up by embedding(ids, table), or make it dense by .to_dense()."
         )
 
 

@@ -18,7 +18,6 @@ from metagrad.optim import (
     LBFGS,
     SOAP,
     AdaHessian,
-    Adan,
     CubicNewton,
     GaussNewton,
     Lion,
@@ -28,7 +27,6 @@ from metagrad.optim import (
     Shampoo,
     SophiaG,
     SophiaH,
-    SparseAdagrad,
     SparseAdam,
     TrustRegionNewton,
 )
@@ -117,7 +115,6 @@ CASES = [
         {"lr": 0.02, "curvature_every": 3},
         options=SEED,
     ),
-    Case(Adan, FIRST_ORDER, {"lr": 0.1}, {"lr": 0.3}, {"lr": 0.01}, options={"betas": (0.9, 0.92, 0.99)}),
     Case(Lion, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.01}, {"lr": 0.01}),
     Case(
         Muon,
@@ -128,7 +125,6 @@ CASES = [
         options={"ns_dtype": None, "weight_decay": 0.0},
     ),
     Case(SparseAdam, FIRST_ORDER, {"lr": 0.05}, {"lr": 0.2}, {"lr": 0.02}),
-    Case(SparseAdagrad, FIRST_ORDER, {"lr": 0.5}, {"lr": 1.0}, {"lr": 0.1}),
     Case(Shampoo, traits(), {"lr": 0.3}, {"lr": 0.1}, {"lr": 0.1}, options={"root_every": 2}),
     Case(
         SOAP,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdagrad, SparseAdam
+from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdam
 from metagrad.optim.curvature import KnownDiagonal
 from metagrad.optim.diagonal.sophia import sophia_h
 from metagrad.optim.torch_optim.move import step_rows, step_whole
@@ -49,7 +49,6 @@ def trained(make, kind, dtype=torch.float64, **options):
     [
         (SparseAdam, {"lr": 0.1}),
         (SparseAdam, {"lr": 0.1, "amsgrad": True}),
-        (SparseAdagrad, {"lr": 0.1, "lr_decay": 0.2, "initial_accumulator_value": 0.3}),
         (Lion, {"lr": 0.1}),
         (AdaHessian, {"lr": 0.1}),
         (AdaHessian, {"lr": 0.1, "samples": 3, "maximize": True}),
@@ -70,7 +69,6 @@ def test_equals_the_dense_optimizer(make, options, kind):
     ("make", "counterpart", "options"),
     [
         (SparseAdam, torch.optim.Adam, {"lr": 0.1}),
-        (SparseAdagrad, torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.2}),
     ],
 )
 def test_equals_torchs_dense_optimizer(make, counterpart, options, kind):
@@ -146,7 +144,7 @@ def test_sparse_gradients_are_refused_by_name(case):
     assert_equal(snapshot(model), snapshot(tagger()))
 
 
-@of_cases(lambda case: "sparse" in case.traits and case.name not in ("SparseAdam", "SparseAdagrad"))
+@of_cases(lambda case: "sparse" in case.traits and case.name != "SparseAdam")
 def test_weight_decay_of_a_table_is_refused(case):
     model = tagger()
     with warning_of_modules(case):
