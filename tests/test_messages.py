@@ -98,10 +98,6 @@ def loss():
             r"hypergradient\(\.\.\., method\): rule must be a rule, got the class",
         ),
         (
-            lambda: hypergradient(method=mg.hypergrad.SAMA(rules.adam)),
-            r"SAMA\(rule\): .*got the class AdamRule",
-        ),
-        (
             lambda: mg.bilevel(
                 squares,
                 inner,

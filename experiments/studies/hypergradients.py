@@ -1,10 +1,10 @@
 """Error over cost of every hypergradient: `python -m experiments.studies.hypergradients [--figure PATH]`.
 
 Ridge regression with a learned penalty for each of its weights, in float64; the derivative of the validation loss has
-a closed form. Every method is called at the minimum, with more and more of what it spends: products, steps, pairs.
+a closed form. Every method is called at the minimum, with more and more of what it spends: products or steps.
 The cost is its floating-point operations in units of one gradient of the inner loss; the error is that of the vector,
-relative to its norm. What does not come down is the method's own: that of the identity in the place of the Hessian,
-of a penalty, of perturbations.
+relative to its norm. An error that does not
+come down is the method's own: it takes the identity in the place of the Hessian.
 """
 
 from __future__ import annotations
@@ -98,18 +98,8 @@ def methods(rule: Rule, lr: float, d: int, longest: int) -> dict[str, list[Metho
         "Unroll, truncated to 32": over(
             lambda k: H.Unroll(rule, steps=k, truncate=32), [k for k in steps if k > 32]
         ),
-        "F2SA, penalty 100": over(lambda k: H.F2SA(rule, steps=k, penalty=100.0)),
-        "F2SA, penalty 10000": over(lambda k: H.F2SA(rule, steps=k, penalty=10000.0)),
-        "BOME": over(lambda k: H.BOME(rule, steps=k, lr=lr)),
         "FirstOrder (T1-T2)": [H.FirstOrder(scale=lr)],
         "FiniteDifference (DARTS)": [H.FiniteDifference(lr=lr)],
-        "SAMA": [H.SAMA(rule)],
-        "EvolutionStrategies": over(
-            lambda k: H.EvolutionStrategies(rule, steps=64, pairs=k, generator=seeded()), steps[:7]
-        ),
-        "PersistentES": over(
-            lambda k: H.PersistentES(rule, steps=16, horizon=64, pairs=k, generator=seeded()), steps[:7]
-        ),
     }
 
 

@@ -24,7 +24,7 @@ from experiments.run.allocations import peak_bytes
 from experiments.studies.characters import Examples
 from experiments.studies.clean.drawings import Data
 from experiments.studies.clean.schema import CleanConfig, LoopConfig
-from metagrad.hypergrad import CG, SAMA, FiniteDifference, FirstOrder, Method, Neumann, Nystrom, Unroll
+from metagrad.hypergrad import CG, FiniteDifference, FirstOrder, Method, Neumann, Nystrom, Unroll
 
 Params = Mapping[str, Any]
 """Of a network, strided tensors by name."""
@@ -95,7 +95,6 @@ def methods(loop: LoopConfig) -> dict[str, Method]:
         "T1-T2": FirstOrder(scale=loop.lr),
         "Unroll": Unroll(rule, steps=loop.terms),
         "FiniteDifference": FiniteDifference(lr=loop.lr),
-        "SAMA": SAMA(),
     }
 
 

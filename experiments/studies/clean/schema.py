@@ -16,7 +16,6 @@ METHODS = (
     "T1-T2",
     "Unroll",
     "FiniteDifference",
-    "SAMA",
     "reweight",
     "learned loss",
 )

@@ -60,10 +60,8 @@ METHODS: dict[str, Callable[[SearchConfig], Method]] = {
     "first_order": lambda c: hypergrad.FirstOrder(),
     "finite_difference": lambda c: hypergrad.FiniteDifference(lr=c.lr),
     "unroll": lambda c: hypergrad.Unroll(mg.optim.rules.sgd(lr=c.lr), steps=c.products),
-    "cg": lambda c: hypergrad.AdaptiveDamping(hypergrad.CG(steps=c.products, damping=c.damping)),
-    "neumann": lambda c: hypergrad.AdaptiveDamping(
-        hypergrad.Neumann(steps=c.products, scale=c.scale, damping=c.damping)
-    ),
+    "cg": lambda c: hypergrad.CG(steps=c.products, damping=c.damping),
+    "neumann": lambda c: hypergrad.Neumann(steps=c.products, scale=c.scale, damping=c.damping),
 }
 """Hypergradients by name."""
 
