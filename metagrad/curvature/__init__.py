@@ -2,7 +2,6 @@
 
 from metagrad.curvature.estimators.diagonal import diagonal
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.norms import frobenius_norm, layer_traces
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.linear_map import LinearMap
@@ -12,14 +11,11 @@ from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
 from metagrad.curvature.operators.space import ParameterSpace
-from metagrad.curvature.operators.stacked import Hessians, hessians
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.chebyshev import Chebyshev
 from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.iteration import Solver
-from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.nystrom import Nystrom, NystromPCG, nystrom
+from metagrad.curvature.solvers.nystrom import Nystrom, nystrom
 from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
 from metagrad.curvature.solvers.solve import solve
@@ -31,20 +27,16 @@ from metagrad.curvature.spectrum.quadrature import trace_of
 
 __all__ = [
     "CG",
-    "MINRES",
-    "Chebyshev",
     "Dense",
     "Density",
     "Eigenpairs",
     "Estimate",
-    "Hessians",
     "Identity",
     "LanczosState",
     "LinearMap",
     "NamedEstimate",
     "Neumann",
     "Nystrom",
-    "NystromPCG",
     "Operator",
     "ParameterSpace",
     "Result",
@@ -59,12 +51,9 @@ __all__ = [
     "draw",
     "eigenvalues",
     "fisher",
-    "frobenius_norm",
     "ggn",
     "hessian",
-    "hessians",
     "lanczos",
-    "layer_traces",
     "log_determinant",
     "nystrom",
     "solve",

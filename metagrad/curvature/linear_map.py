@@ -16,7 +16,7 @@ FACTORISED = (torch.float32, torch.float64)
 class LinearMap(Protocol):
     """A symmetric map of n-vectors: all that estimators and solvers need of an operator.
 
-    Solvers also take several matrices at once, as the Hessians of tasks are: a map with an attribute
+    Solvers also take several matrices at once, such as the Hessians of tasks: a map with an attribute
     ``num_matrices``, k, whose products are of rows ``[k, n]``, each with a matrix of its own. A map may say in an
     attribute ``num_together`` how many vectors it multiplies fastest: it is given no more random probes at a time.
     """

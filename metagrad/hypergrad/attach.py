@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from metagrad.autograd.checks.missing_derivatives import refuse_missing
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.core._torch import Function
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tape import graph_nodes, is_transformed
+from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.operators.space import check_params
-from metagrad.curvature.operators.stacked import Hessians, stacked
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
+from metagrad.hypergrad.problem import gradients
 from metagrad.optim.rule import Params
 
 CALL = "attach(inner_loss, params)"
@@ -89,10 +92,10 @@ def attach(
         )
     leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
     losses = inner_loss(leaves)
-    hessians = stacked(call, losses, _entering(losses, leaves) or leaves)
+    hessians = _TaskHessians(call, losses, _entering(losses, leaves) or leaves)
     minimum = _Minimum(call, method, hessians)
-    rows = _Attached.apply(hessians.flatten(leaves).detach(), hessians.gradient_on_tape(), minimum)
-    found = hessians.unflatten(rows)
+    rows = _Attached.apply(hessians.join(hessians.leaves).detach(), hessians.join(hessians.slopes), minimum)
+    found = dict(zip(hessians.names, hessians.split(rows), strict=True))
     return {name: found.get(name, leaf.detach()) for name, leaf in leaves.items()}
 
 
@@ -116,13 +119,57 @@ def check_inverse(call: str, method: object) -> None:
         )
 
 
+class _TaskHessians:
+    """The Hessians of the losses of stacked tasks, or of one loss: a linear map of rows ``[tasks, n]``.
+
+    The Hessian of the sum is block-diagonal, so one backward pass multiplies all rows.
+    """
+
+    def __init__(self, call: str, losses: object, params: Params) -> None:
+        if not isinstance(losses, Tensor) or losses.ndim > 1 or not losses.requires_grad:
+            got = tuple(losses.shape) if is_a(losses, Tensor) else type(losses).__name__
+            raise ValueError(
+                f"{call}: the losses must be one number, or one for each task, with a graph, got {got}."
+            )
+        for name, p in params.items():
+            if losses.ndim and p.shape[:1] != losses.shape:
+                raise ValueError(
+                    f"{call}: there are {len(losses)} losses, so parameters must be [{len(losses)}, ...], but "
+                    f"{name!r} is {tuple(p.shape)}."
+                )
+        self.names = list(params)
+        self.leaves = list(params.values())
+        self.num_matrices: int = len(losses) if losses.ndim else 1
+        self.dtype: torch.dtype = self.leaves[0].dtype
+        self.device: torch.device = self.leaves[0].device
+        self._sizes = [leaf.numel() // self.num_matrices for leaf in self.leaves]
+        self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
+        total = losses.sum()
+        refuse_missing(call, total, order=2, behind=[get_gradient_edge(leaf).node for leaf in self.leaves])
+        self.slopes = zeros_for_none(gradients(total, self.leaves, create_graph=True), self.leaves)
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Multiply each row with its own matrix."""
+        found = graph_vjp(self.slopes, self.leaves, self.split(vectors), retain_graph=True)
+        return self.join(zeros_for_none(found, self.leaves))
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return tensors like the parameters as rows ``[tasks, n]``."""
+        return torch.cat([part.reshape(self.num_matrices, -1) for part in parts], 1)
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Undo :meth:`join`."""
+        parts = zip(rows.split_with_sizes(self._sizes, 1), self.leaves, strict=True)
+        return [part.reshape(leaf.shape) for part, leaf in parts]
+
+
 @dataclass(frozen=True, eq=False)
 class _Minimum:
     """A minimum, by the Hessians of the losses there, of one task or of stacked ones."""
 
     call: str
     method: ImplicitMethod
-    hessians: Hessians
+    hessians: _TaskHessians
 
     def solve(self, cotangents: Tensor) -> Tensor:
         """Invert the Hessian; a row that is not finite stays so, for whoever looks at gradients."""

@@ -84,8 +84,8 @@ def bilevel(
             ``functools.partial(torch.optim.SGD, lr=0.1)``.
         outer: The optimizer of ``hyper``, likewise.
         steps: Outer steps.
-        inner_steps: Inner steps for each of them, 0 or more: ``Unroll`` and PersistentES take steps of their own.
-        method: The hypergradient; ``CG()`` where it is None. ``SAMA()`` takes the rule and state of ``inner``.
+        inner_steps: Inner steps for each of them, 0 or more: ``Unroll`` takes steps of its own.
+        method: The hypergradient; ``CG()`` where it is None.
         warm_start: Go on from the parameters, and the state of their optimizer, that the last outer step left; else
             begin again, from ``params``.
         inner_batches: What the inner loss takes, one for each inner step, again from the first after the last; the
@@ -137,8 +137,6 @@ def bilevel(
     lower = _Level("inner", inner, first.variables())
     names = leaf_names(hyper, "hyper")
     upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
-    begin_carry: Callable[[Problem], Any] | None = getattr(method, "begin", None)
-    carry: Any = None
     outer_losses: list[Tensor] = []
     inner_losses: list[Tensor] = []
     for step in range(steps):
@@ -154,11 +152,7 @@ def bilevel(
             inner_losses.append(problem.inner(*values))
         if callback is not None:
             callback(step, problem.params, problem.hyper, float(outer_losses[-1]))
-        if carry is None and begin_carry is not None:
-            carry = begin_carry(problem)
-        estimate = method.estimate(problem, carry)
-        carry = estimate.carry
-        upper.follow(tree_leaves(completed(problem, estimate)))
+        upper.follow(tree_leaves(completed(problem, method.estimate(problem))))
     last = _place(first, lower, upper, (outer_loss, inner_loss))
     return BilevelResult(last.params, last.hyper, torch.stack(outer_losses), torch.stack(inner_losses))
 
@@ -277,7 +271,6 @@ def _place(first: Problem, lower: _Level, upper: _Level, losses: Sequence[Any]) 
         inner_loss=inner,
         params=first.wrapped({name: v.detach() for name, v in lower.values.items()}),
         hyper=first.hyper_of([leaf.detach() for leaf in upper.values.values()]),
-        optimizer=None if lower.rule is None else (lower.rule, lower.state),
     )
 
 

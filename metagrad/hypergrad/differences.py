@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,9 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.checks import checked_positive
 from metagrad.core.tree import zeros_for_none
-from metagrad.hypergrad.problem import Estimate, Problem, gradients, minus, refuse_sparse, slopes
+from metagrad.hypergrad.problem import Derivative, Problem, gradients, minus, refuse_sparse, slopes
 from metagrad.hypergrad.unroll import check_comparable
-from metagrad.optim.curvature import needs_curvature
-from metagrad.optim.rule import Params, Rule
-from metagrad.optim.transforms.chain import check_rule
+from metagrad.optim.rule import Params
 
 _DIFFERENCE = "is a difference, which is not put on the tape"
 
@@ -65,102 +62,19 @@ class FiniteDifference:
             raise ValueError(f"FiniteDifference(lr): expected 0 or more, got {self.lr}.")
         checked_positive("FiniteDifference(..., length)", self.length)
 
-    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+    def estimate(self, problem: Problem) -> Derivative:
         """Take the step, and two gradients beside it."""
         check_comparable(problem, "FiniteDifference", _DIFFERENCE)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
-            return Estimate(zeros_for_none(problem.direct(values, hyper)[1], hyper))
+            return Derivative(zeros_for_none(problem.direct(values, hyper)[1], hyper))
         inner = slopes(problem.inner, values, hyper)
         moved = {name: _leaf(v - self.lr * inner[name]) for name, v in values.items()}
         direction, direct = problem.direct(moved, hyper)
         refuse_sparse(direction)
         mixed = mixed_difference(problem, values, hyper, direction, self.length)
         scaled = [None if g is None else self.lr * g for g in mixed]
-        return Estimate([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
-
-
-@dataclass(frozen=True)
-class SAMA:
-    r"""The identity for the Hessian, and the inner optimizer's own derivative: adaptive rates are accounted for.
-
-    .. math::
-        \nabla_\lambda f - \frac{\nabla_\lambda g(\phi + \epsilon v, \lambda)
-            - \nabla_\lambda g(\phi - \epsilon v, \lambda)}{2 \epsilon}, \qquad
-        v = \left( \frac{\partial u}{\partial g} \right)^{\!\top} \nabla_\phi f, \qquad
-        \epsilon = \frac{\alpha}{|v|}
-
-    u is the update that the rule subtracts, as a function of the gradient, at its state. For Adam that is the closed
-    form of the paper; here it is a vector-Jacobian product of any rule, so of those with matrices too. It costs four
-    gradients. With ``sgd(lr)`` it is ``FirstOrder(scale=lr)``, but for the difference.
-
-    Args:
-        rule: The rule that moves the parameters; None is that of the loop which asks, as of :func:`metagrad.bilevel`.
-        state: Of the rule, as the loop has it; None is that before the first step.
-        length: The number :math:`\alpha`, above 0.
-
-    Raises:
-        ValueError: ``length`` is not above 0; in a call, no rule is known, or it asks for curvature.
-
-    Example:
-        >>> metagrad.hypergradient(
-        ...     lambda p, h: p["phi"] ** 2,
-        ...     lambda p, h: (p["phi"] - h["lam"]) ** 2,
-        ...     {"phi": torch.tensor(3.0)}, {"lam": torch.tensor(3.0)},
-        ...     method=metagrad.hypergrad.SAMA(metagrad.optim.rules.sgd(lr=0.5)),
-        ... )
-        {'lam': tensor(6.)}
-
-    References:
-        Choe, Mehta, Ahn, Neiswanger, Xie, Strubell, Xing, "Making scalable meta learning practical", NeurIPS 2023,
-        section 3.1 (identity), 3.2 (adaptation), equation 5.
-    """
-
-    rule: Rule | None = None
-    _: KW_ONLY
-    state: Any = None
-    length: float = 1.0
-
-    def __post_init__(self) -> None:
-        checked_positive("SAMA(..., length)", self.length)
-
-    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
-        """Differentiate the update, and take two gradients along what comes of it."""
-        check_comparable(problem, "SAMA", _DIFFERENCE)
-        rule, state = self._optimizer(problem)
-        values, hyper = problem.variables(), problem.hyper_leaves()
-        inner = {name: _leaf(g) for name, g in slopes(problem.inner, values, hyper).items()}
-        cotangents, direct = problem.direct(values, hyper)
-        refuse_sparse(cotangents)
-        start = {name: v.detach() for name, v in values.items()}
-        with torch.enable_grad():
-            state = rule.init(start) if state is None else state
-            updated = rule.update(inner, state, start)[0]
-        moved = [name for name, value in updated.items() if value.requires_grad]  # not what has no elements
-        found = torch.autograd.grad(
-            [updated[name] for name in moved],
-            list(inner.values()),
-            [cotangents[name] for name in moved],
-            allow_unused=True,
-        )
-        direction = {n: -g for n, g in zip(values, zeros_for_none(found, values.values()), strict=True)}
-        mixed = mixed_difference(problem, values, hyper, direction, self.length)
-        return Estimate([minus(a, b) for a, b in zip(direct, mixed, strict=True)])
-
-    def _optimizer(self, problem: Problem) -> tuple[Rule, Any]:
-        rule, state = problem.optimizer or (None, None)
-        rule, state = (rule, state) if self.rule is None else (self.rule, self.state)
-        if rule is None:
-            raise ValueError(
-                "SAMA(): what moves the parameters is not known. Pass a rule, such as mg.optim.rules.adam(lr=0.01), "
-                "or one as the inner optimizer of bilevel."
-            )
-        check_rule("SAMA(rule)", rule)
-        if needs_curvature(rule, 0):
-            raise ValueError(
-                "SAMA(rule): the rule asks for curvature, on which its update depends too. Take a first-order rule."
-            )
-        return rule, state
+        return Derivative([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
 
 
 def mixed_difference(

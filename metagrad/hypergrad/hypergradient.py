@@ -9,7 +9,7 @@ from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
 from metagrad.hypergrad.implicit import check_solution
 from metagrad.hypergrad.inverses import CG
-from metagrad.hypergrad.problem import CALL, BilevelLoss, Estimate, Method, Parameters, Problem
+from metagrad.hypergrad.problem import CALL, BilevelLoss, Derivative, Method, Parameters, Problem
 
 
 def hypergradient(
@@ -34,13 +34,9 @@ def hypergradient(
     ``CG``                     a product a step                   to the residual of its solve
     ``Unroll``                 a gradient of a gradient a step    from ``params`` on; that of the steps, at any order
     ``Neumann``                a product a step                   falls with :math:`(1 - \alpha \lambda_{\min})^k`
-    ``AdaptiveDamping``        that of CG, Neumann or Exact       the same, where the Hessian is not positive definite
     ``Nystrom``                ``rank`` products                  to the eigenvalues beyond the rank, and its damping
     ``FirstOrder``             none, or a mixed derivative        as far as the Hessian is a multiple of the identity
     ``FiniteDifference``       4 gradients                        the same, and the square of a difference
-    ``SAMA``                   4 gradients                        the same, with the rates of the inner optimizer
-    ``F2SA``, ``BOME``         two gradients a step               inverse to the penalty
-    ``EvolutionStrategies``    two unrolls a pair, no derivative  random, inverse to the root of the pairs
     ========================== ================================== ====================================================
 
     Args:
@@ -95,7 +91,7 @@ def checked(method: Method) -> Method:
     return method
 
 
-def completed(problem: Problem, estimate: Estimate) -> Tree:
+def completed(problem: Problem, estimate: Derivative) -> Tree:
     """Return an estimate as a tree like ``hyper``; refuse a failed solve, what is unused and what is not finite."""
     if estimate.solution is not None:
         check_solution(CALL, estimate.solution, estimate.residual)

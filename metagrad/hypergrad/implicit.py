@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
 from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Problem, minus
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
@@ -73,8 +73,8 @@ class ImplicitMethod:
         """
         raise NotImplementedError
 
-    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
-        """Estimate the derivative at the parameters of the problem."""
+    def estimate(self, problem: Problem) -> Derivative:
+        """Derivative the derivative at the parameters of the problem."""
         if problem.create_graph and not self.is_exact:
             raise ValueError(
                 f"{CREATE}: {type(self).__name__} approximates the derivative, and what it leaves out has a "
@@ -88,17 +88,17 @@ class ImplicitMethod:
                 hyper = [leaf.view_as(leaf) for leaf in hyper]
             return self._estimate(problem, values, hyper)
 
-    def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Estimate:
+    def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Derivative:
         variables, slopes, direct = _outer_gradients(problem, values, hyper)
         if self.is_zero:
-            return Estimate(zeros_for_none(direct, hyper))
+            return Derivative(zeros_for_none(direct, hyper))
         with _inner_hessian(problem, values, hyper) as H:
             pairs = zip(H.space.entries, variables, slopes, strict=True)
             b = H.space.join([_at_entry(entry, variable, slope) for entry, variable, slope in pairs])
             solution = self.inverse(H, b)
             mixed = H.mixed(solution.value, hyper)
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
-        return Estimate(gradient, solution, relative_residual(solution, b))
+        return Derivative(gradient, solution, relative_residual(solution, b))
 
     def _on_the_tape(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Params:
         """Return the parameters with their dependence on ``hyper``: a step of Newton's method, of no length.

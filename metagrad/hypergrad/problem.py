@@ -21,7 +21,7 @@ from metagrad.core.tree import (
 )
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.solution import Solution
-from metagrad.optim.rule import Params, Rule
+from metagrad.optim.rule import Params
 from metagrad.sparse.matrix.tensor import SparseTensor
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -38,26 +38,24 @@ Loss: TypeAlias = Callable[[Params, Sequence[Tensor]], Tensor]
 """Leaves of the parameters and of ``hyper``, to one number."""
 
 
-class Estimate(NamedTuple):
+class Derivative(NamedTuple):
     """The result of a method.
 
     Attributes:
         gradient: With respect to the leaves of ``hyper``; None where no loss depends on one.
         solution: How the linear solve ended, and what it cost; None where there was none.
         residual: That of the solve, relative to its right-hand side.
-        carry: The state of the method, for the next outer step.
     """
 
     gradient: Sequence[Tensor | None]
     solution: Solution | None = None
     residual: float = 0.0
-    carry: Any = None
 
 
 class Method(Protocol):
     """A hypergradient: a frozen dataclass of its hyper-parameters."""
 
-    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+    def estimate(self, problem: Problem) -> Derivative:
         """Estimate the derivative; failure is a value."""
         ...
 
@@ -73,7 +71,6 @@ class Problem:
         hyper: A tree of the hyper-parameters.
         sparse: Names of embedding tables in ``params`` of which only the rows that the inner loss looks up count.
         create_graph: Put the derivative on the tape.
-        optimizer: The rule that moves ``params``, and its state, where a loop has one.
 
     Raises:
         TypeError: A leaf of ``hyper`` is no floating point tensor.
@@ -86,7 +83,6 @@ class Problem:
     hyper: Tree
     sparse: Sequence[str] = ()
     create_graph: bool = False
-    optimizer: tuple[Rule, Any] | None = None
 
     def __post_init__(self) -> None:
         if torch.is_inference_mode_enabled():

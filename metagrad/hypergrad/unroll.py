@@ -14,7 +14,7 @@ from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_count
 from metagrad.core.tree import HALF, Tree, leaf_names, tree_leaves
-from metagrad.hypergrad.problem import CALL, CREATE, Estimate, Loss, Problem, gradients, refuse_sparse
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Loss, Problem, gradients, refuse_sparse
 from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params, Rule
@@ -77,7 +77,7 @@ class Unroll:
                 f"Unroll(..., truncate): expected None or 1 to steps={self.steps}, got {self.truncate}."
             )
 
-    def estimate(self, problem: Problem, carry: Any = None) -> Estimate:
+    def estimate(self, problem: Problem) -> Derivative:
         """Take the steps, and differentiate through them."""
         refuse_tables(problem, "Unroll")
         hyper = problem.hyper_leaves()
@@ -92,7 +92,7 @@ class Unroll:
                 truncate=self.truncate,
             )
             loss = problem.outer(values, hyper)
-        return Estimate(gradients(loss, hyper, create_graph=problem.create_graph))
+        return Derivative(gradients(loss, hyper, create_graph=problem.create_graph))
 
 
 def descend(

@@ -124,7 +124,12 @@ def square(params):
 @pytest.mark.parametrize(
     ("inner", "method", "error", "message"),
     [
-        (square, hypergrad.F2SA(mg.optim.rules.sgd(lr=0.1), 1), TypeError, "expected an implicit method, CG"),
+        (
+            square,
+            hypergrad.Unroll(mg.optim.rules.sgd(lr=0.1), 1),
+            TypeError,
+            "expected an implicit method, CG",
+        ),
         (square, hypergrad.FirstOrder(), ValueError, "treats the minimum as a constant"),
         (lambda p: p["phi"] ** 2 * torch.ones(2, 2), hypergrad.CG(), ValueError, r"got \(2, 2\)"),
         (lambda p: p["phi"].square().sum() * torch.ones(3), hypergrad.CG(), ValueError, "there are 3 losses"),

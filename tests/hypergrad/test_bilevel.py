@@ -73,35 +73,6 @@ def test_without_a_warm_start_each_outer_step_begins_again():
         assert torch.equal(seen[0], seen[1]) is not warm_start
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        hypergrad.SAMA(),
-        hypergrad.Unroll(SGD, 5),
-        hypergrad.PersistentES(SGD, steps=2, horizon=4, pairs=2, generator=torch.Generator().manual_seed(0)),
-    ],
-    ids=["sama", "unroll", "pes"],
-)
-def test_every_kind_of_method_runs(method):
-    found = run(ridge(), method=method, outer=mg.optim.rules.sgd(lr=0.01), inner=mg.optim.rules.adam(lr=0.1))
-    assert found.hyper["log_penalty"].isfinite().all()
-    assert found.outer_losses.shape == found.inner_losses.shape == (3,)
-
-
-def test_sama_has_the_state_of_the_inner_rule():
-    problem, rule = ridge(), mg.optim.rules.adam(lr=0.1)
-    found = run(problem, method=hypergrad.SAMA(), inner=rule, inner_steps=3, steps=1)
-    values, state = {"w": START["w"].clone()}, rule.init(START)
-    for _ in range(3):
-        slope = torch.func.grad(lambda w: problem.inner({"w": w}, problem.hyper))(values["w"])
-        values, state = rule.update({"w": slope}, state, values)
-    expected = mg.hypergradient(
-        problem.outer, problem.inner, values, problem.hyper, method=hypergrad.SAMA(rule, state=state)
-    )
-    moved = problem.hyper["log_penalty"] - expected["log_penalty"]
-    assert torch.allclose(found.hyper["log_penalty"], moved, rtol=1e-9)
-
-
 def test_batches_go_round():
     seen = {"inner": [], "outer": []}
 

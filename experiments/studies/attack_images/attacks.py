@@ -117,14 +117,15 @@ class Newton:
     def step(self, model: nn.Module, x: Tensor, y: Tensor, box: Box) -> tuple[Tensor, int]:
         """Return the step, and the products that it took; all images in one solve, each with its own Hessian."""
         x = x.detach().requires_grad_()
-        with mg.curvature.hessians(-self.loss(model(x), y), {"x": x}, check_independent=False) as H:
-            g = H.gradient
+        # The Hessian of the sum is block-diagonal, with the Hessian of each image.
+        with mg.hessian(-self.loss(model(x), y).sum(), {"x": x}) as H:
+            g = H.gradient.view(len(x), -1)
             room = torch.where(g > 0, (x - box.low).detach().flatten(1), (box.high - x).detach().flatten(1))
             slopes = g.abs() + _FLAT * g.abs().mean(1, keepdim=True) + torch.finfo(g.dtype).tiny
             W = (room / slopes).sqrt()
             b = -W * g
             found = conjugate_gradients(
-                lambda rows: rows + W * H.products(W * rows),
+                lambda rows: rows + W * (H @ (W * rows).flatten()).view_as(rows),
                 b,
                 radius=torch.linalg.vector_norm(b, dim=1),
                 rtol=0.01,

@@ -42,7 +42,10 @@ def measure(
     progress("trace")
     trace = operator.trace(method=config.trace.method.value, probes=config.trace.probes, generator=generator)
     progress("traces of layers")
-    layers = operator.layer_traces(probes=config.trace.probes, generator=generator)
+    layers = {
+        layer: operator[layer].trace(method="hutchinson", probes=config.trace.probes, generator=generator)
+        for layer in dict.fromkeys(name.rpartition(".")[0] or name for name in operator.space.names)
+    }
     progress("eigenvalues")
     settings = config.eigenvalues
     pairs = operator.eigenvalues(
@@ -57,8 +60,8 @@ def measure(
         metrics |= {f"eigenvalue/{i}": value.item(), f"eigenvalue/{i}_residual": bound.item()}
     # A Ritz value: the smallest eigenvalue is there or below.
     metrics["eigenvalue/lowest_seen"] = density.nodes.min().item()
-    shared = next(iter(layers.values())).matvecs
-    return Measurement(metrics, density, trace.matvecs + shared + pairs.matvecs + density.matvecs)
+    products = sum(found.matvecs for found in (trace, *layers.values(), pairs, density))
+    return Measurement(metrics, density, products)
 
 
 def named(traces: dict[str, Estimate]) -> dict[str, float]:

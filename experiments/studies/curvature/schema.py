@@ -42,12 +42,12 @@ class TraceMethod(Enum):
 
 @dataclass
 class Trace:
-    """Traces: `probes` products for the whole matrix, and as many for all layers together."""
+    """Traces: `probes` products for the whole matrix, and as many for each layer."""
 
     method: TraceMethod = key(
         "auto, hutchinson, hutchpp or xtrace: of the whole matrix; layers have hutchinson."
     )
-    probes: int = key("Products for the whole matrix, and as many for all layers together; at least 6.")
+    probes: int = key("Products for the whole matrix, and as many for each layer; at least 6.")
 
 
 @dataclass

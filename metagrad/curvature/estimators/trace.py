@@ -9,7 +9,6 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.hutchinson import Exact, Hutchinson, HutchPlusPlus
-from metagrad.curvature.estimators.non_adaptive import NonAdaptiveHutchPlusPlus
 from metagrad.curvature.estimators.probes import Distribution
 from metagrad.curvature.estimators.probing import (
     FIRST,
@@ -103,15 +102,7 @@ def effective_rank(products: Tensor) -> float:
     return second**2 / fourth if fourth else math.nan
 
 
-ESTIMATORS: tuple[type[Estimator], ...] = (
-    Auto,
-    Exact,
-    Hutchinson,
-    HutchPlusPlus,
-    NonAdaptiveHutchPlusPlus,
-    XTrace,
-    XNysTrace,
-)
+ESTIMATORS: tuple[type[Estimator], ...] = (Auto, Exact, Hutchinson, HutchPlusPlus, XTrace, XNysTrace)
 _BY_NAME = {cls.name: cls for cls in ESTIMATORS}
 _SKETCH_BYTES = 2**30  # what "auto" lets XTrace keep
 

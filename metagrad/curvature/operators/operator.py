@@ -15,8 +15,6 @@ from metagrad.core import _torch
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
 from metagrad.curvature.estimators.estimate import Estimate
-from metagrad.curvature.estimators.norms import frobenius_norm as estimate_frobenius_norm
-from metagrad.curvature.estimators.norms import layer_traces as estimate_layer_traces
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.scipy import to_scipy
@@ -205,7 +203,6 @@ class Operator:
 
     to_scipy = to_scipy
     trace = estimate_trace
-    frobenius_norm = estimate_frobenius_norm
     eigenvalues = compute_eigenvalues  # its vectors are rows; H.space.unflatten(vectors) names them
     density = estimate_density
     log_determinant = estimate_log_determinant
@@ -213,13 +210,6 @@ class Operator:
     def diagonal(self, **options: Any) -> NamedEstimate:
         """Estimate the diagonal, by the names of the parameters: :func:`metagrad.curvature.diagonal`, its options."""
         return NamedEstimate(estimate_diagonal(self, **options), self.space)
-
-    def layer_traces(self, blocks: Mapping[str, slice] | None = None, **options: Any) -> dict[str, Estimate]:
-        """Estimate the trace of each layer, from one pass: :func:`metagrad.curvature.layer_traces`, its options.
-
-        Without ``blocks``, parameters whose names agree up to the last dot are a layer.
-        """
-        return estimate_layer_traces(self, self.space.layers() if blocks is None else blocks, **options)
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
         """Solve ``H x = b``: :func:`metagrad.curvature.solve`, with all of its options.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -225,23 +225,6 @@ class ParameterSpace:
         places = [self.slices[name] for name in block.names]
         return torch.cat([torch.arange(place.start, place.stop, device=self.device) for place in places])
 
-    def layers(self) -> dict[str, slice]:
-        """Return the places of each layer that has numbers: of parameters whose names agree up to the last dot.
-
-        Raises:
-            ValueError: Parameters of one layer are not next to each other.
-        """
-        found: dict[str, slice] = {}
-        for layer, entries in groupby(self.entries, lambda entry: _layer(entry.name)):
-            if layer in found:
-                raise ValueError(
-                    f"layers(): the parameters of {layer!r} are not next to each other. Order the dict of "
-                    "parameters by their layers, as named_parameters() does."
-                )
-            names = [entry.name for entry in entries]
-            found[layer] = slice(self.slices[names[0]].start, self.slices[names[-1]].stop)
-        return {layer: place for layer, place in found.items() if place.start < place.stop}
-
     def name_at(self, index: int) -> str:
         """Return the name of the parameter that a coordinate belongs to."""
         return next(name for name, place in self.slices.items() if index < place.stop)
@@ -254,10 +237,6 @@ class ParameterSpace:
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.size} coordinates of {', '.join(self.names)})"
-
-
-def _layer(name: str) -> str:
-    return name.rpartition(".")[0] or name
 
 
 def _slices(entries: Sequence[Coordinates]) -> dict[str, slice]:

@@ -9,8 +9,20 @@ from torch import Tensor
 
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import Rows
-from metagrad.curvature.solvers.chebyshev import Chebyshev
-from metagrad.curvature.solvers.iteration import Limits, Run, Solver, length
+from metagrad.curvature.solvers.iteration import (
+    RUNNING,
+    Limits,
+    Run,
+    Solver,
+    begun,
+    ended,
+    fill,
+    initial,
+    is_finite,
+    length,
+    multiply,
+)
+from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
 
 POWER_STEPS = 10
@@ -75,7 +87,23 @@ class Neumann(Solver):
     ) -> Run:
         """Solve for every row of ``b``; after :meth:`set_up`."""
         assert self.scale is not None
-        return Chebyshev((1 / self.scale, 1 / self.scale)).run(products, b, x0, None, limits)
+        x, r = initial(products, b, x0)
+        status = begun(r, is_finite(r), limits.tolerance)
+        steps, slack = torch.zeros_like(status), 1 + 100 * torch.finfo(b.dtype).eps
+        for _ in range(limits.max_steps):
+            active = status == RUNNING
+            if not bool(active.any()):
+                break
+            step = self.scale * r
+            following = r - multiply(products, step, active)
+            status = fill(status, ~is_finite(following), Result.NON_FINITE)
+            status = fill(status, length(following) > length(r) * slack, Result.DIVERGED)
+            moves = (status == RUNNING)[:, None]
+            x = x + torch.where(moves, step, 0.0)
+            r = torch.where(moves, following, r)
+            steps = steps + moves[:, 0]
+            status = fill(status, length(r) <= limits.tolerance, Result.CONVERGED)
+        return Run(x, steps, ended(status), torch.zeros_like(b, requires_grad=False))
 
 
 def _largest_eigenvalue(system: LinearSystem) -> float:

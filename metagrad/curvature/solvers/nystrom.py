@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,9 +11,6 @@ from metagrad.core._torch import linalg
 from metagrad.curvature.estimators.probes import draw_for
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_products, checked_size, refuse_half
 from metagrad.curvature.rows import inner, orthonormal
-from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.iteration import Limits, Run, Solver
-from metagrad.curvature.solvers.system import LinearSystem
 
 FIRST_RANK, LARGEST_RANK = 8, 256  # of the adaptive choice
 
@@ -197,55 +194,10 @@ def _approximation(omega: Tensor, y: Tensor) -> Nystrom:
     if int(info):
         raise ValueError(
             "nystrom(operator): the operator is not positive semi-definite: a random vector v has v^T A v < 0. "
-            'Take the Gauss-Newton or Fisher operator, or method="minres".'
+            "Take the Gauss-Newton or Fisher operator."
         )
     rows = linalg.solve_triangular(factor, y + shift * omega, upper=False)
     orthogonal, lower = orthonormal(rows)
     singular, turn = linalg.svd(lower)[1:]
     eigenvalues = singular.square() - shift
     return Nystrom(turn @ orthogonal, torch.where(eigenvalues > 10 * shift, eigenvalues, 0.0), len(omega))
-
-
-@dataclass(frozen=True)
-class NystromPCG(Solver):
-    r"""Conjugate gradients with a Nystrom preconditioner: for spectra that decay, a number of steps free of n.
-
-    Args:
-        rank: Products spent on the preconditioner; None is as :func:`nystrom` chooses for the damping.
-        cg: The iteration.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> from metagrad.curvature.solvers.nystrom import NystromPCG
-        >>> from metagrad.curvature.solvers.solve import solve
-        >>> spectrum = torch.tensor([1e6, 1e4, 1e2, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-        >>> operator = SimpleNamespace(
-        ...     shape=(8, 8), dtype=torch.float64, device=torch.device("cpu"), products=lambda rows: spectrum * rows
-        ... )
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> solve(
-        ...     operator, spectrum + 1, damping=1.0, method=NystromPCG(rank=4), generator=generator
-        ... ).value.round()
-        tensor([1., 1., 1., 1., 1., 1., 1., 1.], dtype=torch.float64)
-
-    References:
-        Frangella, Tropp, Udell, SIAM J. Matrix Anal. Appl. 44(2), 2023, algorithm 5.1.
-    """
-
-    name = "nystrom_pcg"
-    summary = "positive semi-definite and damped; conjugate gradients with a Nystrom preconditioner"
-    no_preconditioner = 'this method makes its own. Use method="pcg".'
-    rank: int | None = None
-    cg: CG = field(default_factory=CG)
-
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[CG, Rows | None]:
-        """Make the preconditioner."""
-        super().set_up(system, precondition)
-        found = nystrom(system.undamped, self.rank, damping=system.weight, generator=system.generator)
-        return self.cg, found.preconditioner(system.weight)
-
-    def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
-    ) -> Run:
-        """Run the iteration that :meth:`set_up` returned."""
-        return self.cg.run(products, b, x0, precondition, limits)

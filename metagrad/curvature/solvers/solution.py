@@ -33,15 +33,11 @@ class Result(Enum):
         "of this dtype dominate. Use float64, a larger rtol, damping or a preconditioner."
     )
     NEGATIVE_CURVATURE = (
-        "A direction without positive curvature was met, so the operator is not positive definite. Add damping, use "
-        'method="minres", or take the direction, stats.direction.'
-    )
-    INCONSISTENT = (
-        "The operator is singular, or nearly so, and the right-hand side is outside its range; the value has the "
-        "least residual that there is. Add damping, or lower MINRES(singular=...) for an ill-conditioned operator."
+        "A direction without positive curvature was met, so the operator is not positive definite. Add damping, or "
+        "take the direction, stats.direction."
     )
     DIVERGED = (
-        "The series diverges: an eigenvalue is negative, or times the scale 2 or more, or far above the interval. "
+        "The series diverges: an eigenvalue is negative, or times the scale 2 or more. "
         "The value is the last sum before the residual grew. Use a smaller scale, damping or another method."
     )
     BREAKDOWN = (

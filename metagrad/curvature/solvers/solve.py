@@ -63,10 +63,8 @@ def solve(
 
     A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
 
-    :class:`Solver` lists the methods by their names, among them "minres" for operators that are indefinite or
-    singular. "auto" is for positive definite ones: "cg", conjugate gradients, which are called "pcg" where there is
-    a preconditioner. A solver in place of its name has options of its own: ``CG(radius=0.1)`` a trust region,
-    ``NystromPCG(rank=50)`` the size of the preconditioner.
+    :class:`Solver` lists the methods by their names. "auto" is "cg", conjugate gradients, which are called "pcg" if
+    there is a preconditioner. A solver in place of its name has options of its own, such as ``CG(radius=0.1)``.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
@@ -271,7 +269,7 @@ def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
         raise ValueError('solve(..., method="cg", preconditioner): that is method="pcg".')
     if method == "pcg" and not has_preconditioner:
         raise ValueError(
-            'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, or use '
-            'method="nystrom_pcg", which makes its own.'
+            'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, such as '
+            "nystrom(operator).preconditioner(damping)."
         )
     return solvers[method]()

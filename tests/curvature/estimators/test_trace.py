@@ -21,12 +21,10 @@ class Case(NamedTuple):
     everything: int  # products at which the subspace is all of 20 dimensions
     least: int  # products that it needs
     median: float  # of relative errors, on 0.7^i with 120 products
-    is_exact_on_multiples: bool = True  # of the identity
 
 
 CASES = {
     "hutch++": Case(everything=66, least=3, median=7e-8),
-    "na-hutch++": Case(everything=80, least=4, median=1.3e-5, is_exact_on_multiples=False),
     "xtrace": Case(everything=40, least=2, median=8e-11),
     "xnystrace": Case(everything=20, least=1, median=1e-13),
 }
@@ -91,7 +89,7 @@ def test_low_rank_is_exact_and_known_to_be(method, distribution, dtype):
         assert error <= 20 * found.stderr < 1e5 * eps * A.trace()  # both are rounding
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in CASES or CASES[m].is_exact_on_multiples])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("scale", [3.0, 1e-9, 0.0])
 def test_multiples_of_the_identity(method, scale):
     """Zero too: no pivots, no norm, nothing to divide by."""
@@ -466,7 +464,3 @@ def test_sums_of_half_precision_overflowed_where_their_terms_did_not(dtype):
     with mg.curvature.hessian((w.float() ** 2).sum() * 20, {"w": w}) as H:
         for trace in (mg.curvature.trace(H, probes=4), mg.curvature.trace(H, method="exact")):
             torch.testing.assert_close(trace.value, torch.tensor(40.0 * 3000))  # above the largest of float16
-        layers = mg.curvature.layer_traces(H, {"w": slice(0, 3000)}, probes=4)
-        torch.testing.assert_close(layers["w"].value, torch.tensor(40.0 * 3000))
-        norm = mg.curvature.frobenius_norm(H, probes=4)
-        torch.testing.assert_close(norm.value, torch.tensor(40.0 * 3000**0.5))

@@ -46,5 +46,5 @@ def test_products_do_not_depend_on_grad_mode(kind, mode, batches):
         torch.testing.assert_close(H["2"].to_dense(), expected[-15:, -15:])
         torch.testing.assert_close(H.to_dense(), expected)
         b = torch.ones(H.shape[0], dtype=torch.float64)
-        solution = H.solve(b, method="minres", damping=0.5).value
+        solution = H.solve(b, method="cg", damping=0.5).value
     torch.testing.assert_close(expected @ solution + 0.5 * solution, b, rtol=1e-5, atol=1e-5)

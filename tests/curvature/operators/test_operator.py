@@ -173,7 +173,6 @@ def test_estimates_and_solutions():
     generator = torch.Generator().manual_seed(0)
     for estimate, expected in [
         (H.trace(method="hutchinson", probes=64, generator=generator), dense.trace()),
-        (H.frobenius_norm(probes=64, generator=generator), dense.norm()),
         (H.log_determinant(probes=64, generator=generator), dense.logdet()),
     ]:
         low, high = estimate.interval(0.99)
@@ -195,19 +194,6 @@ def test_diagonals_come_by_the_names_of_parameters():
     assert (found.matvecs, found.samples, found.converged) == (4, found.flat.samples, True)
     assert found.method == found.flat.method
     assert repr(found) == repr(found.flat)
-
-
-def test_layer_traces():
-    H = Dense(torch.diag(torch.arange(6.0).double()))
-    found = H.layer_traces(probes=4)
-    assert {name: float(estimate) for name, estimate in found.items()} == {"a": 6.0, "b": 9.0}
-    assert float(H.layer_traces({"last": slice(5, 6)}, probes=4)["last"]) == 5.0
-
-
-def test_a_layer_without_numbers_has_no_trace():
-    params = {"a.w": torch.ones(2, requires_grad=True), "b.w": torch.zeros(0, requires_grad=True)}
-    with mg.hessian(params["a.w"].pow(3).sum() + params["b.w"].sum(), params) as H:
-        assert {name: float(trace) for name, trace in H.layer_traces().items()} == {"a": 12.0}
 
 
 def test_a_tensor_under_two_names_is_refused():

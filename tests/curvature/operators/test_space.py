@@ -93,14 +93,6 @@ def test_blocks_by_name_and_prefix():
         space.block("c")
 
 
-def test_layers_are_what_agrees_up_to_the_last_dot():
-    space = ParameterSpace({"0.weight": torch.zeros(2, 2), "0.bias": torch.zeros(2), "scale": torch.zeros(3)})
-    assert space.layers() == {"0": slice(0, 6), "scale": slice(6, 9)}
-    apart = ParameterSpace({"0.weight": torch.zeros(2), "scale": torch.zeros(3), "0.bias": torch.zeros(2)})
-    with pytest.raises(ValueError, match="the parameters of '0' are not next to each other"):
-        apart.layers()
-
-
 def test_spaces_are_the_same_if_coordinates_are():
     params = everything()
     assert space_of(params).is_same(space_of(params))

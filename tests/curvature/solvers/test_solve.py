@@ -11,14 +11,11 @@ import metagrad as mg
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.solvers import implicit
 from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.minres import MINRES
 from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.nystrom import NystromPCG
 from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
 from metagrad.curvature.solvers.solution import Result, SolveError
 from metagrad.curvature.solvers.solve import solve
 from tests.curvature.maps import MatrixMap, basis, matrix
-from tests.marks import slow
 
 # torch builds its forward-mode decompositions with torch.jit, on their first use.
 
@@ -26,10 +23,7 @@ METHODS = {
     "cg": {"method": "cg"},
     "pcg": {"method": "pcg", "preconditioner": lambda rows: rows / 2},
     "jacobi": {"preconditioner": torch.linspace(1, 2, 20, dtype=torch.float64)},
-    "minres": {"method": "minres"},
     "neumann": {"method": Neumann(scale=0.4), "max_steps": 2000},
-    "chebyshev": {"method": "chebyshev"},
-    "nystrom_pcg": {"method": NystromPCG(rank=4)},
     "dense": {"method": "dense"},
 }
 
@@ -87,7 +81,7 @@ class Stack:
         return torch.einsum("kij,kj->ki", self.matrices, rows)
 
 
-@pytest.mark.parametrize("name", ["cg", "minres", "neumann", "dense"])
+@pytest.mark.parametrize("name", ["cg", "neumann", "dense"])
 def test_rows_may_have_matrices_of_their_own(name):
     matrices = torch.stack([matrix("flat", 8), matrix("step", 8) + torch.eye(8), torch.eye(8).double()])
     b, options = random(3, 8), {**METHODS[name], "rtol": 1e-9}
@@ -139,7 +133,7 @@ def test_zero_and_the_identity(name):
     assert one.stats.steps == 1
 
 
-@pytest.mark.parametrize("method", ["cg", "minres", "neumann", "nystrom_pcg"])
+@pytest.mark.parametrize("method", ["cg", "neumann", "dense"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_unknown_in_both_precisions(method, dtype):
     operator = MatrixMap(torch.full((1, 1), 4.0, dtype=dtype))
@@ -168,7 +162,7 @@ def test_any_damped_positive_semi_definite_system(n, k, seed, log):
     factor = random(n, max(1, n // 2), seed=seed)
     A, b, damping = factor @ factor.t(), random(k, n, seed=seed + 1), 10.0**log
     expected = torch.linalg.solve(A + damping * torch.eye(n), b.t()).t()
-    for method in ("cg", "minres", "nystrom_pcg"):
+    for method in ("cg", "dense"):
         solution = solve(MatrixMap(A), b, method=method, damping=damping, rtol=1e-9, generator=generator())
         torch.testing.assert_close(solution.value, expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
 
@@ -232,7 +226,7 @@ class Failing(MatrixMap):
         return products if self.matvecs <= self.after else products * torch.nan
 
 
-@pytest.mark.parametrize("method", ["cg", "minres", Neumann(scale=0.1)])
+@pytest.mark.parametrize("method", ["cg", Neumann(scale=0.1)])
 def test_a_product_that_is_not_finite_ends_with_the_iterate_before(method):
     A, b = matrix("flat", 30), random(30)
     solution = solve(Failing(A, after=2), b, method=method, check_symmetry=False)
@@ -294,12 +288,9 @@ def derivatives(value, inputs, order):
 DIFFERENTIATED = {
     "cg": {"method": "cg"},
     "pcg": {"method": "pcg", "preconditioner": torch.linspace(1, 2, N, dtype=torch.float64)},
-    "minres": {"method": "minres"},
     "neumann": {"method": Neumann(scale=0.1), "max_steps": 2000},
-    "nystrom_pcg": {"method": NystromPCG(rank=2)},
     "unrolled cg": {"method": "cg", "differentiate": "unroll"},
     "unrolled pcg": {"preconditioner": lambda rows: rows / 2, "differentiate": "unroll"},
-    "unrolled minres": {"method": "minres", "differentiate": "unroll"},
 }
 
 
@@ -317,7 +308,7 @@ def test_derivatives_are_those_of_the_dense_solve(name):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-8 * float(wanted.detach().norm()) + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["cg", slow("minres"), "unrolled cg"])
+@pytest.mark.parametrize("name", ["cg", "unrolled cg"])
 def test_derivatives_against_finite_differences(name):
     assert mg.gradcheck(
         lambda *inputs: solution_of(*inputs, **DIFFERENTIATED[name]), leaves(), order=3, directions=1
@@ -599,7 +590,7 @@ def test_batched_transforms_of_old_and_of_b_are_refused():
 
 def test_an_operator_that_is_not_symmetric_is_refused():
     A = torch.tensor([[2.0, 1.0], [0.0, 2.0]])
-    for method in ("cg", "minres", "neumann"):
+    for method in ("cg", "neumann"):
         with pytest.raises(
             ValueError,
             match=r"operator must be symmetric.*x\^T A y = .* and y\^T A x = .*check_symmetry=False",
@@ -713,11 +704,10 @@ def test_results_are_sentences():
     for result in Result:
         assert result.value.endswith(".")
     assert {r.name for r in Result if r.is_success} == {"CONVERGED", "PROGRESS", "BOUNDARY"}
-    assert MINRES() == MINRES()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["dense", "nystrom_pcg"])
+@pytest.mark.parametrize("method", ["dense"])
 def test_factorisations_of_half_precision_ended_in_errors_about_kernels(method, dtype):
     w = torch.ones(3, dtype=dtype, requires_grad=True)
     with mg.curvature.hessian((w**2).sum(), {"w": w}) as H:
