@@ -1,8 +1,5 @@
 """The engine: derivatives that can be differentiated again, and schedules of what is stored and recomputed."""
 
-from metagrad.autograd.blocks.block_gradient import LossAndGradient, block_gradient
-from metagrad.autograd.blocks.chain import chain
-from metagrad.autograd.blocks.types import Block, Chain
 from metagrad.autograd.checks.gradcheck import gradcheck
 from metagrad.autograd.checks.lint import Finding, lint
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
@@ -14,16 +11,11 @@ from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.unroll import unroll
 
 __all__ = [
-    "Block",
-    "Chain",
     "Finding",
     "Hvp",
     "Linearization",
-    "LossAndGradient",
     "MissingDerivative",
     "QuickDerivatives",
-    "block_gradient",
-    "chain",
     "checkpoint",
     "grad",
     "gradcheck",

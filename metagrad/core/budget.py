@@ -12,7 +12,7 @@ from torch import Tensor
 
 from metagrad.core.tree import Tree, dissect
 
-Mode = Literal["full", "step", "sqrt", "auto"]  # and "block", where the model and its loss are known
+Mode = Literal["full", "step", "sqrt", "auto"]
 
 Memory: TypeAlias = "Mode | str | int | float"
 """A mode, or a budget: a number of bytes, or a string such as ``"512MiB"``, ``"2GB"``."""
@@ -34,11 +34,6 @@ def checked_memory(call: str, memory: Memory) -> Mode | int:
         return memory  # type: ignore[return-value]
     if (budget := _parsed(memory)) is not None:
         return budget
-    if memory == "block":
-        raise ValueError(
-            f'{call}: memory="block" needs to know the model and its loss. Call metagrad.autograd.block_gradient in '
-            'the step and keep memory="full", or use MAML(..., memory="block").'
-        )
     raise ValueError(
         f'{call}: memory must be "full", "step", "sqrt", "auto", or a budget in bytes such as 2e9 or "512MiB", '
         f"got {memory!r}."

@@ -6,12 +6,11 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.blocks.chain import chain
 from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
@@ -86,9 +85,8 @@ class MAML(nn.Module):
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML), so that
             shared parameters get the gradient of the query loss at the adapted ones, and nothing by way of these.
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
-            ``"block"`` keeps a state for each step and takes its derivative block by block, as
-            :func:`metagrad.autograd.block_gradient` does: for models that are chains of blocks
-            (``nn.Sequential``) and too large for the graph of one step; the tasks run one by one.
+            If the graph of one step is too large, pass ``task_chunk=1`` and call :func:`metagrad.checkpoint`
+            around the layers of the model.
         truncate: Differentiate through the last so many inner steps alone, and take those before as first-order
             MAML takes all of them; None differentiates through all.
         tolerance: A task takes no further step once the norm of its inner gradient (over all parameters) is at most
@@ -175,7 +173,7 @@ class MAML(nn.Module):
         steps: int,
         adapt: Adapt = None,
         order: int = 2,
-        memory: Memory | Literal["block"] = "full",
+        memory: Memory = "full",
         truncate: int | None = None,
         tolerance: float | None = None,
         task_chunk: int | None = None,
@@ -196,7 +194,7 @@ class MAML(nn.Module):
         self.steps = steps
         self.adapted = adapt
         self.order = order
-        self.memory: Memory | Literal["block"] = memory
+        self.memory: Memory = memory
         self.truncate = truncate
         self.tolerance = tolerance
         self.task_chunk = task_chunk
@@ -211,8 +209,6 @@ class MAML(nn.Module):
         self.sparse: tuple[str, ...] = check_tables(model, sparse, inner, self._adapted_parameters())
         self._check()
         own_start(start, model, self._adapted_parameters(), self.sparse)
-        if memory == "block":
-            chain(model, loss_fn)
         self.inner = inner
         self._check_minimum()
 
@@ -228,7 +224,7 @@ class MAML(nn.Module):
     @inner.setter
     def inner(self, rule: Rule) -> None:
         check_rule("MAML(...)", rule, "inner")
-        check_layers(self.model, rule, is_block=self.memory == "block")
+        check_layers(self.model, rule)
         for name in self._learned.names if "_learned" in self.__dict__ else ():
             self._parameters.pop(name or "", None)
         self._learned = register_learned(self, rule)
@@ -240,7 +236,7 @@ class MAML(nn.Module):
 
     @norm.setter
     def norm(self, norm: Norm | None) -> None:
-        check_norm(self.model, norm, self.steps, is_block=self.memory == "block")
+        check_norm(self.model, norm, self.steps)
         if norm not in OF_STEPS:
             self.per_step_norms: PerStepNorms | None = None
         elif getattr(self, "per_step_norms", None) is None:
@@ -330,7 +326,7 @@ class MAML(nn.Module):
         predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
 
-    def keeping(self, memory: Memory | Literal["block"]) -> MAML:
+    def keeping(self, memory: Memory) -> MAML:
         """Return one of the same modules and arguments that keeps something else, and compiles nothing."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None
@@ -390,9 +386,6 @@ class MAML(nn.Module):
         start = own_start(self.start, self.model, params, self.sparse)
         if start is not None:
             start.check(self.model, tasks)
-        is_block = self.memory == "block"
-        if is_block and not tasks.are_tensors:
-            raise ValueError('MAML(batch): with memory="block", inputs and targets are single tensors.')
         inner = InnerLoop(
             TaskLoss(
                 self.model,
@@ -404,10 +397,9 @@ class MAML(nn.Module):
             rule,
             steps,
             self.order,
-            "full" if self.memory == "block" else self.memory,
+            self.memory,
             self.truncate,
             self.tolerance,
-            chain(self.model, self.loss_fn) if is_block else None,
             self._cache.compiled,
             start=start,
             judges_each=count_before_the_last(weights_at(self.query_weights, steps)),
@@ -439,10 +431,10 @@ class MAML(nn.Module):
                     f"got {getattr(self, name)!r}. Make another {type(self).__name__}, or take MAML."
                 )
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
-        check_memory(self.memory, self._compile, self.sparse)
+        check_memory(self.memory, self._compile)
         check_ends(self.truncate, self.tolerance)
         check_query_weights(self.query_weights, self.steps)
-        check_norm(self.model, self.norm, self.steps, is_block=self.memory == "block")
+        check_norm(self.model, self.norm, self.steps)
         check_nonfinite(self.nonfinite)
         if not self._cache.belongs_to(self.model, self.loss_fn, self.task_chunk):
             self._cache = _Cache(self.model, self.loss_fn, self.task_chunk, self._compile)
@@ -608,14 +600,9 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
         raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
 
 
-def check_memory(
-    memory: Memory | Literal["block"], options: CompileOptions | None, sparse: Sequence[str]
-) -> None:
+def check_memory(memory: Memory, options: CompileOptions | None) -> None:
     """Refuse a ``memory`` mode that is unknown, or does not work with other arguments."""
-    if memory != "block":
-        checked_memory("MAML(...)", memory)
-    elif sparse:
-        raise ValueError('MAML(..., memory="block"): tables cannot be replaced by rows within a block.')
+    checked_memory("MAML(...)", memory)
     if options is not None and options.whole and memory != "full":
         raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
 

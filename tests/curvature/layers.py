@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from metagrad.autograd import chain
+from tests.losses import loss_of
 
 
 class Case(NamedTuple):
@@ -57,7 +57,7 @@ def contracted(output: Tensor | tuple, _: Tensor | None = None) -> Tensor:
 def case(name: str, x: Tensor, *modules: nn.Module, loss_fn: Callable[..., Tensor] = contracted) -> Case:
     model = nn.Sequential(*modules).double()
     params = {key: p.detach() + 0.1 * torch.randn_like(p) for key, p in model.named_parameters()}
-    return Case(name, chain(model, loss_fn), params, (x, x.new_zeros(1)))
+    return Case(name, loss_of(model, loss_fn), params, (x, x.new_zeros(1)))
 
 
 def of_module(name: str, make: Callable[[], nn.Module], x: Tensor) -> Case:

@@ -207,12 +207,11 @@ def test_torchscript_is_refused(kind):
     [
         lambda model, x, y: mg.checkpoint(model, x),
         lambda model, x, y: mg.preflight(model, torch.nn.functional.mse_loss, (x, y)),
-        lambda model, x, y: mg.autograd.chain(model, torch.nn.functional.mse_loss),
         lambda model, x, y: mg.ggn(
             model, torch.nn.functional.mse_loss, dict(model.named_parameters()), (x, y)
         ),
     ],
-    ids=["checkpoint", "preflight", "chain", "ggn"],
+    ids=["checkpoint", "preflight", "ggn"],
 )
 def test_torchscript_is_refused_where_parts_of_a_model_are_replaced_or_put_back(call, request):
     model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 1)))

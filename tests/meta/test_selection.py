@@ -170,17 +170,6 @@ def test_shared_parameters_get_the_gradient_of_a_plain_loop(
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("task_chunk", [None, 1])
-def test_a_chain_with_blocks(textbook, regression, task_chunk):
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    maml = maml_of(model, "2.*", memory="block", task_chunk=task_chunk)
-    expected = textbook(model, F.mse_loss, regression, lr=0.3, steps=2, names=["2.weight", "2.bias"])
-    variables = list(model.parameters())
-    found = torch.autograd.grad(maml(regression).loss, variables)
-    wanted = torch.autograd.grad(expected.mean(), variables)
-    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("memory", ["full", "step"])
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_functional_call_reaches_shared_parameters(textbook, regression, task_chunk, memory):

@@ -143,23 +143,6 @@ def prepare_all(work: Workload) -> Prepared:
     return prepare_maml(dataclasses.replace(work, adapt=""), memory="full")
 
 
-def block_by_block(work: Workload) -> Tensor:
-    """Take inner gradients, and the query loss, with the graph of one block at a time."""
-    if not isinstance(work.model, nn.Sequential):
-        raise RefusedError("the model is no chain of blocks")
-    chain = mg.autograd.chain(work.model, work.loss_fn)
-
-    def step(params: dict[str, Tensor], t: int, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        loss, grads = mg.autograd.block_gradient(chain, params, x, y)
-        return {name: p - work.lr * grads[name] for name, p in params.items()}, loss
-
-    losses = []
-    for x, y, query_x, query_y in zip(*work.batch.support, *work.batch.query, strict=True):
-        fast, _ = mg.unroll(step, work.params, x, y, steps=work.steps)
-        losses.append(mg.autograd.block_gradient(chain, fast, query_x, query_y).loss)
-    return torch.stack(losses).mean()
-
-
 MEMORY: tuple[str, ...] = ("full", "step", "sqrt", "budget")
 
 METHODS: dict[str, Method] = {
@@ -172,7 +155,6 @@ METHODS: dict[str, Method] = {
     'metagrad, compile="whole"': Method(partial(prepare_maml, memory="full", compile="whole")),
     "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
     "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
-    "metagrad, block by block": of_loss(block_by_block),
     ANOTHER: Method(prepare_all),
     "torch.func grad + vmap": of_loss(torch_func),
     "torch.func, one compiled function": Method(prepare_by_hand),

@@ -182,7 +182,6 @@ HEADS = (
     "MAML, all adapt",
 )
 TABLES = ("textbook loop", 'metagrad, "full"', "metagrad, rows of tables", "torch.func grad + vmap")
-BLOCKWISE = ("textbook loop", 'metagrad, "full"', 'metagrad, "step"', "metagrad, block by block")
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "sinusoid": partial(sinusoid, 5),
@@ -197,11 +196,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "anil-4-5-shots": partial(anil, 4, 5, 5),
     "transformer-5": partial(transformer, 2, 4, 4, 5),
     "transformer-20": partial(transformer, 2, 4, 4, 20),
-    "block-12": partial(transformer, 12, 1, 16, 1, BLOCKWISE),
-    "block": partial(transformer, 24, 1, 16, 1, BLOCKWISE),
     "memory": partial(mlp, 50, rows=256),
     "table-10k": partial(table, 10**4),
     "table-100k": partial(table, 10**5),
     "table-1m": partial(table, 10**6),
 }
-"""The last number in a name is that of the inner steps; in `block-12`, of the layers; of a table, of its rows."""
+"""The last number in a name is that of the inner steps; of a table, of its rows."""

@@ -63,7 +63,6 @@ INNER_WAYS: dict[str, Callable[[Work], Run]] = {
     "": maml,
     "step": partial(maml, memory="step"),
     "sqrt": partial(maml, memory="sqrt"),
-    "block": partial(maml, memory="block"),
     "half the bytes": half_of_full,
     "auto": partial(maml, memory="auto"),
     "compiled": partial(maml, compile=True),

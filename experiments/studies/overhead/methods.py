@@ -36,7 +36,6 @@ WAYS: dict[str, dict[str, Callable[[Work], Run]]] = {
         "": product,
         "graph built anew": product_anew,
         "forward over reverse": partial(product, mode="forward"),
-        "block by block": partial(product, mode="block"),
         "finite difference": finite_difference,
         "accumulated": partial(product, batches=pieces),
     },

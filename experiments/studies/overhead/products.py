@@ -30,9 +30,8 @@ def accumulated_second(work: Work) -> Run:
 
 def hessian(work: Work, batches: Any = None, **options: Any) -> Any:
     """Return the operator of the Hessian; of tables in the rows that are looked up."""
-    loss = mg.autograd.chain(work.model, work.loss_fn) if options.get("mode") == "block" else work.loss
     return mg.hessian(
-        loss, work.params, batches or (work.x, work.y), sparse=work.tables, check_deterministic=False, **options
+        work.loss, work.params, batches or (work.x, work.y), sparse=work.tables, check_deterministic=False, **options
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Products of a Hessian with a vector, by the tape, by forward mode, or block by block."""
+"""Products of a Hessian with a vector, by the tape or by forward mode."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from metagrad.autograd.blocks.block_gradient import BlockwiseGradient, block_gradient, filled
-from metagrad.autograd.blocks.record import record_chain
-from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.derivatives.grad import grad, refuse_complex
 from metagrad.autograd.derivatives.graph_vjp import graph_vjp
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.core.capture import forward_mode
-from metagrad.core.checks import check_function, is_a, is_dict
+from metagrad.core.checks import check_function, is_a
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tape import is_differentiated, is_transformed
 from metagrad.core.tree import (
@@ -31,7 +28,7 @@ from metagrad.core.tree import (
     zeros_for_none,
 )
 
-Mode = Literal["reverse", "forward", "block"]
+Mode = Literal["reverse", "forward"]
 
 
 class Hvp(NamedTuple):
@@ -68,8 +65,6 @@ def hvp(
                                                            lack forward derivatives (most attention kernels,
                                                            ``F.mse_loss``) or write in place; goes through
                                                            ``torch.no_grad``, whose results the others hold constant
-    "block"   forward over reverse, block by block         what passes between blocks, and one block's graph; the
-                                                           loss must be a :func:`metagrad.autograd.chain`
     ========= ============================================ =======================================================
 
     Reverse mode frees its graphs with the product; :func:`linearize` keeps the graph of the gradient for many
@@ -93,7 +88,7 @@ def hvp(
         ValueError: ``mode`` is unknown, ``v`` has another structure or another shape than ``params``, the loss has
             more than one element or is complex, or an operation lacks the derivative that the mode needs, or with
             ``create_graph`` the one after it.
-        TypeError: A leaf is not a floating point tensor, or ``mode="block"`` is asked for a loss that is no chain.
+        TypeError: A leaf is not a floating point tensor.
 
     Example:
         :math:`L = \sum_k \theta_k^3` has the Hessian :math:`\mathrm{diag}(6 \theta)`:
@@ -111,10 +106,6 @@ def hvp(
     check_function("hvp(loss_fn, params, v)", "loss_fn", loss_fn)
     leaves, weights = _checked(params, v)
     if is_transformed():
-        if mode == "block":
-            raise ValueError(
-                'hvp(..., mode="block"): runs outside of torch.func transforms; take mode="reverse".'
-            )
         create_graph = True
     if not create_graph:
         leaves, weights = [leaf.detach() for leaf in leaves], [weight.detach() for weight in weights]
@@ -129,14 +120,11 @@ def hvp(
             refuse_missing("hvp(loss_fn, ...)", loss, order=order, behind=behind, kinds=("cut", "wrong"))
         return loss
 
-    if mode == "block":
-        loss, gradient, product = _by_blocks(loss_fn, params, leaves, weights, args, create_graph)
-    else:
-        reverse = _nested if is_transformed() else _reverse
-        with unfused_attention:
-            loss, gradient, product = (reverse if mode == "reverse" else _forward)(
-                fn, leaves, weights, create_graph
-            )
+    reverse = _nested if is_transformed() else _reverse
+    with unfused_attention:
+        loss, gradient, product = (reverse if mode == "reverse" else _forward)(
+            fn, leaves, weights, create_graph
+        )
     return Hvp(loss, tree_unflatten(list(gradient), spec), tree_unflatten(list(product), spec))
 
 
@@ -195,42 +183,10 @@ def _forward(
                 raise
             what = str(error).splitlines()[0]
             raise MissingDerivative(
-                f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse" or '
-                '"block", which need none.'
+                f'hvp(..., mode="forward"): an operation has no forward derivative: {what} Take mode="reverse".'
             ) from error
     (gradient, loss), (product, _) = pairs
     return loss, gradient, product
-
-
-def _by_blocks(
-    chain: Callable[..., Tensor],
-    params: Tree,
-    leaves: list[Tensor],
-    weights: list[Tensor],
-    args: tuple[Tree, ...],
-    create_graph: bool,
-) -> Products:
-    if not isinstance(chain, Chain) or not is_dict(params) or len(args) != 2:
-        raise TypeError(
-            'hvp(..., mode="block"): expected hvp(chain, params, v, x, y), with a chain of chain(model, loss_fn) and '
-            f"a dict of parameters, got {type(chain).__name__}, {type(params).__name__} and {len(args)} further "
-            'arguments. Take mode="reverse" where the model is no chain of blocks.'
-        )
-    if create_graph:
-        inputs = [_variable(leaf) for leaf in leaves]
-        loss, by_name = block_gradient(chain, dict(zip(params, inputs, strict=True)), *args)
-        gradient = list(by_name.values())
-        return _one_element(loss), gradient, _product(gradient, inputs, weights, create_graph=True)
-    recorded = record_chain(chain, dict(zip(params, leaves, strict=True)), *args)
-    loss = _one_element(recorded.loss)
-    walk = BlockwiseGradient(recorded.stages, len(leaves), torch.ones_like(recorded.loss))
-    needed = [index < len(leaves) for index in range(len(recorded.operands))]
-    found = walk.rates(recorded.operands, needed, [*weights], None, with_gradients=True)
-    return (
-        loss,
-        filled(found.gradients[: len(leaves)], leaves),
-        zeros_for_none(found.rates[: len(leaves)], leaves),
-    )
 
 
 def _variable(leaf: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative, refuse_missing
 from metagrad.autograd.compile.compiled import Compile, checked_compile, reason
 from metagrad.autograd.compile.linear import compiled_hvp
@@ -35,12 +34,11 @@ from metagrad.curvature.operators.batches import (
 from metagrad.curvature.operators.objective import BatchLoss, LossFn, takes_nothing
 from metagrad.curvature.operators.operator import LossOperator, Named, Operator
 from metagrad.curvature.operators.space import Parameters, ParameterSpace, check_params
-from metagrad.sparse.matrix.tensor import SparseTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Mode = Literal["reverse", "forward", "block"]
+Mode = Literal["reverse", "forward"]
 
 _CALL = "hessian(loss, params)"
 
@@ -75,9 +73,6 @@ def hessian(
     "forward"           ``torch.func.jvp`` of ``torch.func.grad``       3 to 4 gradients, nothing kept; not with
                                                                         BatchNorm in training, checkpoints and what
                                                                         lacks forward derivatives
-    "block"             forward over reverse, block by block            4 to 5 gradients, the memory of one block;
-                                                                        ``loss`` must be a
-                                                                        :func:`metagrad.autograd.chain`
     =================== =============================================== ============================================
 
     All but the first need the loss as a function. The first, given a function, calls it inside
@@ -190,7 +185,6 @@ def hessian(
         reduction=None,
         progress=progress,
         check_deterministic=check_deterministic,
-        model=loss.model if isinstance(loss, Chain) else None,
         group=group,
     )
 
@@ -294,7 +288,7 @@ class _Linearized(HessianOperator):
 
 
 class _Evaluated(HessianOperator):
-    """Products for which the loss is evaluated again: forward over reverse, of all of it or block by block."""
+    """Products for which the loss is evaluated again: forward over reverse."""
 
     def __init__(
         self, space: ParameterSpace, loss: Tensor, gradient: Named, objective: BatchLoss, how: _How
@@ -306,9 +300,8 @@ class _Evaluated(HessianOperator):
 
     def _products(self, vectors: Tensor) -> Tensor:
         on_tape = self._how.create_graph and torch.is_grad_enabled()
-        product = self._by_blocks if self._how.mode == "block" else self._forward
         with self._point.read_again():
-            return torch.stack([product(row, on_tape) for row in vectors])
+            return torch.stack([self._forward(row, on_tape) for row in vectors])
 
     def _forward(self, vector: Tensor, on_tape: bool) -> Tensor:
         objective, space = self._objective, self.space
@@ -327,14 +320,6 @@ class _Evaluated(HessianOperator):
             what = str(error).splitlines()[0]
             raise MissingDerivative(f"{_CALL}: torch.func does not run this loss: {what}") from error
         return space.join(found.product)
-
-    def _by_blocks(self, vector: Tensor, on_tape: bool) -> Tensor:
-        objective, directions = self._objective, self.space.unflatten(vector)
-        with objective.surroundings():
-            found = hvp(
-                objective.loss_fn, objective.params, directions, *objective.args, mode="block", create_graph=on_tape
-            )  # fmt: skip
-        return self.space.join(list(found.product.values()))
 
     def _free(self) -> None:
         del self._objective, self._point
@@ -416,12 +401,6 @@ def _check(loss: Tensor | LossFn, params: Parameters, mode: Mode) -> None:
             f"{_CALL}: mode={mode!r} evaluates the loss at other points: pass it as a function of (params, *data), "
             "not as a value or a closure."
         )
-    is_sparse = any(isinstance(p, SparseTensor) for p in params.values())
-    if mode == "block" and (is_sparse or not isinstance(loss, Chain)):
-        raise ValueError(
-            f"{_CALL}: mode='block' needs to know the blocks: pass metagrad.autograd.chain(model, loss_fn) for the "
-            "loss, with ordinary parameters."
-        )
 
 
 def _checked_compile(
@@ -434,7 +413,6 @@ def _checked_compile(
     refused = {
         "takes the loss as a function of (params, *data)": isinstance(loss, Tensor) or takes_nothing(loss),
         "compiles one product, and has no whole to compile": checked.whole,
-        'goes with mode="reverse" or "forward"': mode == "block",
         "goes without create_graph: compiled products have no graph": create_graph,
         "is for one batch": data is not None and not is_one_batch(data),
     }

@@ -18,8 +18,8 @@ from metagrad.meta.checks.subject import Subject
 from metagrad.meta.maml import MAML
 from metagrad.meta.objective.tasks import Tasks
 
-Mode: TypeAlias = Literal["full", "step", "sqrt", "block"]
-_MODES: tuple[Mode, ...] = ("full", "step", "sqrt", "block")
+Mode: TypeAlias = Literal["full", "step", "sqrt"]
+_MODES: tuple[Mode, ...] = ("full", "step", "sqrt")
 _UNKNOWN = 2  # meta-steps until the derivative of all that is recomputed is known, and needs less
 _MEASURED = 3  # the most steps of a loop that is measured as it is
 
@@ -37,12 +37,10 @@ class Costs(NamedTuple):
 
 
 def meta_costs(maml: MAML, batch: Any, tasks: Tasks, steps: int) -> Costs:
-    """Measure a meta-step, forward and backward, in every memory mode that the model can be used in."""
+    """Measure a meta-step, forward and backward, in every memory mode."""
     costs = Costs({}, [])
     differentiated = steps if maml.truncate is None else min(maml.truncate, steps)
     for mode in _MODES if maml.hypergradient is None else ("full",):
-        if mode == "block" and not _has_blocks(maml, tasks):
-            continue
         step = functools.partial(_meta_step, maml, mode, batch, tasks.device)
         with _noted(costs, f"memory={mode!r}"):
             if steps <= _MEASURED:
@@ -74,15 +72,6 @@ def _segmented(step: Callable[[int], MemoryCost], steps: int) -> MemoryCost:
     width, left = segments_of(steps)
     more = (left + steps // width - 2) * state + (steps - 2) * each
     return MemoryCost(second.held + more, second.peak + more + (width - 1) * within, extrapolated=True)
-
-
-def _has_blocks(maml: MAML, tasks: Tasks) -> bool:
-    """Say whether the model is a chain, and the other arguments go with ``memory="block"``."""
-    try:
-        maml.keeping("block")._executor(None, tasks)
-    except ValueError:
-        return False
-    return True
 
 
 def _meta_step(maml: MAML, mode: Mode, batch: Any, device: torch.device, steps: int) -> MemoryCost:

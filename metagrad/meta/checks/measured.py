@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from metagrad.autograd.blocks.chain import perturbed
 from metagrad.autograd.checks.gradcheck import WrongDerivative, gradcheck
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import ModuleContents
 from metagrad.core.substitution import Slots, own_buffers
-from metagrad.core.tree import detached, dissect, tree_map
+from metagrad.core.tree import detached, dissect, is_differentiable, tree_map
 from metagrad.meta.checks.calls import LOSS, is_below, tensors_of
 from metagrad.meta.checks.known import kind_of, module_at
 from metagrad.meta.checks.report import ModuleFinding, Verdict
@@ -198,7 +197,7 @@ class _Float64:
         """Move the points a little, where the function can be computed there."""
         if not points:
             return None
-        moved = list(perturbed(dict(zip(map(str, range(len(points))), points, strict=True)), seed).values())
+        moved = _perturbed(points, seed)
         with contextlib.suppress(Exception):  # a loss may not be defined there
             if all(torch.isfinite(t).all() for t in tensors_of([self._again(call, moved)])):
                 return _Function(call, moved)
@@ -257,3 +256,16 @@ def _double(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().double().requires_grad_(value.requires_grad)
+
+
+def _perturbed(points: Sequence[Tensor], seed: int) -> list[Tensor]:
+    """Move tensors a little at random, so that nothing is zero, or equal, by its initialization."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = []
+    for point in points:
+        value = point.detach()
+        if is_differentiable(value) and value.numel():
+            noise = torch.randn(value.shape, generator=generator).to(value)
+            value = value + 0.1 * (value.abs().mean() + 0.1) * noise
+        moved.append(value)
+    return moved

@@ -97,7 +97,7 @@ def preflight(
     Returns:
         A report with ``ok``, ``findings``, ``memory``, ``notes``, ``raise_for_errors()``; its ``str`` is a table.
         Memory is that of one step on the whole batch, to the byte on CPU: of a meta-batch for ``memory="full"``,
-        ``"step"``, ``"sqrt"`` and ``"block"``, measured on at most four inner steps, beyond which every step adds
+        ``"step"`` and ``"sqrt"``, measured on at most four inner steps, beyond which every step adds
         the same; of plain data for each order.
 
     Raises:

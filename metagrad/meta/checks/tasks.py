@@ -40,7 +40,7 @@ def _stacking_defects(
     executor: TaskExecutor, subject: Subject, tasks: Tasks
 ) -> tuple[list[ModuleFinding], list[Remedy]]:
     """Return why tasks run one by one, if they do and nobody asked for it."""
-    if tasks.count == 1 or executor.stacking.task_chunk == 1 or executor.inner.chain is not None:
+    if tasks.count == 1 or executor.stacking.task_chunk == 1:
         return [], []
     named = [(path, module) for path, module in named_modules(subject.model)]
     has_norm_policy = executor.inner.objective.norms is not None

@@ -195,8 +195,8 @@ class TaskExecutor:
 
     def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
         """Replace inputs by features, where the first layers compute the same at every inner step."""
-        # Functions of start= are handed the inputs; memory="block" is for models of which a graph is too large.
-        if inner.chain is not None or (inner.start is not None and inner.start.functions):
+        # Functions of start= are handed the inputs.
+        if inner.start is not None and inner.start.functions:
             return inner, parts
         if not all(isinstance(x, Tensor) for x in parts[0].inputs):
             return inner, parts
@@ -240,8 +240,6 @@ class TaskExecutor:
         return {name: kept[key] for name, kept, key in slots}
 
     def _chunk_size(self, tasks: Tasks) -> int:
-        if self.inner.chain is not None:
-            return 1
         return self.stacking.chunk_size(
             tasks.count, self._structure, functools.partial(self.comparison, tasks)
         )
@@ -324,10 +322,6 @@ def _described(tasks: Tasks) -> Hashable:
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
     """Raise for what compiled code does not look at."""
-    if inner.chain is not None:
-        raise UncompilableError(
-            'memory="block" differentiates the blocks of a model one by one (memory="step" can be compiled)'
-        )
     if needs_curvature(inner.rule, 0):
         raise UncompilableError("its rule asks for curvature, which is taken from the tape")
     if inner.compiled is not None and inner.compiled.options.whole and inner.start and inner.start.functions:

@@ -20,21 +20,15 @@ from metagrad.optim.rules import Params, Rule
 from metagrad.optim.tape_curvature import WeightedLoss
 
 
-def check_layers(model: nn.Module, rule: Rule, *, is_block: bool) -> None:
+def check_layers(model: nn.Module, rule: Rule) -> None:
     """Check that a rule of layers supports the model's; warn of modules that it moves along the plain gradient.
 
     Args:
         model: The model.
         rule: The inner rule.
-        is_block: Whether gradients are taken block by block.
     """
     if not needs_layers(rule, 0):
         return
-    if is_block:
-        raise ValueError(
-            f'MAML(..., memory="block"): {CALL} needs the inputs of layers, which are gone after the backward pass '
-            'of a block. Use memory="step".'
-        )
     known_layers(f"MAML(..., inner={CALL})", model)
 
 

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from metagrad import memory as memory_tracking
-from metagrad.autograd.blocks.block_gradient import block_gradient
-from metagrad.autograd.blocks.types import Chain
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.quick import QuickDerivatives
-from metagrad.autograd.recompute.checkpoint import checkpoint
 from metagrad.autograd.unrolling.compiled import unroll_compiled
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
@@ -109,7 +106,6 @@ class InnerLoop:
         memory: What :func:`metagrad.unroll` keeps.
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
-        chain: The model by blocks and its loss, where gradients are taken block by block.
         compiled: What has been compiled; None compiles nothing.
         start: What parameters start from in each task; None means from the meta-parameters.
         stacked: Whether tasks have an axis of their own, in front.
@@ -126,7 +122,6 @@ class InnerLoop:
     memory: Memory
     truncate: int | None = None
     tolerance: float | None = None
-    chain: Chain | None = None
     compiled: CompiledMAML | None = None
     start: OwnStart | None = None
     stacked: bool = False
@@ -367,8 +362,6 @@ class InnerLoop:
         """Return the query loss after a step; after the last one :meth:`evaluate` computes it, with predictions."""
         if not isinstance(t, Tensor) and t == self.steps - 1:
             return torch.zeros_like(losses)
-        if self.chain is not None:
-            return checkpoint(lambda *args: loss(*args)[0], params, x, y)
         return loss(params, x, y)[0]
 
     def _gradients(
@@ -376,20 +369,17 @@ class InnerLoop:
     ) -> tuple[Tensor, Params, Curvature | None]:
         if torch.compiler.is_compiling():
             return *_functional_gradients(loss, params, x, y, self.order), None
-        is_due, calls, predictions = needs_curvature(self.rule, t), None, None
-        if self.chain is not None:
-            losses, grads = block_gradient(self.chain, params, x, y)
-        else:
-            with self._quick(), observed_layers(self.objective.model, params, self.rule, t) as calls:
-                losses, predictions = loss(params, x, y)
-            if self.compiled is not None:
-                self.compiled.note_outputs(losses, predictions)
-            if (create_graph or is_due) and t == 0:
-                refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
-            # A step that is computed again, as that of compiled code is, frees its graph at its end.
-            is_kept = create_graph or is_due or self.memory in ("step", "sqrt") or self.compiled is not None
-            grads = gradients_of(losses, params, create_graph or is_due, retain_graph=is_kept)
-            losses = losses if is_kept else _of_no_graph(losses)
+        is_due = needs_curvature(self.rule, t)
+        with self._quick(), observed_layers(self.objective.model, params, self.rule, t) as calls:
+            losses, predictions = loss(params, x, y)
+        if self.compiled is not None:
+            self.compiled.note_outputs(losses, predictions)
+        if (create_graph or is_due) and t == 0:
+            refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
+        # A step that is computed again, as that of compiled code is, frees its graph at its end.
+        is_kept = create_graph or is_due or self.memory in ("step", "sqrt") or self.compiled is not None
+        grads = gradients_of(losses, params, create_graph or is_due, retain_graph=is_kept)
+        losses = losses if is_kept else _of_no_graph(losses)
         curvature = None
         if is_due:
             curvature = inner_curvature(

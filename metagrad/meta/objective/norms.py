@@ -53,7 +53,7 @@ def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool, name: str = "MAML") -> None:
+def check_norm(model: nn.Module, norm: object, steps: int, *, name: str = "MAML") -> None:
     """Refuse a policy that is unknown, or that does not work with the model."""
     if norm is None:
         return
@@ -61,11 +61,6 @@ def check_norm(model: nn.Module, norm: object, steps: int, *, is_block: bool, na
     if norm not in get_args(Norm):
         expected = ", ".join(map(repr, get_args(Norm)))
         raise ValueError(f"{call}): expected None, {expected}, got {norm!r}.")
-    if is_block:
-        raise ValueError(
-            f'{call}={norm!r}, memory="block"): blocks are recomputed one by one, where no policy reaches. '
-            'Use memory="step".'
-        )
     layers = statistical_norms(model)
     if not layers:
         raise ValueError(

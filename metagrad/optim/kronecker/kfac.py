@@ -86,7 +86,7 @@ class KFACRule(RuleNode):
     ``kronecker_factors(request)`` that returns the factors of layers by the names of their weights.
 
     What does not work: grouped convolutions, and layers that are shared or called twice, which are refused by name;
-    ``memory="block"``; ``compile`` in MAML, which warns and runs the steps uncompiled; the corrected eigenvalues of
+    ``compile`` in MAML, which warns and runs the steps uncompiled; the corrected eigenvalues of
     ``metagrad.optim.KFAC(eigen=True)``, because eigenvectors have no derivative where eigenvalues coincide, as those
     of factors of few examples do.
 

@@ -143,13 +143,6 @@ def _complex(p, *batch):
     return (p["w"].sum() * (1 + 2j)).square()
 
 
-def _complex_chain(*, of):
-    model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False))
-    chain = mg.autograd.chain(model, lambda z, y: ((z - y) * (1 + 1j)).square().sum())
-    params, x, y = dict(model.named_parameters()), torch.ones(3, 2), torch.ones(3, 1)
-    return mg.hvp(chain, params, params, x, y, mode="block") if of == "hvp" else of(chain, params, x, y)
-
-
 @pytest.mark.parametrize(
     "derivative",
     [
@@ -157,8 +150,6 @@ def _complex_chain(*, of):
         lambda p: mg.grad(_complex(p), p, create_graph=True),
         lambda p: mg.hvp(_complex, p, p),
         lambda p: mg.hvp(_complex, p, p, mode="forward"),
-        lambda p: _complex_chain(of="hvp"),
-        lambda p: _complex_chain(of=mg.autograd.block_gradient),
         lambda p: mg.autograd.linearize(_complex(p), p),
         lambda p: mg.hessian(_complex(p), p),
     ],

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import metagrad as mg
-from metagrad.autograd import chain, hvp
+from metagrad.autograd import hvp
 from metagrad.memory.storages import Ledger, StorageMode
+from tests.losses import loss_of
 
-MODES = ["reverse", "forward", "block"]
+MODES = ["reverse", "forward"]
 
 
 def squares(prediction, y):
@@ -23,7 +24,7 @@ def problem(dtype=torch.float64):
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
     x, y = torch.randn(5, 3, dtype=dtype), torch.randn(5, 2, dtype=dtype)
     params = {k: p.detach().clone() for k, p in model.named_parameters()}
-    return chain(model, squares), params, {k: torch.randn_like(p) for k, p in params.items()}, x, y
+    return loss_of(model, squares), params, {k: torch.randn_like(p) for k, p in params.items()}, x, y
 
 
 def flat(tree) -> torch.Tensor:
@@ -97,23 +98,9 @@ def test_a_linear_loss_has_no_curvature(mode):
     torch.testing.assert_close(result.product, torch.zeros(2))
 
 
-def test_parameters_that_a_chain_does_not_use_have_zeros():
-    class Half(nn.Linear):
-        def forward(self, x):
-            return x @ self.weight.t()
-
-    model = nn.Sequential(Half(2, 2), nn.Tanh())
-    loss = chain(model, squares)
-    params = {k: p.detach() for k, p in model.named_parameters()}
-    x, y = torch.randn(3, 2), torch.randn(3, 2)
-    results = [hvp(loss, params, params, x, y, mode=mode) for mode in ("reverse", "block")]
-    torch.testing.assert_close(results[1].product, results[0].product)
-    assert torch.equal(results[1].product["bias" if "bias" in params else "0.bias"], torch.zeros(2))
-
-
 def test_arguments_are_checked():
     loss, params, v, x, y = problem()
-    with pytest.raises(ValueError, match=r"mode\): expected one of reverse, forward, block, got 'auto'"):
+    with pytest.raises(ValueError, match=r"mode\): expected one of reverse, forward, got 'auto'"):
         hvp(loss, params, v, x, y, mode="auto")
     with pytest.raises(ValueError, match="v must have the structure of params"):
         hvp(loss, params, list(v.values()), x, y)
@@ -131,35 +118,24 @@ def test_arguments_are_checked():
 def test_a_loss_must_be_one_number(mode):
     _, params, v, x, y = problem()
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    loss = chain(model, lambda prediction, y: (prediction - y).square())
+    loss = loss_of(model, lambda prediction, y: (prediction - y).square())
     with pytest.raises(ValueError, match=r"the loss must have one element, got shape \(5, 2\)"):
         hvp(loss, params, v, x, y, mode=mode)
     with pytest.raises(TypeError, match="must return"):
-        hvp(chain(model, lambda prediction, y: (squares(prediction, y),)), params, v, x, y, mode=mode)
+        hvp(loss_of(model, lambda prediction, y: (squares(prediction, y),)), params, v, x, y, mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["reverse", "block"])
-def test_a_loss_must_depend_on_the_parameters(mode):
+def test_a_loss_must_depend_on_the_parameters():
     _, params, v, x, y = problem()
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    loss = chain(model, lambda prediction, y: squares(prediction.detach(), y))
+    loss = loss_of(model, lambda prediction, y: squares(prediction.detach(), y))
     with pytest.raises(ValueError, match=r"has no graph|depends on none of the parameters"):
-        hvp(loss, params, v, x, y, mode=mode)
-
-
-def test_what_is_no_chain_has_no_blocks():
-    loss, params, v, x, y = problem()
-    with pytest.raises(
-        TypeError, match=r"of chain\(model, loss_fn\).*got function, dict and 2.*mode=\"reverse\""
-    ):
-        hvp(lambda params, x, y: loss(params, x, y), params, v, x, y, mode="block")
-    with pytest.raises(TypeError, match="got Chain, dict and 1 further"):
-        hvp(loss, params, v, x, mode="block")
+        hvp(loss, params, v, x, y)
 
 
 def test_operations_without_forward_derivatives_are_refused_with_the_alternatives():
     x = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"no forward derivative: .* Take mode=\"reverse\" or \"block\""):
+    with pytest.raises(ValueError, match=r"no forward derivative: .* Take mode=\"reverse\""):
         hvp(lambda q: F.mse_loss(q, x), x, x, mode="forward")
     with pytest.raises(RuntimeError, match="must match the size"):
         hvp(lambda q: (q - torch.ones(5)).sum(), x, x, mode="forward")

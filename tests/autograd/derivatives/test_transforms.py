@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -88,14 +87,6 @@ def test_graphs_inside_vmap_and_forward_mode_say_what_to_do(derivative, transfor
     message = "no graph inside a torch.func transform.*Call torch.func.grad or metagrad.hvp there"
     with pytest.raises(ValueError, match=message):
         transform(lambda w: derivative(loss_of({"w": w}), w))(w)
-
-
-def test_block_by_block_inside_a_transform_is_refused():
-    model = nn.Sequential(nn.Linear(3, 1, bias=False).double())
-    chain = mg.autograd.chain(model, F.mse_loss)
-    x, v = draw(3), torch.ones(1, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"runs outside of torch.func transforms"):
-        grad(lambda w: mg.hvp(chain, {"0.weight": w}, {"0.weight": v}, x, x[:, :1], mode="block").loss)(v)
 
 
 @pytest.mark.parametrize("mode", ["reverse", "forward"])

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metagrad as mg
-from metagrad.autograd import chain
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.sparse import Pattern, RowSparse, SparseTensor
+from tests.losses import loss_of
 from tests.marks import slow
 
 
@@ -277,27 +277,17 @@ def test_what_torch_lacks_is_named():
         hessian(F.hardsigmoid(w).sum(), {"w": w})
 
 
-def test_blockwise_is_the_dense_hessian():
-    torch.manual_seed(0)
-    model, x = mlp()
-    model, y = model.double(), draw(5, 2)
-    params = {k: p.detach() for k, p in model.named_parameters()}
-    loss = chain(model, lambda z, y: (z - y).square().mean())
-    expected = dense(loss, params, x, y)
-    with hessian(loss, params, (x, y), mode="block") as H:
-        v = draw(2, H.shape[0])
-        close(H.products(v), v @ expected)
-        close(H["2"].products(v[:, :10]), v[:, :10] @ expected[16:, 16:])
-
-
 # Third derivatives
 
 
-@pytest.mark.parametrize("mode", ["reverse", "forward", "block"])
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
 def test_products_can_be_differentiated(mode):
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.GroupNorm(1, 2)).double(), draw(4, 3)
-    loss, names = chain(model, lambda z, y: (z - y).square().sum()), [n for n, _ in model.named_parameters()]
+    loss, names = (
+        loss_of(model, lambda z, y: (z - y).square().sum()),
+        [n for n, _ in model.named_parameters()],
+    )
 
     def products(params, v, y):
         params = dict(zip(names, params, strict=True))
@@ -412,15 +402,13 @@ def test_bad_losses():
 def test_bad_arguments():
     w = draw(3).requires_grad_()
     fn = lambda p: p["w"].sin().sum()  # noqa: E731
-    with pytest.raises(ValueError, match="mode must be one of reverse, forward, block, got 'x'"):
+    with pytest.raises(ValueError, match="mode must be one of reverse, forward, got 'x'"):
         hessian(fn, {"w": w}, mode="x")
     for loss in (fn({"w": w}), lambda: fn({"w": w})):
         with pytest.raises(
             ValueError, match=r"mode='forward' evaluates the loss at other points: pass it as a function"
         ):
             hessian(loss, {"w": w}, mode="forward")
-    with pytest.raises(ValueError, match=r"mode='block' needs to know the blocks"):
-        hessian(fn, {"w": w}, mode="block")
     with pytest.raises(ValueError, match="data goes with a loss function"):
         hessian(fn({"w": w}), {"w": w}, (draw(3),))
     with pytest.raises(ValueError, match="loss takes no arguments, so data has nowhere to go"):
@@ -573,9 +561,6 @@ def test_what_cannot_be_compiled_is_refused():
         hessian(lambda: loss_fn(wanted, *batch), wanted, compile=True)
     with pytest.raises(ValueError, match="compile compiles one product, and has no whole"):
         hessian(loss_fn, params, batch, compile="whole")
-    model = nn.Sequential(nn.Linear(3, 1))
-    with pytest.raises(ValueError, match='compile goes with mode="reverse" or "forward"'):
-        hessian(chain(model, F.mse_loss), dict(model.named_parameters()), batch, mode="block", compile=True)
     with pytest.raises(ValueError, match="compile goes without create_graph"):
         hessian(loss_fn, params, batch, compile=True, create_graph=True)
     with pytest.raises(ValueError, match="compile is for one batch"):

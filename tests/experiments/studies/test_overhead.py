@@ -48,8 +48,6 @@ def is_exact(model, quantity, remedy):
     """Say whether a remedy changes nothing; the others are refused, or wrong, see the tables of the program."""
     refused = {
         "accumulated": model == "graph",  # nodes are not independent
-        "block by block": model == "table",
-        "block": model == "table",
         "mg.checkpoint": model == "table" and quantity in (PRODUCT, META),
         "torch checkpoint": quantity == META,
     }
@@ -204,7 +202,7 @@ def grid(config, tmp_path, monkeypatch):
 
 
 def made_up(steps, quantity, remedy):
-    if remedy == "block":
+    if remedy == "auto":
         return asdict(Row(quantity, remedy, steps, note="ValueError: no."))
     more = 2 if remedy else 1
     return asdict(
@@ -251,8 +249,8 @@ def test_tables_are_made_of_cells(grid):
     text = report(rows, lost)
     assert "| gradient | 1 MiB, 2.5 ms |" in text
     assert "| mg.checkpoint | 2.00, 2.00, off by 0.1 |" in text
-    assert "| block | refused |" in text
-    assert "- mlp, meta-gradient, block: ValueError: no." in text
+    assert "| auto | refused |" in text
+    assert "- mlp, meta-gradient, auto: ValueError: no." in text
     assert "| mlp, step | 2 | 2 |" in text
     assert "- table-base-1-8-64: took longer than 1 s" in text
     first, *_ = csv.DictReader(as_csv(rows).splitlines())

@@ -100,7 +100,6 @@ WAYS = [
     {"memory": "step"},
     {"memory": "sqrt", "task_chunk": 2},
     {"memory": "64KiB"},
-    {"memory": "block"},
     {"order": 1},
 ]
 

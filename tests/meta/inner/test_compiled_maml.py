@@ -378,13 +378,6 @@ def test_a_step_beyond_the_last_value_is_refused(lr, options):
         compiled(draw_batch(), steps=3)
 
 
-def test_a_step_by_blocks_runs_as_it_is():
-    compiled, eager = pair(perceptron(), rules.sgd(lr=0.1), steps=2, memory="block")
-    with pytest.warns(UserWarning, match=r'memory="block" differentiates .*memory="step" can be compiled'):
-        got = meta_gradient(compiled, draw_batch())
-    assert_same(got, meta_gradient(eager, draw_batch()))
-
-
 def test_a_copy_compiles_for_itself_and_is_not_kept_alive_by_what_was_compiled(by_steps):
     compiled, eager = by_steps
     torch.testing.assert_close(compiled(draw_batch()).loss, eager(draw_batch()).loss)

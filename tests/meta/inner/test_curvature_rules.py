@@ -113,16 +113,6 @@ def test_the_first_probes_of_a_process_can_be_recomputed():
     torch.testing.assert_close(gradient("adahessian", memory="sqrt"), expected)
 
 
-@pytest.mark.parametrize("name", ["adahessian", "sophia_h"])
-def test_block_by_block(name):
-    torch.testing.assert_close(gradient(name, memory="block"), gradient(name, task_chunk=1))
-
-
-def test_block_by_block_knows_no_predictions():
-    with pytest.raises(ValueError, match="needs a loss of known form"):
-        gradient("sophia_g", memory="block")
-
-
 @every_rule
 def test_first_order_takes_curvature_as_a_constant(name):
     net = model()
@@ -264,11 +254,6 @@ def test_kfac_beside_a_table_of_which_only_rows_are_there():
         return meta(batch).support_losses
 
     torch.testing.assert_close(found(["0.weight"]), found([]))
-
-
-def test_kfac_block_by_block_is_refused():
-    with pytest.raises(ValueError, match=r'memory="block"\): kfac.*Use memory="step"'):
-        maml("kfac", model(), memory="block")
 
 
 def test_kfac_refuses_layers_that_it_does_not_know_by_name():

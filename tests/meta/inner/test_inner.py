@@ -9,7 +9,6 @@ from torch.func import functional_call
 
 import metagrad as mg
 from metagrad.core.budget import BudgetError
-from metagrad.memory.storages import Ledger, StorageMode
 from metagrad.optim.rules import adam, sgd
 from tests.marks import slow
 
@@ -140,50 +139,3 @@ def test_a_meta_step_can_be_checkpointed(regression, memory):
     torch.testing.assert_close(
         mg.grad(loss, params), mg.grad(maml(regression).loss, params), rtol=1e-12, atol=1e-15
     )
-
-
-def blocks():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
-    ).double()
-
-
-@pytest.mark.parametrize("rule", [sgd(lr=0.1, momentum=0.5), adam(lr=0.05)], ids=["sgd", "adam"])
-@pytest.mark.parametrize("order", [1, 2])
-def test_block_by_block_gives_the_same_derivatives(regression, rule, order):
-    model = blocks()
-    params = list(model.parameters())
-    results = []
-    for memory in ("full", "block"):
-        out = mg.MAML(model, F.mse_loss, inner=rule, steps=3, order=order, memory=memory)(regression)
-        first = torch.autograd.grad(out.loss, params, create_graph=True)
-        second = torch.autograd.grad(sum((g**3).sum() for g in first), params)
-        results.append([out.loss, out.support_losses, *first, *second])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-14)
-
-
-def test_block_by_block_needs_blocks():
-    with pytest.raises(ValueError, match="blocks"):
-        mg.MAML(torch.nn.Bilinear(2, 2, 3), F.mse_loss, inner=sgd(lr=0.1), steps=2, memory="block")
-    model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 3))
-    with pytest.raises(ValueError, match="tables cannot be replaced"):
-        mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory="block", sparse=["0.weight"])
-    with pytest.raises(ValueError, match="needs to know the model"):
-        mg.unroll(lambda x, t: (x, None), torch.ones(1), steps=1, memory="block")
-
-
-def test_block_by_block_holds_the_graph_of_one_block():
-    torch.manual_seed(0)
-    layers = lambda: [layer for _ in range(4) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh())]  # noqa: E731
-    model = torch.nn.Sequential(*(torch.nn.Sequential(*layers()) for _ in range(6))).double()
-    support, query = (mg.tasks.Examples(*torch.randn(2, 1, n, 16).double()) for n in (500, 20))
-    peaks = {}
-    for memory in ("step", "block"):
-        maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=1)
-        with StorageMode(ledger := Ledger(torch.device("cpu"))):
-            maml(mg.tasks.Batch(support, query)).loss.backward()
-        peaks[memory] = ledger.peak
-    assert peaks["block"] < 0.6 * peaks["step"]
-    assert "memory='block'" in repr(maml)

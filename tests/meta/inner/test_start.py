@@ -219,19 +219,6 @@ def test_the_graph_of_a_meta_batch_takes_zeros_alone(textbook, regression):
     torch.testing.assert_close(gradients(loss, maml), gradients(expected.mean(), maml), rtol=1e-9, atol=1e-12)
 
 
-def test_block_by_block(textbook, regression):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-
-    def start(model, x, y):
-        return {"2.bias": model(x).sin().mean(0)}
-
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory="block", start=start)
-    expected = textbook(model, F.mse_loss, regression, start=start, lr=0.1, steps=2)
-    got = gradients(maml(regression).loss, maml)
-    torch.testing.assert_close(got, gradients(expected.mean(), maml), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("task_chunk", [None, 1])
 def test_tables_of_which_rows_are_adapted(textbook, task_chunk):
     """A start that looks rows up, whose gradient is of these rows."""

@@ -406,7 +406,6 @@ class Unreachable(nn.BatchNorm1d):
         (lambda: Net(untracked), {"norm": "running"}, r"BatchNorm1d \(norm\) keeps no running statistics"),
         (lambda: Net(untracked), {"norm": "per_step"}, "track_running_stats=True"),
         (Net, {"norm": "per_step", "steps": 0}, "statistics for each inner step, but steps is 0"),
-        (Layers, {"norm": "transductive", "memory": "block"}, "blocks are recomputed one by one"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(model, options, message):

@@ -31,7 +31,7 @@ def assert_close(got, expected):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-MEMORIES = ["full", "step", "sqrt", "64KiB", "auto", "block"]
+MEMORIES = ["full", "step", "sqrt", "64KiB", "auto"]
 
 
 @pytest.mark.parametrize(

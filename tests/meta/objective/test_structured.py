@@ -349,14 +349,6 @@ def test_structured_models_run_without_being_compiled_with_one_warning(compile, 
     torch.testing.assert_close(list(torch.autograd.grad(out.loss, list(model.parameters()))), expected)
 
 
-def test_block_by_block_takes_single_tensors():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=1, memory="block")
-    x = torch.ones(2, 3, 2)
-    with pytest.raises(ValueError, match="inputs and targets are single tensors"):
-        maml((({"input": x}, x), ({"input": x}, x)))
-
-
 def test_examples_of_several_inputs_are_moved_and_counted():
     batch = draw()
     moved = Batch(batch.support, Examples((batch.query.x, torch.ones(3)), batch.query.y)).query.to(

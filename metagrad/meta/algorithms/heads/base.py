@@ -162,7 +162,7 @@ class HeadAlgorithm(nn.Module):
         """Refuse attributes that mean nothing, at construction and where they have been assigned since."""
         check_arguments(self.model, 0, 2, self.task_chunk, self._name)
         check_nonfinite(self.nonfinite, self._name)
-        check_norm(self.model, self.norm, 0, is_block=False, name=self._name)
+        check_norm(self.model, self.norm, 0, name=self._name)
         stacking = self.__dict__.get("_stacking")
         if stacking is None or stacking.task_chunk != self.task_chunk:
             self._stacking = Stacking(self.task_chunk, self._name)

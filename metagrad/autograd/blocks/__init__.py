@@ -1,1 +1,0 @@
-"""Models as chains of blocks, differentiated block by block."""
