@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from docs._hooks.families import ROOT, Family, Method
+from experiments.run.files import markdown
 from experiments.run.plots.panels import Curve, Panel
-from experiments.run.table_report import markdown
 from metagrad.optim import rules
 
 ROWS = 6  # of docs/benchmarks.md that a page repeats
@@ -70,7 +70,7 @@ def index_page(family: Family, panels: list[Panel]) -> str:
         f"# {family.title}",
         f"{prose['about']} The page of each has its equation, its arguments, an example and our figure. The last "
         f"columns are what was measured {prose['columns']}: of {columns}.",
-        "\n".join(markdown([header, *rows])),
+        markdown([header, *rows]),
         "## How they were measured",
         prose["protocol"],
         f"```sh\n{family.program}\n```",

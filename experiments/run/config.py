@@ -171,6 +171,17 @@ def check_keys(call: str, node: Any, prefix: str = "") -> None:
             check_keys(call, value, f"{prefix}{name}.")
 
 
+def check_counts(call: str, node: Any, prefix: str = "") -> None:
+    """Raise `ValueError` if an integer of a config, or of a list in it, is below its least value or above 64 bits."""
+    for item in fields(node):
+        value, name = getattr(node, item.name), f"{prefix}{item.name}"
+        if is_dataclass(value):
+            check_counts(call, value, f"{name}.")
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int) and not isinstance(one, bool):
+                check_least(call, {name: (one, item.metadata.get("least", 1))})
+
+
 def check_least(call: str, least: dict[str, tuple[int, int]]) -> None:
     """Refuse counts, by name, that are below what they must be at least, or no integers of 64 bits."""
     for name, (value, smallest) in least.items():

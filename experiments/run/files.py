@@ -20,6 +20,12 @@ def data_file(name: str) -> Path:
     return path
 
 
+def markdown(rows: list[list[str]]) -> str:
+    """Return rows of cells, the first of which is the header, as a table."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]])
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of text."""
     write_bytes(path, text.encode())

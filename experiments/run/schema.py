@@ -26,9 +26,9 @@ class LoggerName(Enum):
     none = "none"
 
 
-def key(sentence: str, default: Any = MISSING) -> Any:
-    """Return a field with the sentence that `--help` prints of it."""
-    return field(default=default, metadata={"help": sentence})
+def key(sentence: str, default: Any = MISSING, *, least: int = 1) -> Any:
+    """Return a field with the sentence that `--help` prints of it, and the least value if it is an integer."""
+    return field(default=default, metadata={"help": sentence, "least": least})
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.run import result
 from experiments.run.evaluate import Interval
-from experiments.run.files import write_text
+from experiments.run.files import markdown, write_text
 from experiments.run.job import FAILURE
 from experiments.run.metrics import last_values, read_rows, series
 from experiments.run.plots.comparison import comparison
@@ -47,7 +47,7 @@ def write(config: Table, experiment: str) -> None:
         "",
         *_protocol([cell for own in finished.values() for cell in own], config),
         "",
-        *markdown([HEADER, *rows]),
+        markdown([HEADER, *rows]),
     ]
     lost = [
         f"- {cell}: {_reason(cell)}" for name in cells for cell in cells[name] if cell not in finished[name]
@@ -114,9 +114,3 @@ def _protocol(cells: list[Path], config: Table) -> list[str]:
 def _reason(folder: Path) -> str:
     failure = folder / FAILURE
     return failure.read_text().strip().partition("\n")[0] if failure.exists() else "it has not ended"
-
-
-def markdown(rows: list[list[str]]) -> list[str]:
-    """Return rows of cells, the first of which is the header, as lines of a table."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]]

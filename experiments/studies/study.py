@@ -27,7 +27,7 @@ from omegaconf import MISSING
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from experiments.run import provenance, result
-from experiments.run.config import check_least, converted, plain, register
+from experiments.run.config import check_counts, converted, plain, register
 from experiments.run.files import write_text
 from experiments.run.help import CONF
 from experiments.run.job import claimed, failures_reported, launch, seed_everything
@@ -80,7 +80,7 @@ class StudyConfig:
     """What every study is told."""
 
     folder: str = key("Where everything is; the same command goes on there.")
-    seeds: list[int] = key("The repetitions of each cell.")
+    seeds: list[int] = key("The repetitions of each cell.", least=0)
     threads: int | None = key("Threads of torch on the CPU; null is torch's choice.")
     logger: Logger = MISSING
 
@@ -99,7 +99,6 @@ class Study(Generic[C]):
         figures: Draws the results there are into a folder, and returns the files.
         check: Raises a `ValueError` for a config that cannot be.
         free: Further keys that another run in the same folder may change: those that choose cells.
-        module: How it is started.
     """
 
     def __init__(
@@ -112,9 +111,8 @@ class Study(Generic[C]):
         figures: Callable[[list[Result], C, Path], Sequence[Path]],
         check: Callable[[C], None] = lambda config: None,
         free: Sequence[str] = (),
-        module: str | None = None,
     ) -> None:
-        self.name, self.schema, self.module = name, schema, module or f"experiments.studies.{name}"
+        self.name, self.schema = name, schema
         self._cells, self._report, self._figures, self._check = cells, report, figures, check
         self._free = {*FREE, *free}
         register()
@@ -129,7 +127,7 @@ class Study(Generic[C]):
                 print(self.run(self.typed(config), folder))
 
         run = hydra.main(config_path=str(CONF), config_name=self.name, version_base="1.3")(program)
-        launch(run, self.name, self.module)
+        launch(run, self.name, f"experiments.studies.{self.name}")
 
     def typed(self, config: DictConfig) -> C:
         """Resolve a composed config and return it as an object of the schema.
@@ -140,9 +138,7 @@ class Study(Generic[C]):
         resolved: C = converted(self.name, config)
         if not resolved.seeds:
             raise ValueError(f"{self.name}: seeds is empty; give at least one, seeds=[0].")
-        threads = 1 if resolved.threads is None else resolved.threads
-        check_least(self.name, {"threads": (threads, 1), "a seed": (min(resolved.seeds), 0)})
-        check_least(self.name, {"a seed": (max(resolved.seeds), 0)})
+        check_counts(self.name, resolved)
         self._check(resolved)
         return resolved
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
-from tests.experiments.test_algorithms import TINY
+from tests.experiments.run.test_algorithms import TINY
 
 from experiments import table
 from experiments.run import table_report

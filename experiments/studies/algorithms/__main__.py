@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.run import build, outer
 from experiments.run.config import check_least, composed, typed
 from experiments.run.evaluate import evaluate
+from experiments.run.files import markdown
 from experiments.run.plots.panels import Curve, Panel, all_curves, write_panels
 from experiments.run.schema import key
-from experiments.run.table_report import markdown
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def report(results: list[Result], config: AlgorithmsConfig) -> str:
             header = ["algorithm", *(f"after {n}" for n in (0, *config.steps)), "outer steps", "trained with"]
             rows = [_row(algorithm, runs, len(header)) for algorithm, runs in found.items()]
             budget = f"{protocol.tasks} new tasks, {protocol.seconds:g} s of training"
-            parts += [f"**{protocol.title}**: {measure} of {budget}.", "", *markdown([header, *rows]), ""]
+            parts += [f"**{protocol.title}**: {measure} of {budget}.", "", markdown([header, *rows]), ""]
     return "\n".join(parts)
 
 

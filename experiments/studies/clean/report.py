@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from experiments.run.files import markdown
 from experiments.run.plots.style import CYCLE, INK, MUTED, VERMILION, figure, legend_below
-from experiments.run.table_report import markdown
 from experiments.studies.clean.schema import CleanConfig
 from experiments.studies.study import Result, by_cell, spread
 
@@ -53,7 +53,7 @@ def report(results: list[Result], config: CleanConfig) -> str:
             "as many of the smallest weights as there are wrong labels; seconds are of the processor; MiB the peak "
             "of an outer step.",
             "",
-            *markdown([header, *rows]),
+            markdown([header, *rows]),
             "",
             *_gaps(found),
         ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from experiments.run.files import markdown
 from experiments.run.plots.style import BLUE, GREEN, MUTED, ORANGE, PURPLE, VERMILION, figure, legend_below
-from experiments.run.table_report import markdown
 from experiments.studies.study import by_cell, spread
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def report(results: list[Result], config: ColdStartConfig) -> str:
         "that no method saw in training, by how many other ratings of the student are seen; below it the difference "
         f"from user + item bias, in thousandths. Mean and standard deviation over seeds ({len(config.seeds)}).",
         "",
-        *markdown([["method", *map(str, config.shots)], *_error_rows(found)]),
+        markdown([["method", *map(str, config.shots)], *_error_rows(found)]),
     ]
     steps = [own for name, own in found.items() if "ms" in own[0]]
     if steps:
@@ -46,7 +46,7 @@ def report(results: list[Result], config: ColdStartConfig) -> str:
             f"{config.rows.width}: CPU time and peak memory of the meta-gradient, beyond the tables; and apart, "
             "those of SparseAdam, whose state has the rows touched so far.",
             "",
-            *markdown([STEP_HEADER, *map(_step_row, steps)]),
+            markdown([STEP_HEADER, *map(_step_row, steps)]),
         ]
     return "\n".join([*lines, ""])
 

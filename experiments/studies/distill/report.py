@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experiments.run.files import markdown
 from experiments.run.plots.style import BLUE, CYCLE, MUTED, VERMILION, figure, legend_below
-from experiments.run.table_report import markdown
 from experiments.studies.distill.sets import IMAGES
 from experiments.studies.study import Result, by_cell, spread
 
@@ -68,7 +68,7 @@ def report(results: list[Result], config: DistillConfig) -> str:
         f"networks for each of the seeds {config.seeds}, and the standard deviation over seeds. Images are learned "
         "for the first network.",
         "",
-        *markdown(_accuracies(sets_of(results), config.judge.networks)),
+        markdown(_accuracies(sets_of(results), config.judge.networks)),
     ]
     peaks, seconds = costs_of(results, "peak"), costs_of(results, "seconds")
     for network, modes in peaks.items():
@@ -77,7 +77,7 @@ def report(results: list[Result], config: DistillConfig) -> str:
             f"A meta-gradient through the training of the network ({TITLES[network]}) in each memory mode: peak "
             "memory (with the first seed), and CPU seconds (the median over seeds).",
             "",
-            *markdown(_costs(modes, seconds[network])),
+            markdown(_costs(modes, seconds[network])),
         ]
     return "\n".join([*lines, ""])
 

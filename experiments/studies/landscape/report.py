@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
-from experiments.run.table_report import markdown
+from experiments.run.files import markdown
 from experiments.studies.curvature.measure import TOTAL
 from experiments.studies.study import by_cell, spread
 
@@ -58,7 +58,7 @@ def report(results: list[Result], config: LandscapeConfig) -> str:
             "accuracies that of the same seed. The interval is that of one estimate of the trace. The last column is "
             "the median over the second half of the preconditioned sharpness over the edge of stability.",
             "",
-            *markdown([HEADER, *rows]),
+            markdown([HEADER, *rows]),
             "",
         ]
     )

@@ -154,7 +154,6 @@ study = Study(
     figures=figures,
     check=check,
     free=["workloads", "optimizers"],
-    module="experiments.studies.optimizers.study",
 )
 
 if __name__ == "__main__":

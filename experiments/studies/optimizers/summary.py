@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import NullFormatter
 
+from experiments.run.files import markdown
 from experiments.run.plots.panels import Curve, Panel, write_panels
 from experiments.run.plots.style import CYCLE, figure, legend_below
-from experiments.run.table_report import markdown
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def report(results: list[Result], config: Any) -> str:
             f"{max(map(len, runs.values()))} seeds, after {seconds:.3g} s and {gradients:,.0f} gradient-equivalents. "
             f"Each optimizer had {first['trials']} trials, on seed {config.tuning_seed}.",
             "",
-            *markdown([header(seconds, gradients), *rows(workload, runs)]),
+            markdown([header(seconds, gradients), *rows(workload, runs)]),
             "",
         ]
     return "\n".join(parts)

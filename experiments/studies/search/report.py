@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from experiments.run.files import markdown
 from experiments.run.plots.style import CYCLE, INK, MUTED, figure, legend_below, thousands
-from experiments.run.table_report import markdown
 from experiments.studies.study import Result, by_cell, spread
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def report(results: list[Result], config: ArchitectureConfig) -> str:
             f"Random search trains {config.drawn} architectures. The unit of a hypergradient is a gradient of the "
             f"training loss in the weights.{unit}",
             "",
-            *markdown(rows),
+            markdown(rows),
             "",
             *_correlation(results, medians),
         ]

@@ -12,7 +12,7 @@ from experiments.run.config import SCHEMAS, plain
 from experiments.run.schema import Device
 from tests.marks import fast, slow
 
-CONF = Path(__file__).parents[2] / "conf"
+CONF = Path(__file__).parents[3] / "conf"
 OF_OTHERS = {"preset", "problem", "tuned", "workload"}  # of other programs, whose tests compose them
 OF_PLUGINS = {"launcher", "sweeper"}  # which test_sweeps composes
 OPTIONS = [

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 
-from experiments.run.help import CONF
-from experiments.studies.attack_images.__main__ import study
-from experiments.studies.attack_images.attacks import (
+from experiments.studies.attack_images import (
     PRODUCT,
     Box,
-    Newton,
-    SignSteps,
+    DefenceConfig,
     attacks,
     cross_entropy,
+    is_right,
     margin,
+    network,
+    newton_step,
+    newton_steps,
+    objective,
+    penalised,
+    shifted,
+    sign_steps,
+    study,
 )
-from experiments.studies.attack_images.defences import PENALTIES, curvature, objective, squares
-from experiments.studies.attack_images.problem import is_right, network, shifted
-from experiments.studies.attack_images.schema import DefenceConfig, check
 from experiments.studies.characters import Examples
-from metagrad import tasks
 
 CLASSES, SIZE, EPSILON = 3, 8, 0.1
 
@@ -72,7 +70,7 @@ def textbook(defence, model, images, config):
     return torch.stack(terms).mean()
 
 
-@pytest.mark.parametrize("defence", PENALTIES)
+@pytest.mark.parametrize("defence", ["gradient", "cure", "curvature"])
 def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, defence):
     config, parameters = settings(), list(model.parameters())
     found = objective(defence, model, images, config, 0.5, torch.Generator())
@@ -84,14 +82,14 @@ def test_the_gradient_of_a_penalty_is_that_of_a_textbook_loop(model, images, def
 
 def test_cure_comes_to_the_hessian_where_h_is_small(model, images):
     config = settings(h=1e-4, cure=1.0, curvature=1.0)
-    differences, products = PENALTIES["cure"](model, images, config)[1], curvature(model, images, config)[1]
+    differences, products = (penalised(one, model, images, config)[1] for one in ("cure", "curvature"))
     torch.testing.assert_close(differences, products, rtol=1e-3, atol=0)
 
 
 def test_a_newton_step_solves_the_system_of_each_image(model, images):
     """With as many conjugate gradients as pixels, where the scaled Hessian is positive definite."""
     box = Box.around(images.x, 0.01)
-    found, _ = Newton(margin, 2 * SIZE**2).step(model, images.x, images.y, box)
+    found, _ = newton_step(margin, 2 * SIZE**2, model, images.x, images.y, box)
     for i in range(len(images.x)):
         x, y = images.x[i].flatten(), images.y[i : i + 1]
 
@@ -111,8 +109,8 @@ def test_a_newton_step_solves_the_system_of_each_image(model, images):
 def test_without_curvature_a_newton_step_is_that_of_fgsm(images):
     linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(SIZE**2, CLASSES).double())
     box = Box.around(images.x, EPSILON)
-    (found, spent), *_ = Newton(margin, 3)(linear, images, box, 1, torch.Generator())
-    ((expected, one),) = SignSteps(margin)(linear, images, box, 1, torch.Generator())
+    (found, spent), *_ = newton_steps(margin, 3, linear, images, box, 1, torch.Generator())
+    ((expected, one),) = sign_steps(margin, False, linear, images, box, 1, torch.Generator())
     assert (found - expected).abs().max() < EPSILON * 0.2  # of pixels with almost no slope
     assert (found - expected).abs().mean() < EPSILON * 0.02
     assert (spent, one) == (1 + PRODUCT, 1)
@@ -153,59 +151,25 @@ def test_adversarial_training_is_of_images_in_the_box(model, images):
     assert len(seen) == 3
     change = (seen[-1] - images.x).abs().max().item()
     assert 0.02 < change <= 0.5 * EPSILON + 1e-12
-    assert squares(torch.full((2, 3), 2.0)) == 12
-
-
-def configured(*overrides):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return study.typed(compose("attack_images", ["logger=none", *overrides]))
-
-
-@pytest.fixture(scope="module")
-def config():
-    return configured()
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("override", "message"),
     [
-        (
-            "defences",
-            ["cure", "dropout"],
-            r"attack_images: defences must be some of plain, gradient, .*'dropout'",
-        ),
-        ("data.held_out", 20, r"attack_images: data.held_out must be below 20, got 20"),
-        ("defence.epsilon", 0.3, r"attack_images: attack.epsilons must .* defence.epsilon=0.3 among them"),
-        ("attack.gradients", [5, 1], r"attack_images: attack.gradients must be ascending, .* got \[5, 1\]"),
-        ("training.steps", 0, r"attack_images: training.steps must be at least 1, got 0"),
+        ("defences=[cure,dropout]", r"attack_images: defences must be some of plain, gradient, .*'dropout'"),
+        ("held_out=20", r"attack_images: held_out must be below 20, got 20"),
+        ("defence.epsilon=0.3", r"attack_images: epsilons must .* defence.epsilon=0.3 among them"),
+        ("gradients=[5,1]", r"attack_images: gradients must be ascending, got \[5, 1\]"),
+        ("steps=0", r"attack_images: steps must be at least 1, got 0"),
     ],
 )
-def test_wrong_settings_are_errors(config, key, value, message):
-    wrong = copy.deepcopy(config)
-    part, _, name = key.rpartition(".")
-    setattr(getattr(wrong, part) if part else wrong, name, value)
+def test_wrong_settings_are_errors(configured, override, message):
     with pytest.raises(ValueError, match=message):
-        check(wrong)
+        configured(study, override)
 
 
 @pytest.mark.slow
-def test_the_small_program_writes_its_page_and_goes_on(tmp_path, monkeypatch):
-    class Drawn:
-        """Characters that are one bright stroke each, somewhere."""
-
-        def __init__(self, *_, **__):
-            strokes = 60 * torch.rand(10, 20, 28, 28)
-            for i in range(10):
-                strokes[i, :, 2 * i + 4 : 2 * i + 6, 6:22] = 255
-            self.num_classes, self.images = 10, strokes.to(torch.uint8)
-
-    monkeypatch.setattr(tasks, "Omniglot", Drawn)
-    small = configured("preset=small", "training.steps=20", "defences=[plain,curvature]")
-    text = study.run(small, tmp_path)
+def test_the_small_program_writes_its_page(configured, strokes, tmp_path):
+    text = study.run(configured(study, "preset=small", "steps=20", "defences=[plain,curvature]"), tmp_path)
     assert "| Hessian penalty |" in text
     assert (tmp_path / "attack_images.png").stat().st_size > 0
-    file = tmp_path / "plain" / "0" / "result.json"
-    kept = json.loads(file.read_text())
-    assert kept["attacks"][0]["I-FGSM"][0][0] == 1
-    file.write_text(json.dumps({**kept, "clean": 12.3}))
-    assert "12.3" in study.run(small, tmp_path)

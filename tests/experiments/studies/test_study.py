@@ -88,7 +88,7 @@ def test_no_seed_is_an_error(draws):
 
 @pytest.mark.parametrize(("seed", "message"), [(-1, "at least 0, got -1"), (2**63, r"below 2\*\*63, got 9")])
 def test_a_seed_that_torch_does_not_take_is_an_error(draws, seed, message):
-    with pytest.raises(ValueError, match=f"draws: a seed must be {message}"):
+    with pytest.raises(ValueError, match=f"draws: seeds must be {message}"):
         draws[0].typed(OmegaConf.structured(configured(seeds=[0, seed])))
 
 

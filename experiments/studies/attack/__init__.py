@@ -1,1 +1,0 @@
-"""Attacks by higher-order gradients, and defences."""

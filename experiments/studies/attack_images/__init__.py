@@ -1,1 +1,0 @@
-"""Adversarial examples of first and second order, and defences that penalise derivatives in the input."""
