@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
-from tests.experiments.run.test_algorithms import TINY
 
 from experiments import table
 from experiments.run import table_report
@@ -16,6 +15,7 @@ from experiments.run.config import converted
 from experiments.run.evaluate import Interval
 from experiments.run.help import CONF
 from experiments.table import run_table
+from tests.experiments.run.test_algorithms import TINY
 
 
 @pytest.fixture
