@@ -215,14 +215,8 @@ CASES = {
     "shampoo, options": Case(
         shampoo,
         {"lr": 0.05, "eps": 1e-2, "momentum": 0.5, "decay": 0.9, "weight_decay": 0.1, "graft_eps": 1e-2},
-        {"graft": "adam", "exponent": 3, "block_size": 2, "root_every": 2},
+        {"graft": True, "block_size": 2, "root_every": 2},
         no_elements=("decay", "eps"),
-    ),
-    "shampoo, grafted": Case(
-        shampoo,
-        {"lr": 0.05, "eps": 1e-2, "graft_eps": 1e-2},
-        {"graft": "adagrad", "maximize": True},
-        no_elements=("eps",),
     ),
     "soap": Case(soap, {"lr": 0.05}, smooth=EPS, no_elements=("betas", "eps", "shift")),
     "soap, options": Case(

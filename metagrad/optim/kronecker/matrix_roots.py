@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-
 import torch
 from torch import Tensor
 
 from metagrad.core._torch import Function, linalg
-from metagrad.optim.hyperparameters import check_count
-from metagrad.sparse.kernels.tangents import nestable, primal
+from metagrad.core.checks import check_count
 
 
 def inverse_root(matrix: Tensor, p: int) -> Tensor:
@@ -42,31 +38,10 @@ def inverse_root(matrix: Tensor, p: int) -> Tensor:
     References:
         Higham, "Functions of matrices", SIAM 2008, section 3.2 (Daleckii and Krein).
     """
-    check_count("inverse_root(matrix, p)", "p", p)
+    check_count("inverse_root(matrix, p)", p)
     _check_square("inverse_root(matrix, p)", matrix)
     values, vectors = linalg.eigh(matrix.detach())
     return _InverseRoot.apply(matrix, vectors, _inverse_roots(values, p), p)
-
-
-def inverse_roots(matrices: Sequence[Tensor], p: Sequence[int]) -> list[Tensor]:
-    """Compute the inverse root of each matrix, :func:`inverse_root`; of those of one shape and root, at once.
-
-    Args:
-        matrices: Each ``[..., n, n]``.
-        p: Which root of each.
-    """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for place, (matrix, root) in enumerate(zip(matrices, p, strict=True)):
-        alike[matrix.shape, matrix.dtype, matrix.device, root].append(place)
-    found: dict[int, Tensor] = {}
-    for places in alike.values():
-        first = places[0]
-        if len(places) == 1:
-            found[first] = inverse_root(matrices[first], p[first])
-        else:
-            stacked = inverse_root(torch.stack([matrices[place] for place in places]), p[first])
-            found |= zip(places, stacked.unbind(), strict=True)
-    return [found[place] for place in range(len(matrices))]
 
 
 def eigenvectors(matrix: Tensor) -> Tensor:
@@ -99,7 +74,9 @@ def eigenvectors(matrix: Tensor) -> Tensor:
 
 
 class _InverseRoot(Function):
-    """Gives the root, of which the eigenvectors and eigenvalues are known."""
+    """Gives the root, of which the eigenvectors and eigenvalues are known. Its derivative is its own adjoint."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(matrix, vectors, roots, p):
@@ -109,30 +86,14 @@ class _InverseRoot(Function):
     def setup_context(ctx, inputs, output):
         *tensors, ctx.p = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, cotangent):
-        return _derivative_of_root(ctx.saved_tensors, cotangent, ctx.p), None, None, None
-
-    @staticmethod
-    @nestable
-    def jvp(ctx, tangent, *_):
-        return _derivative_of_root(map(primal, ctx.saved_tensors), tangent, ctx.p)
-
-    @staticmethod
-    def vmap(info, in_dims, *inputs):
-        *tensors, p = inputs
-        return _InverseRoot.apply(*_all_first(info, in_dims, tensors), p), 0
-
-
-def _derivative_of_root(saved: Iterable[Tensor], direction: Tensor, p: int) -> Tensor:
-    """Apply the derivative, which is its own adjoint."""
-    matrix, vectors, roots = saved
-    root = _InverseRoot.apply(matrix, vectors, roots, p)
-    inverse = linalg.matrix_power(root, p)
-    direction = inverse @ _symmetric(direction) @ inverse
-    return -_Solution.apply(root, _symmetric(direction), vectors, roots, p)
+        matrix, vectors, roots = ctx.saved_tensors
+        root = _InverseRoot.apply(matrix, vectors, roots, ctx.p)
+        inverse = linalg.matrix_power(root, ctx.p)
+        right = _symmetric(inverse @ _symmetric(cotangent) @ inverse)
+        return -_Solution.apply(root, right, vectors, roots, ctx.p), None, None, None
 
 
 class _Solution(Function):
@@ -142,6 +103,8 @@ class _Solution(Function):
     :math:`dC - d^2(X^p)[D, dX]`. Second derivatives of a power are symmetric in all three of their matrices, whence
     the adjoint.
     """
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(root, right, vectors, roots, p):
@@ -156,7 +119,6 @@ class _Solution(Function):
     def setup_context(ctx, inputs, output):
         *tensors, ctx.p = inputs
         ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx, cotangent):
@@ -165,21 +127,6 @@ class _Solution(Function):
         for_right = _Solution.apply(root, _symmetric(cotangent), vectors, roots, ctx.p)
         for_root = -_second_derivative_of_power(root, solution, for_right, ctx.p)
         return for_root, for_right, None, None, None
-
-    @staticmethod
-    @nestable
-    def jvp(ctx, root_tangent, right_tangent, *_):
-        root, right, vectors, roots = map(primal, ctx.saved_tensors)
-        direction = torch.zeros_like(root) if right_tangent is None else right_tangent
-        if root_tangent is not None:
-            solution = _Solution.apply(root, right, vectors, roots, ctx.p)
-            direction = direction - _second_derivative_of_power(root, solution, root_tangent, ctx.p)
-        return _Solution.apply(root, _symmetric(direction), vectors, roots, ctx.p)
-
-    @staticmethod
-    def vmap(info, in_dims, *inputs):
-        *tensors, p = inputs
-        return _Solution.apply(*_all_first(info, in_dims, tensors), p), 0
 
 
 def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tensor:
@@ -195,6 +142,8 @@ def _second_derivative_of_power(x: Tensor, u: Tensor, w: Tensor, p: int) -> Tens
 class _Eigenvectors(Function):
     """Gives eigenvectors and eigenvalues that are known, with derivatives; those of the first contain both."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(matrix, vectors, values):
         return vectors.clone(), values.clone()
@@ -202,24 +151,12 @@ class _Eigenvectors(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx, for_vectors, for_values):
         vectors, values = _Eigenvectors.apply(*ctx.saved_tensors)
         inner = _inverse_gaps(values) * (vectors.mT @ for_vectors) + torch.diag_embed(for_values)
         return _symmetric(_from_basis(inner, vectors)), None, None
-
-    @staticmethod
-    @nestable
-    def jvp(ctx, tangent, *_):
-        vectors, values = _Eigenvectors.apply(*map(primal, ctx.saved_tensors))
-        inner = vectors.mT @ _symmetric(tangent) @ vectors
-        return vectors @ (_inverse_gaps(values) * inner), torch.diagonal(inner, dim1=-2, dim2=-1)
-
-    @staticmethod
-    def vmap(info, in_dims, *inputs):
-        return _Eigenvectors.apply(*_all_first(info, in_dims, inputs)), (0, 0)
 
 
 def _inverse_gaps(values: Tensor) -> Tensor:
@@ -244,14 +181,6 @@ def _from_basis(inner: Tensor, vectors: Tensor) -> Tensor:
 
 def _symmetric(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) / 2
-
-
-def _all_first(info, in_dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Move the axis that is mapped over to the front; give one to tensors without."""
-    return [
-        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for dim, tensor in zip(in_dims, tensors, strict=False)
-    ]
 
 
 def _check_square(call: str, matrix: Tensor) -> None:

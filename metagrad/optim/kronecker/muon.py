@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import KW_ONLY
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import is_sequence
+from metagrad.core.checks import check_choice, check_count, is_sequence, refuse
 from metagrad.optim.arithmetic import average, matrix_norm, plus_scaled
 from metagrad.optim.hyperparameters import is_used
-from metagrad.optim.per_parameter import PerParameter, Values
+from metagrad.optim.kronecker.per_axis import AxisMatrices
+from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
-
-Coefficients = Sequence["float | Tensor"]
 
 
 class MuonState(NamedTuple):
@@ -33,7 +31,7 @@ class MuonState(NamedTuple):
 
 
 @functional_optimizer
-class MuonRule(PerParameter):
+class MuonRule(AxisMatrices):
     r"""The functional form of Muon; with ``ns_dtype=torch.bfloat16`` equal to ``torch.optim.Muon`` step for step.
 
     .. math::
@@ -49,8 +47,8 @@ class MuonRule(PerParameter):
     the dtype of the parameters, or is refused.
 
     Raises:
-        ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three numbers,
-            or three for each iteration; in ``init``, a parameter is no matrix.
+        ValueError: ``adjust_lr_fn`` is unknown, ``ns_steps`` is negative, or the coefficients are not three
+            numbers; in ``init``, a parameter is no matrix.
 
     Example:
         Two iterations by Newton's polynomial of third order, (3 s - s**3) / 2, on the singular values 0.8 and 0.6:
@@ -79,10 +77,9 @@ class MuonRule(PerParameter):
         default=0.95, doc=r"How much of the average gradient is kept, :math:`\mu`."
     )
     nesterov: bool = option(default=True, doc="Look ahead along the new average.")
-    ns_coefficients: Coefficients | Sequence[Coefficients] = option(
+    ns_coefficients: tuple[float, float, float] = option(
         default=(3.4445, -4.775, 2.0315),
-        doc=r"Those of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration: three numbers "
-        r"or 0-d tensors; or three for each of the ``ns_steps`` iterations.",
+        doc=r"Three numbers, of :math:`X`, :math:`X X^\top X` and :math:`(X X^\top)^2 X` in an iteration.",
     )
     eps: Hyperparameter = hyperparameter(
         default=1e-7, doc="The least norm that a matrix is divided by before the iterations."
@@ -104,16 +101,13 @@ class MuonRule(PerParameter):
     batch_ndim: int = 0
 
     call, State = "muon(...)", MuonState
-    nested = ("ns_coefficients",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                "muon(...): adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
-                f"{self.adjust_lr_fn!r}."
-            )
-        _each_iteration(self.ns_coefficients, self.ns_steps)
+        check_choice("muon(..., adjust_lr_fn)", self.adjust_lr_fn, (None, "original", "match_rms_adamw"))
+        check_count("muon(..., ns_steps)", self.ns_steps, least=0)
+        if not is_sequence(self.ns_coefficients) or len(self.ns_coefficients) != 3:
+            refuse("muon(..., ns_coefficients)", "three numbers", self.ns_coefficients)
 
     def check(self, key: str, param: Tensor) -> None:
         """Refuse what is not a matrix."""
@@ -133,24 +127,17 @@ class MuonRule(PerParameter):
         self, h: Values, step: float | Tensor, w: Tensor, g: Tensor, velocity: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return a parameter and its momentum after one step."""
-        if isinstance(h.eps, Tensor) and h.eps.ndim:
-            raise ValueError(
-                "muon(...).update: eps bounds the norm of a matrix, so it has no elements, got shape "
-                f"{tuple(h.eps.shape)}."
-            )
+        self.refuse_elements(eps=h.eps)
         self._check_dtype(w, g)
         velocity = average(velocity, h.momentum, g)
         direction = average(velocity, h.momentum, g) if self.nesterov else velocity
         matrices = direction.reshape(-1, *w.shape[-2:]) if self.batch_ndim else direction
-        matrices = orthogonalized(matrices.to(self.ns_dtype or w.dtype), self._coefficients, h.eps)
+        matrices = matrices.to(self.ns_dtype or w.dtype)
+        matrices = orthogonalized(matrices, self.ns_coefficients, self.ns_steps, h.eps)
         if is_used(h.weight_decay):
             w = w * (1 - h.lr * h.weight_decay)
         direction = matrices.to(w.dtype).reshape(w.shape)
         return plus_scaled(w, h.lr * self._adjustment(*w.shape[-2:]), direction, sign=-1), velocity
-
-    @property
-    def _coefficients(self) -> tuple[Coefficients, ...]:
-        return _each_iteration(self.ns_coefficients, self.ns_steps)
 
     def _check_dtype(self, w: Tensor, g: Tensor) -> None:
         dtype = self.ns_dtype or w.dtype
@@ -169,7 +156,9 @@ class MuonRule(PerParameter):
 muon = MuonRule
 
 
-def orthogonalized(matrices: Tensor, coefficients: Sequence[Coefficients], eps: float | Tensor) -> Tensor:
+def orthogonalized(
+    matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float | Tensor
+) -> Tensor:
     r"""Bring all singular values of ``[m, n]`` or ``[tasks, m, n]`` near 1, by Newton-Schulz iterations.
 
     .. math:: X \leftarrow a X + (b X X^\top + c \, (X X^\top)^2) X, \qquad X_0 = G / \max(\|G\|_F, \epsilon)
@@ -177,38 +166,11 @@ def orthogonalized(matrices: Tensor, coefficients: Sequence[Coefficients], eps: 
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     x = x / matrix_norm(x).clamp(min=eps).to(x.dtype)
-    for a, b, c in coefficients:
+    (a, b, c), plus_product = coefficients, torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
         gram = x @ x.mT
-        x = _plus_product(a, x, 1.0, _plus_product(b, gram, c, gram, gram), x)
+        x = plus_product(x, plus_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-def _plus_product(
-    beta: float | Tensor, base: Tensor, alpha: float | Tensor, left: Tensor, right: Tensor
-) -> Tensor:
-    """Compute ``beta * base + alpha * left @ right``; of numbers in one rounding, which bfloat16 shows."""
-    if isinstance(beta, Tensor) or isinstance(alpha, Tensor):
-        return (beta * base + alpha * (left @ right)).to(base.dtype)
-    multiply = torch.addmm if base.ndim == 2 else torch.baddbmm
-    return multiply(base, left, right, beta=beta, alpha=alpha)
-
-
-def _each_iteration(
-    coefficients: Coefficients | Sequence[Coefficients], num_iterations: int
-) -> tuple[Coefficients, ...]:
-    if num_iterations < 0:
-        raise ValueError(f"muon(...): ns_steps must be at least 0, got {num_iterations}.")
-    each: list[Any] = [coefficients] * num_iterations if _are_three(coefficients) else list(coefficients)
-    if len(each) != num_iterations or not all(map(_are_three, each)):
-        raise ValueError(
-            "muon(...): ns_coefficients must be three numbers, or three for each of ns_steps="
-            f"{num_iterations} iterations, got {coefficients!r}."
-        )
-    return tuple(tuple(three) for three in each)
-
-
-def _are_three(value: object) -> bool:
-    return is_sequence(value) and len(value) == 3 and not any(isinstance(v, Sequence) for v in value)
 
 
 class Muon(RuleOptimizer, rule=MuonRule, ns_dtype=torch.bfloat16):

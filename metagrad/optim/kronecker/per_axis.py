@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from metagrad.core._torch import pytree
 from metagrad.core.tree import widened
 from metagrad.optim.per_parameter import PerParameter
+
+T = TypeVar("T")
 
 
 class AxisMatrices(PerParameter):
@@ -90,6 +93,20 @@ def axis_product(value: Tensor, matrix: Tensor, axis: int, batch_ndim: int = 0) 
     last = value.movedim(batch_ndim + axis, -1)
     product = last.reshape(*last.shape[:batch_ndim], -1, last.shape[-1]) @ matrix
     return product.reshape(last.shape).movedim(-1, batch_ndim + axis)
+
+
+def axis_products(value: Tensor, matrices: Iterable[tuple[int, Tensor]], batch_ndim: int = 0) -> Tensor:
+    """Multiply a tensor along several axes, each with its matrix."""
+    for axis, matrix in matrices:
+        value = axis_product(value, matrix, axis, batch_ndim)
+    return value
+
+
+def chosen(condition: bool | Tensor, compute: Callable[[], T], old: T) -> T:
+    """Choose what is computed, or what there was; both where the number of the step is a tensor."""
+    if isinstance(condition, Tensor):
+        return pytree.tree_map(partial(torch.where, condition), compute(), old)
+    return compute() if condition else old
 
 
 def blocks_of(sizes: Sequence[int], block_size: int) -> Iterator[tuple[slice, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import KW_ONLY
 from typing import NamedTuple
 
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
+from metagrad.core.checks import check_count
 from metagrad.optim.arithmetic import average, plus_scaled, root
-from metagrad.optim.hyperparameters import check_count, is_used
+from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
-from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_product
+from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_products, chosen
 from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
@@ -114,7 +114,7 @@ class SOAPRule(AxisMatrices):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("basis_every", "max_size"):
-            check_count(self.call, name, getattr(self, name))
+            check_count(f"soap(..., {name})", getattr(self, name))
 
     def slots(self, param: Tensor) -> tuple[Tensor | Matrices, ...]:
         """Return averages of zero, and the parameter's own coordinates as bases."""
@@ -141,22 +141,20 @@ class SOAPRule(AxisMatrices):
             self.refuse_elements(**{"betas[1]": h.beta2, "eps": h.eps, "shift": h.shift})
         grams = [axis_gram(value, axis, self.batch_ndim) for axis in turned]
         statistics = tuple(average(old, h.beta2, gram) for old, gram in zip(statistics, grams, strict=True))
-        bases = _chosen(
-            step == 0, lambda: tuple(first_basis(matrix, h.shift) for matrix in statistics), bases
-        )
+        bases = chosen(step == 0, lambda: tuple(first_basis(matrix, h.shift) for matrix in statistics), bases)
         mean = average(mean, h.beta1, g).to(g.dtype)
-        second = average(second, h.beta2, self._multiplied(value, turned, bases) ** 2)
+        second = average(second, h.beta2, self._turned_by(value, turned, bases) ** 2)
         steps = step + 1
         known = second + self._rounding(second) if turned else second
         scale = root(known) / (1 - h.beta2**steps) ** 0.5 + h.eps
-        first = self._multiplied(self.in_axes(mean), turned, bases) / scale
-        direction = self._multiplied(first, turned, tuple(basis.mT for basis in bases))
+        first = self._turned_by(self.in_axes(mean), turned, bases) / scale
+        direction = self._turned_by(first, turned, tuple(basis.mT for basis in bases))
         if is_used(h.weight_decay):
             w = w * (1 - h.lr * h.weight_decay)
         direction = direction.reshape(w.shape).to(w.dtype)
         new = plus_scaled(w, h.lr / (1 - h.beta1**steps), direction, sign=-1)
         is_due = (step % self.basis_every == 0) & (step > 0)
-        second, *rest = _chosen(
+        second, *rest = chosen(
             is_due, lambda: self._turned_on(second, turned, statistics, bases, h.shift), (second, *bases)
         )
         return new, mean, second.reshape(square.shape), statistics, tuple(rest)
@@ -176,10 +174,8 @@ class SOAPRule(AxisMatrices):
             return []
         return [axis for axis, size in enumerate(axes) if size <= self.max_size]
 
-    def _multiplied(self, value: Tensor, axes: list[int], matrices: Matrices) -> Tensor:
-        for axis, matrix in zip(axes, matrices, strict=True):
-            value = axis_product(value, matrix, axis, self.batch_ndim)
-        return value
+    def _turned_by(self, value: Tensor, axes: list[int], bases: Matrices) -> Tensor:
+        return axis_products(value, zip(axes, bases, strict=True), self.batch_ndim)
 
     def _turned_on(
         self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
@@ -232,15 +228,6 @@ def iterated(matrix: Tensor, basis: Tensor, shift: float | Tensor) -> Tensor:
 
 def _mean_eigenvalue(matrix: Tensor) -> Tensor:
     return matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-
-
-def _chosen(
-    condition: bool | Tensor, compute: Callable[[], tuple[Tensor, ...]], old: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """Choose what is computed, or what there was; both where the number of the step is a tensor."""
-    if isinstance(condition, Tensor):
-        return tuple(torch.where(condition, *pair) for pair in zip(compute(), old, strict=True))
-    return compute() if condition else old
 
 
 class SOAP(RuleOptimizer, rule=SOAPRule):

@@ -28,18 +28,6 @@ def test_singular_values_go_through_the_polynomial_and_singular_vectors_stay(sha
     )
 
 
-def test_each_iteration_may_have_coefficients_of_its_own_that_are_learned():
-    each = [
-        torch.tensor(c, dtype=torch.float64, requires_grad=True) for c in (1.5, -0.5, 0.0, 2.0, -1.5, 0.5)
-    ]
-    rule = muon(1.0, ns_coefficients=[each[:3], each[3:]], ns_steps=2, ns_dtype=None)
-    g = draw({"w": (3, 2)})
-    new, _ = rule.update(g, rule.init(g), g)
-    same = muon(1.0, ns_coefficients=[(1.5, -0.5, 0.0), (2.0, -1.5, 0.5)], ns_steps=2, ns_dtype=None)
-    torch.testing.assert_close(new["w"], same.update(g, same.init(g), g)[0]["w"])
-    assert all(d.abs() > 0 for d in torch.autograd.grad((new["w"] ** 3).sum(), each))
-
-
 def test_two_axes_of_tasks():
     g = draw({"w": (3, 2)}, tasks=(2, 4))
     rule = with_batch_ndim(muon(0.1, ns_dtype=None), 2)
@@ -72,13 +60,9 @@ def test_what_is_not_a_matrix_is_refused_with_the_way_out():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"ns_steps": -1}, "ns_steps must be at least 0, got -1"),
-        (
-            {"ns_coefficients": (1.0, 2.0)},
-            r"three numbers, or three for each of ns_steps=5.*got \(1.0, 2.0\)",
-        ),
-        ({"ns_coefficients": [(1.0, 2.0, 3.0)] * 3}, "three for each of ns_steps=5 iterations"),
-        ({"adjust_lr_fn": "other"}, "must be 'original', 'match_rms_adamw' or None, got 'other'"),
+        ({"ns_steps": -1}, r"ns_steps\): expected an int of 0 or more, got -1"),
+        ({"ns_coefficients": (1.0, 2.0)}, r"ns_coefficients\): expected three numbers, got \(1.0, 2.0\)"),
+        ({"adjust_lr_fn": "other"}, "expected one of None, 'original', 'match_rms_adamw', got 'other'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(keywords, message):
@@ -90,7 +74,7 @@ def test_eps_has_no_elements():
     g = draw({"w": (3, 2)})
     rule = muon(eps={"w": torch.ones(3, 2)})
     with pytest.raises(
-        ValueError, match=r"eps bounds the norm of a matrix, so it has no elements, got.*\(3, 2\)"
+        ValueError, match=r"muon.*: eps belongs to the matrices.*no elements, got shape \(3, 2\)"
     ):
         rule.update(g, rule.init(g), g)
 

@@ -56,19 +56,17 @@ def test_matrices_equal_the_paper(decay):
     torch.testing.assert_close(steps(rule, {"w": start}, gradients)[0], w, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("exponent", [None, 2])
-def test_tensors_of_four_axes_equal_the_paper(exponent):
+def test_tensors_of_four_axes_equal_the_paper():
     gradients = gradients_of((3, 2, 2, 3), num=2)
     stats = [torch.zeros(n, n).double() for n in (3, 2, 2, 3)]
     w = torch.zeros(3, 2, 2, 3).double()
-    p = exponent or 8
     for g in gradients:
         for i in range(4):
             unfolded = g.movedim(i, 0).flatten(1)
             stats[i] = stats[i] + unfolded @ unfolded.T
-        roots = [power(m + 0.01 * torch.eye(len(m)), -1 / p) for m in stats]
+        roots = [power(m + 0.01 * torch.eye(len(m)), -1 / 8) for m in stats]
         w = w - torch.einsum("abcd,ai,bj,ck,dl->ijkl", g, *roots)
-    rule = shampoo(1.0, momentum=0.0, eps=0.01, exponent=exponent)
+    rule = shampoo(1.0, momentum=0.0, eps=0.01)
     got, _ = steps(rule, {"w": torch.zeros_like(w)}, gradients)
     torch.testing.assert_close(got, w, rtol=1e-10, atol=1e-12)
 
@@ -112,23 +110,19 @@ def test_roots_are_renewed_at_intervals():
     assert renewed == [True, True, True, False, False, True]
 
 
-@pytest.mark.parametrize("graft", ["sgd", "adagrad", "adam"])
-def test_a_grafted_step_has_the_length_of_the_other_rule(graft):
+def test_a_grafted_step_has_the_length_of_adams():
     gradients = gradients_of((3, 2))
     start = {"w": torch.zeros(3, 2).double()}
-    rules = mg.optim.rules
-    other = {
-        "sgd": rules.sgd(0.1),
-        "adagrad": rules.adagrad(0.1, eps=1e-3),
-        "adam": rules.adam(0.1, betas=(0.0, 0.9), eps=1e-3),
-    }[graft]
-    plain = shampoo(0.1, momentum=0.0)
-    rule = shampoo(0.1, momentum=0.0, graft=graft, graft_decay=0.9, graft_eps=1e-3)
-    states = [r.init(start) for r in (rule, plain, other)]
+    rules = (
+        shampoo(0.1, momentum=0.0, graft=True, graft_decay=0.9, graft_eps=1e-3),
+        shampoo(0.1, momentum=0.0),
+        mg.optim.rules.adam(0.1, betas=(0.0, 0.9), eps=1e-3),
+    )
+    states = [rule.init(start) for rule in rules]
     for g in gradients:
         moved = []
-        for i, r in enumerate((rule, plain, other)):
-            new, states[i] = r.update({"w": g}, states[i], start)
+        for i, rule in enumerate(rules):
+            new, states[i] = rule.update({"w": g}, states[i], start)
             moved.append(new["w"])
         expected = moved[1] * moved[2].norm() / moved[1].norm()
         torch.testing.assert_close(moved[0], expected, rtol=1e-10, atol=1e-12)
@@ -136,7 +130,7 @@ def test_a_grafted_step_has_the_length_of_the_other_rule(graft):
 
 def test_grafting_is_by_task():
     gradients = gradients_of((3, 2), tasks=(4,))
-    rule = shampoo(0.1, graft="sgd", block_size=2)
+    rule = shampoo(0.1, graft=True, block_size=2)
     together, _ = steps(with_batch_ndim(rule, 1), {"w": torch.zeros(4, 3, 2).double()}, gradients)
     for i in range(4):
         alone, _ = steps(rule, {"w": torch.zeros(3, 2).double()}, [g[i] for g in gradients])
@@ -154,10 +148,8 @@ def test_derivatives_are_right_at_equal_eigenvalues():
     ("keywords", "message"),
     [
         ({"decay": 1.5}, "decay must be at most 1, which sums, got 1.5"),
-        ({"graft": "lion"}, "graft must be 'sgd', 'adagrad', 'adam' or None, got 'lion'"),
-        ({"exponent": 0}, "exponent must be a whole number of at least 1, got 0"),
-        ({"block_size": 0}, "block_size must be a whole number"),
-        ({"root_every": 0.5}, "root_every must be a whole number"),
+        ({"block_size": 0}, r"block_size\): expected an int of 1 or more, got 0"),
+        ({"root_every": 0.5}, r"root_every\): expected an int of 1 or more, got 0.5"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(keywords, message):

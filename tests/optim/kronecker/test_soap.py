@@ -138,7 +138,7 @@ def test_derivatives_are_right_where_statistics_have_no_full_rank():
 
 @pytest.mark.parametrize("name", ["basis_every", "max_size"])
 def test_counts_are_whole_numbers(name):
-    with pytest.raises(ValueError, match=rf"soap\(...\): {name} must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match=rf"soap\(..., {name}\): expected an int of 1 or more, got 0"):
         soap(**{name: 0})
 
 
