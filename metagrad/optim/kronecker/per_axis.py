@@ -95,7 +95,7 @@ def axis_product(value: Tensor, matrix: Tensor, axis: int, batch_ndim: int = 0) 
     return product.reshape(last.shape).movedim(-1, batch_ndim + axis)
 
 
-def axis_products(value: Tensor, matrices: Iterable[tuple[int, Tensor]], batch_ndim: int = 0) -> Tensor:
+def products_along(value: Tensor, matrices: Iterable[tuple[int, Tensor]], batch_ndim: int = 0) -> Tensor:
     """Multiply a tensor along several axes, each with its matrix."""
     for axis, matrix in matrices:
         value = axis_product(value, matrix, axis, batch_ndim)

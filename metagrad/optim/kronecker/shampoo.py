@@ -15,7 +15,7 @@ from metagrad.optim.kronecker.matrix_roots import inverse_root
 from metagrad.optim.kronecker.per_axis import (
     AxisMatrices,
     axis_gram,
-    axis_products,
+    products_along,
     block_at,
     blocks_of,
     chosen,
@@ -204,7 +204,7 @@ class ShampooRule(AxisMatrices):
     def _preconditioned(self, value: Tensor, roots: Matrices) -> Tensor:
         axes = self.axes_of(value)
         blocks = [
-            axis_products(block, enumerate(matrices), self.batch_ndim)
+            products_along(block, enumerate(matrices), self.batch_ndim)
             for block, matrices in zip(self._blocks(value), roots, strict=True)
         ]
         return joined_blocks(blocks, axes, self.block_size).reshape(value.shape).to(value.dtype)

@@ -13,7 +13,7 @@ from metagrad.core.checks import check_count
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
-from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, axis_products, chosen
+from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, products_along, chosen
 from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
@@ -175,7 +175,7 @@ class SOAPRule(AxisMatrices):
         return [axis for axis, size in enumerate(axes) if size <= self.max_size]
 
     def _turned_by(self, value: Tensor, axes: list[int], bases: Matrices) -> Tensor:
-        return axis_products(value, zip(axes, bases, strict=True), self.batch_ndim)
+        return products_along(value, zip(axes, bases, strict=True), self.batch_ndim)
 
     def _turned_on(
         self, second: Tensor, axes: list[int], statistics: Matrices, bases: Matrices, shift: float | Tensor
