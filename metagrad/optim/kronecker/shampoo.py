@@ -15,11 +15,11 @@ from metagrad.optim.kronecker.matrix_roots import inverse_root
 from metagrad.optim.kronecker.per_axis import (
     AxisMatrices,
     axis_gram,
-    products_along,
     block_at,
     blocks_of,
     chosen,
     joined_blocks,
+    products_along,
 )
 from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option

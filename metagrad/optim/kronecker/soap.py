@@ -13,7 +13,7 @@ from metagrad.core.checks import check_count
 from metagrad.optim.arithmetic import average, plus_scaled, root
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.kronecker.matrix_roots import eigenvectors
-from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, products_along, chosen
+from metagrad.optim.kronecker.per_axis import AxisMatrices, axis_gram, chosen, products_along
 from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
