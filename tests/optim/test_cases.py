@@ -159,62 +159,30 @@ def test_memory_changes_nothing(case):
     assert_same(derivatives("step"), derivatives("full"), rtol=1e-7, atol=1e-10)
 
 
-def small_model(case):
-    bias = case.shapes is not MATRICES
-    model = nn.Sequential(nn.Linear(2, 3, bias=bias), nn.Tanh(), nn.Linear(3, 2, bias=bias)).double()
-    model.load_state_dict(draw({name: p.shape for name, p in model.named_parameters()}))
-    return model
-
-
-def batch():
-    x = draw({"sx": (4, 6, 2), "sy": (4, 6, 2), "qx": (4, 5, 2), "qy": (4, 5, 2)})
-    return Batch(Examples(x["sx"], x["sy"]), Examples(x["qx"], x["qy"]))
-
-
-def of_model(case):
-    """Return the rule of a case for the names of a model."""
-    if "max_norm" in case.hyper and case is not CASES["clip"]:
-        hyper = case.smooth_hyper()
-        hidden = mg.optim.rules.muon(hyper["lr"], ns_dtype=None, ns_steps=1, eps=1e-2)
-        both = mg.optim.rules.mask(hidden, "*.weight", other=mg.optim.rules.adamw(hyper["lr"], eps=1e-2))
-        return mg.optim.rules.chain(mg.optim.rules.clip_by_norm(hyper["max_norm"]), both)
-    return smooth_rule(case)
-
-
 # The options of a rule are differentiated above; here, what MAML makes of a rule.
 @pytest.mark.parametrize(
-    ("case", "task_chunk"),
-    [
-        pytest.param(case, chunk, id=f"{name}, {chunk}")
-        for name, case in CASES.items()
-        for chunk in (None, 1)
-        if "," not in name and (chunk is None or name in ("adam", "soap", "clip"))
-    ],
+    ("name", "task_chunk"),
+    [("sgd, nesterov", None), ("adam", 1), ("muon", None), ("shampoo", None), ("soap", 1), ("clip", None)],
 )
-def test_meta_gradients_equal_finite_differences(case, task_chunk):
-    model, rule = small_model(case), of_model(case)
-    maml = mg.MAML(model, F.mse_loss, inner=rule, steps=3, task_chunk=task_chunk)
-    params = list(model.parameters())
-    directions = list(draw({str(i): p.shape for i, p in enumerate(params)}, seed=5).values())
-    grads = torch.autograd.grad(maml(batch()).loss, params, materialize_grads=True)
-    got = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
-    alone = [
-        maml(Batch(*(Examples(*(t[i : i + 1] for t in part)) for part in batch()))).loss for i in range(4)
-    ]
-    torch.testing.assert_close(maml(batch()).loss, torch.stack(alone).mean(), rtol=1e-12, atol=0)
+def test_meta_gradients_equal_finite_differences(name, task_chunk):
+    case = CASES[name]
+    bias = case.shapes is not MATRICES
+    model = nn.Sequential(nn.Linear(2, 3, bias=bias), nn.Tanh(), nn.Linear(3, 2, bias=bias)).double()
+    drawn = draw({"sx": (4, 6, 2), "sy": (4, 6, 2), "qx": (4, 5, 2), "qy": (4, 5, 2)})
+    batch = Batch(Examples(drawn["sx"], drawn["sy"]), Examples(drawn["qx"], drawn["qy"]))
+    maml = mg.MAML(model, F.mse_loss, inner=smooth_rule(case), steps=3, task_chunk=task_chunk)
+    start = draw({name: p.shape for name, p in model.named_parameters()})
+    directions = draw({name: p.shape for name, p in start.items()}, seed=5)
 
     def loss_at(distance):
-        with torch.no_grad():
-            for p, d in zip(params, directions, strict=True):
-                p.add_(d, alpha=distance)
-            value = maml(batch()).loss
-            for p, d in zip(params, directions, strict=True):
-                p.sub_(d, alpha=distance)
-        return value
+        model.load_state_dict({name: p + distance * directions[name] for name, p in start.items()})
+        return maml(batch).loss
 
+    grads = torch.autograd.grad(loss_at(0.0), list(model.parameters()), materialize_grads=True)
+    got = sum((g * d).sum() for g, d in zip(grads, directions.values(), strict=True))
     h = 2e-6  # the roots of second moments bend on the scale of eps
     expected = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h)
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(got, expected.detach(), rtol=1e-6, atol=1e-8)
 
 
 @over_cases
@@ -315,14 +283,6 @@ def test_an_unused_parameter_has_a_gradient_of_zero(case):
 
 
 @over_cases
-def test_no_parameters(case):
-    rule = case.rule()
-    new, state = rule.update({}, rule.init({}), {})
-    assert new == {}
-    assert pytree.tree_structure(state) == pytree.tree_structure(rule.init({}))
-
-
-@over_cases
 def test_pickled_and_copied_a_rule_goes_on_as_it_would(case):
     rule, params = case.rule(), {k: p.detach() for k, p in case.params().items()}
     params, state = rule.update(case.grads(), rule.init(params), params)
@@ -367,12 +327,11 @@ def test_negative_hyperparameters_are_refused_by_name(case):
                 case.rule(**{name: given}).init(case.params())
 
 
-@over_cases
-def test_complex_parameters_are_refused_by_name(case):
-    name = next(iter(case.shapes))
-    params = {**case.params(), name: case.params()[name].detach().to(torch.complex128)}
-    with pytest.raises(TypeError, match=rf"init: '{name}' is torch.complex128, and must be real"):
-        case.rule().init(params)
+def test_complex_parameters_are_refused_by_name():
+    for case in CASES.values():
+        params = {**case.params(), "w": case.params()["w"].detach().to(torch.complex128)}
+        with pytest.raises(TypeError, match=r"init: 'w' is torch.complex128, and must be real"):
+            case.rule().init(params)
 
 
 def rows_step(rule, table, gradient):
@@ -403,3 +362,4 @@ def test_parameters_without_elements_are_left_alone(case):
         new, state = rule.update(grads, state, new)
     assert {key: p.shape for key, p in new.items()} == shapes
     assert all(p.isfinite().all() for p in new.values())
+    assert rule.update({}, rule.init({}), {})[0] == {}

@@ -1,0 +1,51 @@
+"""Formulas that torch has no optimizer for, and row-sparse gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from metagrad.optim.arithmetic import root
+from metagrad.optim.rules import lion, sgd
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+def test_lion_is_the_algorithm_of_the_paper():
+    """Algorithm 2 on three elements, number by number."""
+    lr, beta1, beta2, decay = 0.1, 0.9, 0.99, 0.5
+    w, m = [1.0, -2.0, 3.0], [0.0, 0.0, 0.0]
+    rule = lion(lr, betas=(beta1, beta2), weight_decay=decay)
+    params = {"w": torch.tensor(w, dtype=torch.float64)}
+    state = rule.init(params)
+    for g in ([1.0, -1.0, 0.0], [-20.0, 0.5, 2.0], [0.1, 0.1, -0.1]):
+        for i in range(3):
+            c = beta1 * m[i] + (1 - beta1) * g[i]
+            w[i] -= lr * ((c > 0) - (c < 0) + decay * w[i])
+            m[i] = beta2 * m[i] + (1 - beta2) * g[i]
+        params, state = rule.update({"w": torch.tensor(g, dtype=torch.float64)}, state, params)
+        torch.testing.assert_close(params["w"], torch.tensor(w, dtype=torch.float64), rtol=1e-12, atol=0)
+        torch.testing.assert_close(state.mean["w"], torch.tensor(m, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("form", [float, torch.tensor])
+def test_sgd_takes_a_row_sparse_gradient(form):
+    options = {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.1}
+    table = torch.ones(4, 2, requires_grad=True)
+    gradient = RowSparse(torch.tensor([1]), torch.ones(1, 2), (4, 2))
+    rule = sgd(**{k: form(v) for k, v in options.items()})
+    new, _ = rule.update({"table": gradient}, rule.init({"table": table}), {"table": table})
+    table.grad = gradient.to_dense()
+    torch.optim.SGD([table], **options).step()
+    torch.testing.assert_close(new["table"], table)
+
+
+def test_root_has_zero_derivatives_at_zero_and_the_roots_elsewhere():
+    x = torch.tensor([0.0, 4.0, 9.0], dtype=torch.float64, requires_grad=True)
+    y = root(x)
+    assert y.tolist() == [0, 2, 3]
+    first = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    assert first.tolist() == [0, 1 / 4, 1 / 6]
+    second = torch.autograd.grad(first.sum(), x, create_graph=True)[0]
+    torch.testing.assert_close(second, torch.tensor([0, -1 / 32, -1 / 108], dtype=torch.float64))
+    assert torch.autograd.grad(second.sum(), x)[0][0] == 0
+    assert root(torch.tensor([float("nan"), -1.0])).isnan().all()
