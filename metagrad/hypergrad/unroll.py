@@ -15,8 +15,6 @@ from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_count
 from metagrad.core.tree import HALF, Tree, leaf_names, tree_leaves
 from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Loss, Problem, gradients, refuse_sparse
-from metagrad.optim.curvature import needs_curvature
-from metagrad.optim.objective import TapeObjective
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
 
@@ -149,17 +147,11 @@ def moved_by(
     loss: Callable[[Params], Tensor], values: Params, rule: Rule, state: Any, t: int, *, create_graph: bool
 ) -> tuple[Params, Any]:
     """Take the step of a rule whose number is ``t``."""
-    is_due = needs_curvature(rule, t)
     with torch.enable_grad():
         value = loss(values)
-    slopes = grad(value, values, create_graph=create_graph or is_due, materialize_grads=True)
+    slopes = grad(value, values, create_graph=create_graph, materialize_grads=True)
     refuse_sparse(slopes)
-    curvature = None
-    if is_due:
-        curvature = TapeObjective.known(loss, values, value, slopes, create_graph=create_graph)
-    if not create_graph:
-        slopes = {name: slope.detach() for name, slope in slopes.items()}
-    return rule.update(slopes, state, values, curvature)
+    return rule.update(slopes, state, values)
 
 
 def rule_for(rule: RuleOf, problem: Problem, hyper: Sequence[Tensor]) -> Rule:

@@ -28,7 +28,6 @@ from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
 from metagrad.meta.inner.compiled import CompiledMAML
-from metagrad.meta.inner.curvature import check_layers
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.inner.minimum import check_hypergradient, check_proximal
 from metagrad.meta.inner.start import Start, own_start
@@ -224,7 +223,6 @@ class MAML(nn.Module):
     @inner.setter
     def inner(self, rule: Rule) -> None:
         check_rule("MAML(...)", rule, "inner")
-        check_layers(self.model, rule)
         for name in self._learned.names if "_learned" in self.__dict__ else ():
             self._parameters.pop(name or "", None)
         self._learned = register_learned(self, rule)
@@ -442,7 +440,7 @@ class MAML(nn.Module):
     def _check_minimum(self) -> None:
         """Refuse what does not go with a proximal term, or with the derivative of a minimum."""
         rule = self.inner
-        check_proximal(self.proximal, rule)
+        check_proximal(self.proximal)
         check_hypergradient(
             self.hypergradient,
             rule,

@@ -1,19 +1,16 @@
 """Optimizers: functional ones, for inner loops that are differentiated through, and their ``torch.optim`` forms."""
 
 from metagrad.optim import rules
-from metagrad.optim.diagonal.adahessian import AdaHessian
-from metagrad.optim.diagonal.sophia import SophiaG, SophiaH
 from metagrad.optim.first_order.adam import SparseAdam
 from metagrad.optim.first_order.lion import Lion
 from metagrad.optim.kronecker.muon import Muon
 from metagrad.optim.kronecker.shampoo import Shampoo
 from metagrad.optim.kronecker.soap import SOAP
-from metagrad.optim.newton.cubic_newton import CubicNewton
 from metagrad.optim.newton.gauss_newton import GaussNewton
 from metagrad.optim.newton.least_squares import LeastSquares, LeastSquaresResult, least_squares
-from metagrad.optim.newton.natural_gradient import NaturalGradient
 from metagrad.optim.newton.newton_cg import NewtonCG
-from metagrad.optim.newton.trust_region_newton import TrustRegionNewton
+from metagrad.optim.second_order.adahessian import AdaHessian
+from metagrad.optim.second_order.sophia import SophiaG, SophiaH
 from metagrad.optim.sharpness_aware import sharpness_aware
 from metagrad.optim.torch_optim.kfac import KFAC
 from metagrad.optim.torch_optim.lbfgs import LBFGS
@@ -23,19 +20,16 @@ __all__ = [
     "LBFGS",
     "SOAP",
     "AdaHessian",
-    "CubicNewton",
     "GaussNewton",
     "LeastSquares",
     "LeastSquaresResult",
     "Lion",
     "Muon",
-    "NaturalGradient",
     "NewtonCG",
     "Shampoo",
     "SophiaG",
     "SophiaH",
     "SparseAdam",
-    "TrustRegionNewton",
     "least_squares",
     "rules",
     "sharpness_aware",

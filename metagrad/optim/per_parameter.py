@@ -66,10 +66,8 @@ class PerParameter(RuleNode):
         rows = [self.slots(widened(param)) for param in params.values()]
         return self.State(0, *_by_name(params, rows, self.slots(torch.empty(0))))
 
-    def update(
-        self, grads: Params, state: Any, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
-        """Take one step; ``curvature`` is not used."""
+    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        """Take one step."""
         gradients = checked_gradients(self.call, grads, params, takes_rows=self.takes_rows)
         if self.maximize:
             gradients = {key: -g for key, g in gradients.items()}

@@ -96,9 +96,7 @@ class Rule(Protocol):
         """Return the state before the first step: a tree of tensors and constants."""
         ...
 
-    def update(
-        self, grads: Params, state: Any, params: Params, curvature: object | None = None
-    ) -> tuple[Params, Any]:
+    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
         """Return new parameters and a new state, both differentiable; nothing is written in place."""
         ...
 

@@ -26,7 +26,6 @@ from metagrad.meta.checks.tasks import loss_of_a_task, task_defects
 from metagrad.meta.maml import MAML, check_steps
 from metagrad.meta.objective.tasks import BatchLike, Tasks, read_batch, read_examples
 from metagrad.optim import rules
-from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Rule
 
 LossFn = Callable[[Any, Any], Tensor]
@@ -202,9 +201,8 @@ def _request(
 
 def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _Request:
     tasks = read_batch(batch)
-    highest = maml.order + (maml.order == 2 and needs_curvature(maml.inner, 0))
     whole = loss_of_a_task(maml, tasks)
-    return _Request(whole.part(), whole, _checked_order(order, highest), maml, tasks, batch, steps)
+    return _Request(whole.part(), whole, _checked_order(order, maml.order), maml, tasks, batch, steps)
 
 
 def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Request:

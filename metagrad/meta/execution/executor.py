@@ -26,7 +26,6 @@ from metagrad.meta.inner.shared import SharingCall, shared_slots
 from metagrad.meta.objective.features import SplitLayers, split_layers
 from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.meta.objective.tasks import Tasks, concatenated
-from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 
 T = TypeVar("T")
@@ -322,8 +321,6 @@ def _described(tasks: Tasks) -> Hashable:
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
     """Raise for what compiled code does not look at."""
-    if needs_curvature(inner.rule, 0):
-        raise UncompilableError("its rule asks for curvature, which is taken from the tape")
     if inner.compiled is not None and inner.compiled.options.whole and inner.start and inner.start.functions:
         raise UncompilableError(
             "start= calls a function, which belongs to no graph of a meta-batch (compile=True takes it)"

@@ -24,7 +24,6 @@ from metagrad.core.substitution import Slots
 from metagrad.core.tree import plus, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from metagrad.meta.inner.loop import MEAN, QUERY_LOSSES, Adaptation, Evaluation
 from metagrad.meta.objective.tasks import Tasks
-from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
@@ -352,17 +351,12 @@ class _WatchedRule:
         self.found = found
         self.steps = 0
 
-    def needs_curvature(self, step: int) -> bool:
-        return needs_curvature(self.rule, step)
-
     def init(self, params: Params) -> Any:
         self._watch(params)
         return self.rule.init(params)
 
-    def update(
-        self, grads: Params, state: Any, params: Params, curvature: object = None
-    ) -> tuple[Params, Any]:
-        new, state = self.rule.update(grads, state, params, curvature)
+    def update(self, grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        new, state = self.rule.update(grads, state, params)
         self.steps += 1
         self._watch(new)
         return new, state

@@ -23,14 +23,12 @@ from metagrad.core.structured import Nested
 from metagrad.core.tree import Tree, constants, detached, tree_map, zeros_for_none
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.inner.compiled import CompiledMAML
-from metagrad.meta.inner.curvature import inner_curvature, observed_layers
 from metagrad.meta.inner.minimum import Proximal, at_minimum
 from metagrad.meta.inner.shared import SharingCall, placed
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
 from metagrad.meta.objective.tasks import Tasks, num_tasks, task_squares, with_task_axis
-from metagrad.optim.curvature import Curvature, needs_curvature
 from metagrad.optim.rules import Params, Rule, with_batch_ndim
 from metagrad.sparse.tables.embedding import embedding, over
 
@@ -252,9 +250,8 @@ class InnerLoop:
 
     @property
     def differentiates_gradients(self) -> bool:
-        """Whether gradients of a loss are differentiated, by the tape or by a rule of second order."""
-        on_tape = self.order == 2 and torch.is_grad_enabled()
-        return self.steps > 0 and (on_tape or needs_curvature(self.rule, 0))
+        """Whether gradients of a loss are differentiated."""
+        return self.steps > 0 and self.order == 2 and torch.is_grad_enabled()
 
     def proximal_to(self, start: Params) -> Proximal | None:
         """Return the proximal term of tasks that start from these values."""
@@ -337,10 +334,10 @@ class InnerLoop:
             # Where the rule is handed over the step is compiled, and its phase is opened around it.
             with phase("inner", t) if rule is None else placed(self.objective, shared or {}):
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
-                losses, grads, curvature = self._gradients(here, params, x, y, create_graph, t)
+                losses, grads = self._gradients(here, params, x, y, create_graph, t)
                 if proximal is not None:
                     grads = _with_proximal(grads, params, proximal, create_graph)
-                moved = (self.rule if rule is None else rule).update(grads, rule_state, params, curvature)
+                moved = (self.rule if rule is None else rule).update(grads, rule_state, params)
                 if passes_on:
                     moved = constants(moved)
                     moved = (with_history_of(params, moved[0]), *moved[1:])
@@ -366,35 +363,20 @@ class InnerLoop:
 
     def _gradients(
         self, loss: Loss, params: Params, x: Nested, y: Nested, create_graph: bool, t: int
-    ) -> tuple[Tensor, Params, Curvature | None]:
+    ) -> tuple[Tensor, Params]:
         if torch.compiler.is_compiling():
-            return *_functional_gradients(loss, params, x, y, self.order), None
-        is_due = needs_curvature(self.rule, t)
-        with self._quick(), observed_layers(self.objective.model, params, self.rule, t) as calls:
+            return _functional_gradients(loss, params, x, y, self.order)
+        with self._quick():
             losses, predictions = loss(params, x, y)
         if self.compiled is not None:
             self.compiled.note_outputs(losses, predictions)
-        if (create_graph or is_due) and t == 0:
+        if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
         # A step that is computed again, as that of compiled code is, frees its graph at its end.
-        is_kept = create_graph or is_due or self.memory in ("step", "sqrt") or self.compiled is not None
-        grads = gradients_of(losses, params, create_graph or is_due, retain_graph=is_kept)
+        is_kept = create_graph or self.memory in ("step", "sqrt") or self.compiled is not None
+        grads = gradients_of(losses, params, create_graph, retain_graph=is_kept)
         losses = losses if is_kept else _of_no_graph(losses)
-        curvature = None
-        if is_due:
-            curvature = inner_curvature(
-                lambda params: loss(params, x, y)[0],
-                params,
-                losses,
-                grads,
-                self.objective.loss_fn,
-                predictions,
-                y,
-                losses.ndim > 0,
-                create_graph=create_graph,
-                calls=calls,
-            )
-        return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}, curvature
+        return losses, grads if create_graph else {name: g.detach() for name, g in grads.items()}
 
 
 def _functional_gradients(

@@ -15,7 +15,6 @@ from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.objective.norms import OF_STEPS
 from metagrad.meta.objective.task_loss import Loss
 from metagrad.meta.objective.tasks import Tasks, task_squares
-from metagrad.optim.curvature import needs_curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.walk import hyperparameters_in
@@ -50,8 +49,8 @@ def at_minimum(
     return attach(losses, params, method=method, call=CALL)
 
 
-def check_proximal(weight: object, rule: Rule | None) -> None:
-    """Refuse an invalid weight, and rules whose curvature would leave out the term."""
+def check_proximal(weight: object) -> None:
+    """Raise if the weight is neither None nor a number above 0."""
     if weight is None:
         return
     if isinstance(weight, Tensor):
@@ -59,11 +58,6 @@ def check_proximal(weight: object, rule: Rule | None) -> None:
             raise ValueError(f"MAML(..., proximal): expected one number, got shape {tuple(weight.shape)}.")
     elif not isinstance(weight, (int, float)) or not (weight > 0 and math.isfinite(weight)):
         raise ValueError(f"MAML(..., proximal): expected None or a number above 0, got {weight!r}.")
-    if rule is not None and needs_curvature(rule, 0):
-        raise ValueError(
-            "MAML(..., inner, proximal): the rule asks for curvature, which would be that of the support loss "
-            "without its proximal term. Take a first-order rule, such as rules.sgd."
-        )
 
 
 def check_hypergradient(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from metagrad.core._torch import foreach_norm, fused_adam_
 from metagrad.optim.arithmetic import average, average_square, minus_quotient, plus_scaled, root
-from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import PerParameter, Values
 from metagrad.optim.rule import Hyperparameter, Params, functional_optimizer, hyperparameter, option
@@ -189,9 +188,7 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
         Kingma, Ba, "Adam: a method for stochastic optimization", ICLR 2015, algorithm 1.
     """
 
-    def _moves(
-        self, work: Work, rule: Any, kept: Mapping[str, ParameterState], curvature: Curvature | None
-    ) -> Iterator[Change | Later]:
+    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change | Later]:
         """Compute a step; dense parameters move by torch's kernel where it takes them."""
         group, params, grads = work
         fused: dict[Hashable, list[str]] = defaultdict(list)
@@ -207,7 +204,7 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
                 rest.difference_update(keys)
         if rest:
             params, grads = ({key: each[key] for key in params if key in rest} for each in (params, grads))
-            yield from super()._moves(Work(group, params, grads), rule, kept, curvature)
+            yield from super()._moves(Work(group, params, grads), rule, kept)
 
 
 def _is_for_kernel(rule: AdamRule, param: Tensor, gradient: Tensor, kept: ParameterState) -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor
 from metagrad.core._torch import linalg
 from metagrad.core.tree import widened
 from metagrad.optim.arithmetic import plus_scaled
-from metagrad.optim.curvature import Kronecker, checked_factors
-from metagrad.optim.first_order.sgd import SGDRule, SGDState
+from metagrad.optim.curvature import Kronecker
+from metagrad.optim.first_order.sgd import SGDRule
 from metagrad.optim.hyperparameters import at_step, check_count, check_hyperparameter, is_used, values_at
 from metagrad.optim.kronecker.factors import Block, FactorEstimate, Factors, FisherBlock, kl_length, renewed
 from metagrad.optim.kronecker.layers import joined
-from metagrad.optim.per_parameter import Values, checked_gradients
+from metagrad.optim.per_parameter import Values
 from metagrad.optim.rule import Hyperparameter, Params, RuleNode, functional_optimizer, hyperparameter, option
 from metagrad.sparse.tables.row_sparse import RowSparse
 
@@ -81,34 +81,10 @@ class KFACRule(RuleNode):
     parameters move along the plain gradient, which is their part of :math:`D`. Everything can be differentiated at
     every order, through the factors, their inverses and the clipping.
 
-    :class:`metagrad.MAML` passes the curvature, and each task has factors of its own. By hand, pass a
-    :class:`~metagrad.optim.kronecker.layer_objective.LayerObjective`, or anything with a method
-    ``kronecker_factors(request)`` that returns the factors of layers by the names of their weights.
-
-    What does not work: grouped convolutions, and layers that are shared or called twice, which are refused by name;
-    ``compile`` in MAML, which warns and runs the steps uncompiled; the corrected eigenvalues of
-    ``metagrad.optim.KFAC(eigen=True)``, because eigenvectors have no derivative where eigenvalues coincide, as those
-    of factors of few examples do.
-
     Raises:
         TypeError: ``damping``, ``decay`` or ``kl_clip`` is a dict.
         ValueError: ``inverse_every`` is no multiple of ``curvature_every``, or ``fisher`` or ``loss_reduction`` is
             unknown.
-
-    Example:
-        For a loss that is linear in the output, the factor of the outputs is its slope squared, that of the inputs is
-        the input squared, and the gradient is divided by their product:
-
-        >>> from metagrad.optim.kronecker.layer_objective import LayerObjective
-        >>> from metagrad.optim.kronecker.kfac import kfac
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> params = {"weight": torch.tensor([[1.0]], requires_grad=True)}
-        >>> rule = kfac(lr=1.0, momentum=0.0, damping=1e-12, kl_clip=None)
-        >>> x, y = torch.tensor([[2.0]]), torch.zeros(1, 1)
-        >>> objective = LayerObjective(model, lambda z, y: 5 * (z - y).sum(), x, y, params)
-        >>> new, state = rule.update(objective.grads, rule.init(params), params, objective)
-        >>> round(new["weight"].item(), 4), [factor.item() for factor in state.blocks["weight"].factors]
-        (0.9, [4.0, 25.0])
 
     References:
         Martens, Grosse, "Optimizing neural networks with Kronecker-factored approximate curvature", ICML 2015;
@@ -193,10 +169,6 @@ class KFACRule(RuleNode):
         """Say whether the step, of which the first is 0, renews the factors."""
         return step % self.curvature_every == 0
 
-    def needs_layers(self, step: int) -> bool:
-        """Say the same: the curvature is that of layers."""
-        return self.needs_curvature(step)
-
     def init(self, params: Params) -> KFACState:
         """Return the state before the first step."""
         _, momentum = self.descent().init(params)
@@ -206,22 +178,6 @@ class KFACRule(RuleNode):
             if self._may_be_layer(key, params[key])
         }
         return KFACState(0, momentum, blocks)
-
-    def update(
-        self, grads: Params, state: KFACState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, KFACState]:
-        """Take one step; ``curvature`` is a :class:`~metagrad.optim.curvature.LayerCurvature`."""
-        gradients = checked_gradients(self.call, grads, params, takes_rows=True)
-        estimates: Iterable[tuple[str, FactorEstimate]] = ()
-        if self.needs_curvature(state.step):
-            factors = checked_factors(self.call, curvature, self.request)
-            estimates = ((key, FactorEstimate(Factors(*pair))) for key, pair in factors.items())
-        directions, length, blocks = self.directions(gradients, state, params, estimates)
-        directions = {key: direction.to(grads[key].dtype) for key, direction in directions.items()}
-        moved, (step, momentum) = self.descent(length).update(
-            directions, SGDState(state.step, state.momentum), params
-        )
-        return moved, KFACState(step, momentum, blocks)
 
     def directions(
         self,
@@ -318,9 +274,6 @@ class KFACRule(RuleNode):
             changes.append(square * linalg.vecdot(*(each.reshape(shape) for each in pair)))
         change = torch.stack([change.to(changes[0].device) for change in changes]).sum(0)
         return kl_length(change, at_step("kl_clip", self.kl_clip, step))  # type: ignore[arg-type]
-
-
-kfac = KFACRule
 
 
 def wide(value: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ class KFAC(LayerOptimizer, rule=KFACRule):
         new = {key: block._asdict() for key, block in blocks.items() if block is not before.blocks[key]}
         used = {f"the direction of {key!r}": directions[key] for key in params}
         yield Change(params, {}, new, used=used)
-        yield from self._moves(Work(group, params, directions), rule.descent(length), kept, None)
+        yield from self._moves(Work(group, params, directions), rule.descent(length), kept)
 
     def _flat_with(self, group: Group, rule: Any, param: Tensor) -> None:
         return None  # directions are looked at before they are written, so each parameter moves by itself

@@ -13,7 +13,6 @@ from torch import Tensor
 from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
 from metagrad.core._torch import at_least_1d, pytree
 from metagrad.core.tree import tree_leaves, tree_map, widened
-from metagrad.optim.curvature import Curvature, KnownDiagonal
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.torch_optim.state import ParameterState, apart, completed, joined
 from metagrad.sparse.tables.row_sparse import RowSparse, gather_rows
@@ -88,12 +87,11 @@ def step_whole(
     params: Params,
     grads: Params,
     states: Mapping[str, ParameterState],
-    curvature: Curvature | None,
 ) -> Change:
     """Compute a step of parameters that have taken the same number of steps."""
     values = {key: widened(p) for key, p in params.items()}
     state = joined(rule, states, values)
-    moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values, curvature)
+    moved, state = rule.update({key: widened(g) for key, g in grads.items()}, state, values)
     # The next backward pass may write into a gradient, which a rule may keep.
     state = _map_fields(state, lambda slots: {key: _other_than(grads[key], slots[key]) for key in slots})
     return Change(params, moved, apart(state, params))
@@ -110,7 +108,6 @@ def step_rows(
     table: Tensor,
     gradient: Tensor,
     kept: ParameterState,
-    curvature: Curvature | None,
 ) -> Change:
     """Compute a step of the rows of a table that were ever touched, which is what the dense rule moves.
 
@@ -123,7 +120,7 @@ def step_rows(
     if "step" in kept:
         state = joined(rule, {key: _grown(state, key, kept, torch.searchsorted(rows, known))}, values)
     g = {key: widened(_gathered(gradient, rows))}
-    moved, state = rule.update(g, state, values, _at_rows(rule, curvature, key, rows))
+    moved, state = rule.update(g, state, values)
     states = {key: {**apart(state, [key])[key], "rows": rows}}
     return Change({key: table}, moved, states, rows)
 
@@ -156,14 +153,6 @@ def _grown(fresh: object, key: str, kept: ParameterState, places: Tensor) -> Par
     return grown
 
 
-def _at_rows(rule: Rule, curvature: Curvature | None, key: str, rows: Tensor) -> Curvature | None:
-    """Return the estimates of some rows of a table; like its gradient, they may be sparse."""
-    if curvature is None:
-        return None
-    found = curvature.diagonal(rule.request).get(key)  # type: ignore[attr-defined]
-    return KnownDiagonal({} if found is None else {key: _gathered(found, rows)})
-
-
 def is_small(param: Tensor) -> bool:
     """Say whether copying a parameter costs less than the operations of a step of its own."""
     return param.numel() <= _SMALL.get(param.device.type, _SMALL_ELSEWHERE)
@@ -179,34 +168,26 @@ def step_flat(
     params: Params,
     grads: Params,
     states: Mapping[str, ParameterState],
-    curvature: Curvature | None,
 ) -> Change:
     """Compute a step of parameters of one dtype and device, as many steps old, as one vector."""
     values = {_ALL: _flat(params.values())}
     state = _map_fields(joined(rule, states, params), lambda field: {_ALL: _flat(field.values())})
-    diagonals = _diagonals(rule, curvature)
-    if diagonals:
-        diagonals = {_ALL: _flat(diagonals[key] for key in params)}
-    moved, state = rule.update({_ALL: _flat(grads.values())}, state, values, _known(curvature, diagonals))
+    moved, state = rule.update({_ALL: _flat(grads.values())}, state, values)
     parts = _map_fields(state, lambda field: _split(field[_ALL], params))
     return Change(params, _split(moved[_ALL], params), apart(parts, params))
 
 
-def move_pieces(
-    rule: Rule, key: str, param: Tensor, gradient: Tensor, kept: ParameterState, curvature: Curvature | None
-) -> None:
+def move_pieces(rule: Rule, key: str, param: Tensor, gradient: Tensor, kept: ParameterState) -> None:
     """Move a parameter by pieces of its first dimension; parameter and state are written in place."""
-    state, diagonals = in_place(rule, {key: param}, {key: kept}), _diagonals(rule, curvature)
+    state = in_place(rule, {key: param}, {key: kept})
     size = max(1, _PIECE * len(param) // param.numel())
     for start in range(0, len(param), size):
         part = slice(start, start + size)
         old = _map_slots(state, lambda slot, part=part: slot[part])
-        diagonal = {key: diagonals[key][part]} if diagonals else {}
         moved, new = rule.update(
             {key: widened(gradient[part])},
             old,
             {key: widened(param[part])},
-            _known(curvature, diagonal),
         )
         param[part].copy_(moved[key])
         for before, after in zip(old, new, strict=True):
@@ -238,19 +219,15 @@ class CompiledStep:
         params: Params,
         grads: Params,
         states: Mapping[str, ParameterState],
-        curvature: Curvature | None,
         uncompiled: Callable[[], None],
     ) -> None:
         """Take a step of parameters that have taken the same number of steps, or what there is in place of it."""
 
         def write() -> None:
-            state, diagonals = in_place(rule, params, states), None
-            if curvature is not None:
-                diagonals = {key: d for key, d in _diagonals(rule, curvature).items() if key in params}
-                diagonals = _as_vectors(diagonals)
+            state = in_place(rule, params, states)
             step, own = state.step, _map_fields(state, _as_vectors)._replace(step=torch.tensor(state.step))
             values = _as_vectors({key: p.detach() for key, p in params.items()})
-            self._compiled(lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads), diagonals)
+            self._compiled(lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads))
             for kept in states.values():
                 kept["step"] = step + 1
 
@@ -276,11 +253,10 @@ def _as_vectors(tensors: Params) -> Params:
     return {key: at_least_1d(tensor) for key, tensor in tensors.items()}
 
 
-def _write_step(rule: Rule, state: Any, params: Params, grads: Params, diagonals: Params | None) -> None:
+def _write_step(rule: Rule, state: Any, params: Params, grads: Params) -> None:
     pass_gate()
-    curvature = None if diagonals is None else KnownDiagonal(diagonals)
     values = {key: widened(p) for key, p in params.items()}
-    moved, new = rule.update({key: widened(g) for key, g in grads.items()}, state, values, curvature)
+    moved, new = rule.update({key: widened(g) for key, g in grads.items()}, state, values)
     for key, p in params.items():
         p.copy_(moved[key])
     for before, after in zip(state, new, strict=True):
@@ -318,11 +294,3 @@ def _map_fields(state: Any, function: Callable[[Params], Params]) -> Any:
 
 def _map_slots(state: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return _map_fields(state, lambda field: {key: function(slot) for key, slot in field.items()})
-
-
-def _diagonals(rule: Rule, curvature: Curvature | None) -> Params:
-    return {} if curvature is None else curvature.diagonal(rule.request)  # type: ignore[attr-defined]
-
-
-def _known(curvature: Curvature | None, diagonals: Params) -> Curvature | None:
-    return None if curvature is None else KnownDiagonal(diagonals)

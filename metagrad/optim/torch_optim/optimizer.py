@@ -21,7 +21,6 @@ from metagrad.core.checks import warn
 from metagrad.core.modules import refuse_sharded
 from metagrad.core.tree import widened
 from metagrad.distributed.sums import everywhere, refuse_different
-from metagrad.optim.curvature import Curvature
 from metagrad.optim.hyperparameters import is_used
 from metagrad.optim.per_parameter import check_real
 from metagrad.optim.probes import as_rows
@@ -368,14 +367,12 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _changes(self, work: Work) -> Iterator[Change | Later]:
         """Compute the step of a group."""
-        return self._moves(work, self._rule(work.group), self._kept(work.params), self._curvature(*work))
+        return self._moves(work, self._rule(work.group), self._kept(work.params))
 
     def _kept(self, params: Params) -> dict[str, ParameterState]:
         return {key: self.state.get(p, {}) for key, p in params.items()}
 
-    def _moves(
-        self, work: Work, rule: Any, kept: Mapping[str, ParameterState], curvature: Curvature | None
-    ) -> Iterator[Change | Later]:
+    def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change | Later]:
         """Compute a step of a rule, with what is kept of each parameter."""
         together: dict[Hashable, list[str]] = defaultdict(list)
         compiled: dict[int | None, list[str]] = defaultdict(list)
@@ -384,22 +381,22 @@ class RuleOptimizer(torch.optim.Optimizer):
             state, alike = kept[key], self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
-                yield step_rows(rule, key, p, grads[key], state, curvature)
+                yield step_rows(rule, key, p, grads[key], state)
             elif group.get("compile", False):
                 compiled[state.get("step")].append(key)
             elif self.elementwise and alike is None:
-                yield self._later(group, rule, key, p, grads[key], curvature)
+                yield self._later(group, rule, key, p, grads[key])
             else:
                 together[state.get("step"), alike].append(key)
         for (_, alike), keys in together.items():  # type: ignore[reportGeneralTypeIssues]
             step = step_whole if alike is None or len(keys) == 1 else step_flat
             own = ({key: each[key] for key in keys} for each in (params, grads, kept))
-            yield step(rule, *own, curvature)  # type: ignore[reportCallIssue]
+            yield step(rule, *own)  # type: ignore[reportCallIssue]
         for keys in compiled.values():
             own = ({key: each[key] for key in keys} for each in (params, grads))
-            yield self._compiled(Work(group, *own), rule, curvature)
+            yield self._compiled(Work(group, *own), rule)
 
-    def _compiled(self, work: Work, rule: Any, curvature: Curvature | None) -> Later:
+    def _compiled(self, work: Work, rule: Any) -> Later:
         """Put off a compiled step, which writes what it computes."""
         group, params, grads = work
         step = self._compiled_step(group)
@@ -409,10 +406,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
             def uncompiled() -> None:
                 eager = Work({**group, "compile": False}, params, grads)
-                for change in self._moves(eager, rule, states, curvature):
+                for change in self._moves(eager, rule, states):
                     change.write(kept)
 
-            step.write(rule, params, grads, states, curvature, uncompiled)
+            step.write(rule, params, grads, states, uncompiled)
 
         return Later(write)
 
@@ -427,16 +424,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             steps[place] = group["compile"], step
         return step
 
-    def _later(
-        self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor, curvature: Curvature | None
-    ) -> Later:
+    def _later(self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor) -> Later:
         """Put off the step of a large parameter, so that memory is given back before the next one needs some."""
 
         def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
             if group["foreach"] is None and is_large(param):
-                move_pieces(rule, key, param, gradient, kept[param], curvature)
+                move_pieces(rule, key, param, gradient, kept[param])
             else:
-                step_whole(rule, {key: param}, {key: gradient}, {key: kept[param]}, curvature).write(kept)
+                step_whole(rule, {key: param}, {key: gradient}, {key: kept[param]}).write(kept)
 
         return Later(write)
 
@@ -447,10 +442,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             return None
         is_flat = is_small(param) if group["foreach"] is None else group["foreach"]
         return (param.device, param.dtype) if is_flat else None
-
-    def _curvature(self, group: Group, params: Params, grads: Params) -> Curvature | None:
-        """Return the curvature that the rule is given: here, none."""
-        return None
 
     def _rule(self, group: Group) -> Any:
         """Make the rule of a group's hyper-parameters."""

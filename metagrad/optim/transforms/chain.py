@@ -34,15 +34,13 @@ class Chain(RuleNode):
         """Return the state before the first step."""
         return ChainState(tuple(t.init(params) for t in self.transforms), self.rule.init(params))
 
-    def update(
-        self, grads: Params, state: ChainState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, ChainState]:
-        """Take one step; ``curvature`` goes to the rule as it is."""
+    def update(self, grads: Params, state: ChainState, params: Params) -> tuple[Params, ChainState]:
+        """Take one step."""
         states = []
         for transform, before in zip(self.transforms, state.transforms, strict=True):
             grads, after = transform.transform(grads, before, params)
             states.append(after)
-        params, rule_state = self.rule.update(grads, state.rule, params, curvature)
+        params, rule_state = self.rule.update(grads, state.rule, params)
         return params, ChainState(tuple(states), rule_state)
 
 
@@ -81,7 +79,7 @@ def chain(*links: Transform | Rule) -> Chain:
 
 
 def check_rule(call: str, rule: object, name: str = "rule") -> None:
-    """Refuse what has no ``init`` and no ``update`` of four arguments."""
+    """Refuse what has no ``init`` and no ``update`` of three arguments."""
     if isinstance(rule, type) and hasattr(rule, "update"):
         raise TypeError(
             f"{call}: {name} must be a rule, got the class {rule.__name__}. Call it, as in sgd(lr=0.1)."
@@ -92,9 +90,9 @@ def check_rule(call: str, rule: object, name: str = "rule") -> None:
         )
     signature = inspect.signature(rule.update)  # type: ignore[reportAttributeAccessIssue]
     try:
-        signature.bind("grads", "state", "params", "curvature")
+        signature.bind("grads", "state", "params")
     except TypeError:
         raise TypeError(
-            f"{call}: {name}.update must take (grads, state, params, curvature=None), but "
+            f"{call}: {name}.update must take (grads, state, params), but "
             f"{type(rule).__name__}.update takes {signature}."
         ) from None

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from metagrad.optim.rule import Params, Rule, RuleNode
 from metagrad.optim.transforms.chain import check_rule
 
@@ -47,18 +44,14 @@ class Mask(RuleNode):
             names, self.rule.init(named), None if self.other is None else self.other.init(others)
         )
 
-    def update(
-        self, grads: Params, state: MaskState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, MaskState]:
-        """Take one step; of matrices of ``curvature``, each rule has the block of its parameters."""
+    def update(self, grads: Params, state: MaskState, params: Params) -> tuple[Params, MaskState]:
+        """Take one step."""
         named, others = _split(params, state.names)
         named_grads, other_grads = _split(grads, state.names)
-        own = None if curvature is None else _Block(curvature, others, other_grads)
-        moved, rule_state = self.rule.update(named_grads, state.rule, named, own)
+        moved, rule_state = self.rule.update(named_grads, state.rule, named)
         other_state = None
         if self.other is not None:
-            own = None if curvature is None else _Block(curvature, named, named_grads)
-            others, other_state = self.other.update(other_grads, state.other, others, own)
+            others, other_state = self.other.update(other_grads, state.other, others)
         both = {**moved, **others}
         return {key: both[key] for key in params}, MaskState(state.names, rule_state, other_state)
 
@@ -73,38 +66,6 @@ class Mask(RuleNode):
                 raise ValueError(
                     f"mask(rule, names).init: {pattern!r} is the name of no parameter; they are {sorted(params)}."
                 )
-
-
-class _Block:
-    """The curvature of a loss in some of its parameters, while the others stay.
-
-    Args:
-        whole: That in all of them.
-        others: The parameters that stay.
-        like: Their gradients, in whose layout directions are zero.
-    """
-
-    def __init__(self, whole: object, others: Params, like: Params) -> None:
-        self._whole, self._others, self._like = whole, others, like
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the whole has of that name: products, losses and gradients in these parameters."""
-        found = getattr(self._whole, name)
-        if name.endswith("products"):
-            zeros = {key: torch.zeros_like(g) for key, g in self._like.items()}
-            return lambda v: self._own(found({**zeros, **v}))
-        if name == "product_of_vector":
-            return lambda v: None  # `products` is to be asked
-        if name == "evaluate":
-            return lambda params: found({**self._others, **params})
-        return self._gradient if name == "gradient" else found
-
-    def _gradient(self, params: Params) -> tuple[Tensor, Params]:
-        value, grads = self._whole.gradient({**self._others, **params})  # type: ignore[attr-defined]
-        return value, self._own(grads)
-
-    def _own(self, tensors: Params) -> Params:
-        return {key: tensor for key, tensor in tensors.items() if key not in self._others}
 
 
 def _split(params: Params, names: tuple[str, ...]) -> tuple[Params, Params]:
@@ -125,8 +86,7 @@ def mask(
 
     Returns:
         A frozen rule with ``init(params)`` and ``update(grads, state, params)``. Hyper-parameters by parameter name
-        have one entry for each parameter that their rule has. A rule that uses curvature has the block of its
-        parameters: it sees the loss as a function of them, the others at their values before the step.
+        have one entry for each parameter that their rule has.
 
     Raises:
         TypeError: ``rule`` or ``other`` is not a rule, or ``names`` are not names.

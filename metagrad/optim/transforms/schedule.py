@@ -45,12 +45,10 @@ class Schedule(RuleNode):
                 rule = dataclasses.replace(rule, **{name: torch.ones(())})  # type: ignore[type-var]
         return ScheduleState(0, rule.init(params))
 
-    def update(
-        self, grads: Params, state: ScheduleState, params: Params, curvature: object | None = None
-    ) -> tuple[Params, ScheduleState]:
-        """Take one step; ``curvature`` goes to the rule as it is."""
+    def update(self, grads: Params, state: ScheduleState, params: Params) -> tuple[Params, ScheduleState]:
+        """Take one step."""
         dtype = next((p.dtype for p in params.values()), torch.get_default_dtype())
-        params, rule_state = self._at(count(state.step, dtype)).update(grads, state.rule, params, curvature)
+        params, rule_state = self._at(count(state.step, dtype)).update(grads, state.rule, params)
         return params, ScheduleState(state.step + 1, rule_state)
 
     def _at(self, step: float | Tensor) -> Rule:

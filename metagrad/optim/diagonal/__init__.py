@@ -1,1 +1,0 @@
-"""Functional optimizers that use an estimate of the Hessian's diagonal."""

@@ -1,0 +1,124 @@
+"""AdaHessian: Adam whose second moment is that of the Hessian's diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
+from metagrad.optim.second_order.diagonal_optimizer import DiagonalOptimizer, hessian_diagonal
+from metagrad.optim.second_order.probes import signs_like
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
+
+
+class AdaHessian(DiagonalOptimizer):
+    r"""Optimize by AdaHessian: Adam whose second moment is that of the Hessian's diagonal.
+
+    .. math::
+        D_t &= \frac{1}{S} \sum_{s=1}^{S} z_s \odot H_t z_s, \qquad z_s \in \{-1, 1\}^n \\
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t, \qquad v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar D_t^2 \\
+        w_t &= (1 - \eta \lambda) w_{t-1}
+               - \eta \, \frac{m_t / (1 - \beta_1^t)}{\bigl(v_t / (1 - \beta_2^t)\bigr)^{k / 2} + \epsilon}
+
+    where :math:`\bar D` is :math:`D`, averaged over the positions of each convolution kernel. A closure of the usual
+    form works, or ``opt.backward(loss)`` in place of ``loss.backward()``, also with a ``GradScaler``. For what does
+    not work, see :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Gradients that are
+    sparse raise an error. A step costs two to three gradients.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
+        lr: The step size :math:`\eta`. A step has the length of Newton's times ``lr``, so it is larger than for Adam.
+        betas: How much of the averages of gradients and of squared diagonals is kept, each from 0 to below 1.
+        eps: What is added to the diagonal; it bounds the step where there is no curvature.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters.
+        hessian_power: The power :math:`k` of the diagonal: 1 is Newton's step, 0 is momentum without curvature.
+        samples: Probes for each step, :math:`S`; each costs a product with the Hessian.
+        spatial_average: Average the diagonal over the dimensions behind the first two of a parameter, which are the
+            positions in the kernel of a convolution. The paper's own program averages absolute values there, this
+            optimizer the values, as the paper says.
+        maximize: Climb: take the gradient with the other sign; weights decay all the same.
+        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
+            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+            ``torch.initial_seed()``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        With a diagonal Hessian the first step is Newton's, to the minimum:
+
+        >>> from metagrad.optim import AdaHessian
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> opt = AdaHessian([w], lr=1.0, eps=0.0)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (torch.tensor([1.0, 100.0]) * (w - 3) ** 2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> opt.step(closure), w
+        (tensor(104.), tensor([3., 3.], requires_grad=True))
+
+    References:
+        Yao, Gholami, Shen, Mustafa, Keutzer, Mahoney, "ADAHESSIAN: an adaptive second order optimizer for machine
+        learning", AAAI 2021, algorithm 1 and equations 8 to 12.
+    """
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 0.15,
+        *,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float | Tensor = 1e-4,
+        weight_decay: float | Tensor = 0.0,
+        hessian_power: float | Tensor = 1.0,
+        samples: int = 1,
+        spatial_average: bool = True,
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        seed: int | None = None,
+    ) -> None:
+        defaults = {
+            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
+        }
+        self._initialize(params, defaults)
+
+    def _diagonal(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        losses: Sequence[WeightedLoss],
+        generator: Callable[[torch.device], torch.Generator],
+        *,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        def draw(like: Tensor) -> Tensor:
+            return signs_like(like, generator(like.device))
+
+        return hessian_diagonal(params, grads, draw, group["samples"], retain_graph=retain_graph)
+
+    def _moved(
+        self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        lr, eps, decay, power = map(
+            as_number, (group[n] for n in ("lr", "eps", "weight_decay", "hessian_power"))
+        )
+        beta1, beta2 = as_number(group["betas"])
+        assert diagonal is not None
+        if group["spatial_average"] and p.ndim > 2:
+            diagonal = diagonal.mean(tuple(range(2, p.ndim)), keepdim=True)
+        mean, square = (state[n] if n in state else torch.zeros_like(p) for n in ("mean", "square"))
+        mean = beta1 * mean + (1 - beta1) * g
+        square = beta2 * square + (1 - beta2) * diagonal.square()
+        steps = state.get("step", 0) + 1
+        # Both corrections of bias as one factor of the step: a pass over the parameter less.
+        correction = (1 - beta2**steps) ** (power / 2)
+        scale = square ** (power / 2) + eps * correction
+        move = lr * correction / (1 - beta1**steps) * mean / scale
+        return (1 - lr * decay) * p - move, {"mean": mean, "square": square}

@@ -1,0 +1,363 @@
+"""What optimizers with curvature share: a backward pass that looks at the graph of a loss before it is freed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.checks.lint import refuse_defects
+from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.autograd.derivatives.quick import QuickDerivatives
+from metagrad.core._torch import averaging_wrapper
+from metagrad.core.tape import graph_nodes
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.likelihoods.recognition import KNOWN_LOSSES, evaluate
+from metagrad.distributed.averaged import share_in
+from metagrad.optim.hyperparameters import check_count, check_hyperparameter
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, RuleOptimizer, as_number
+
+
+class WeightedLoss(NamedTuple):
+    """A loss of known form within a total, and the derivative of the total with respect to it."""
+
+    loss: OutputLoss
+    weight: Tensor  # 0-d
+
+
+class NotedLoss(NamedTuple):
+    """A loss of known form that was computed, and where in the graph."""
+
+    known: OutputLoss
+    edge: GradientEdge  # not the tensor, which may be written to, as by loss /= 2
+
+    @classmethod
+    def of(cls, value: Tensor, known: OutputLoss | None) -> list[NotedLoss]:
+        """Note a value, unless it has no graph or no known form."""
+        return [] if known is None or not value.requires_grad else [cls(known, get_gradient_edge(value))]
+
+
+class LossRecorder(TorchFunctionMode):
+    """Redirects ``Tensor.backward``, and records the losses of known form that are computed.
+
+    Args:
+        backward: Called as ``backward(loss, gradient, retain_graph, create_graph, inputs)``.
+        note_losses: Whether losses of known form are recorded in ``losses``, which keeps their graphs alive.
+    """
+
+    def __init__(self, backward: Any, *, note_losses: bool) -> None:
+        super().__init__()
+        self._backward = backward
+        self._note_losses = note_losses
+        self.losses: list[NotedLoss] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if averaging_wrapper() is not None:
+            raise ValueError(
+                "opt.step(closure): the loss is computed by a DistributedDataParallel, which averages what a "
+                "backward pass writes by itself, and no gradient or curvature that is taken here. Call the module in "
+                "it, model.module."
+            )
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if self._note_losses and func in KNOWN_LOSSES:
+            return self._noted(func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _noted(self, func: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if input.is_leaf:
+            input = input.view_as(input)  # a parameter itself would have no place of its own in the graph
+        evaluated = evaluate(lambda output, _: func(output, *args, **kwargs), input, ())
+        self.losses += NotedLoss.of(*evaluated)
+        return evaluated.value
+
+
+def leaves_behind(loss: Tensor) -> list[Tensor]:
+    """Return every tensor whose ``.grad`` a backward pass of a loss would write."""
+    if loss.grad_fn is None:
+        return [loss]
+    nodes = graph_nodes([loss])
+    return [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]  # type: ignore[attr-defined]
+
+
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to ``.grad`` as a backward pass does, without its graph."""
+    gradient = gradient.detach()
+    if leaf.grad is None:
+        # Two leaves may have been given the same tensor, and the graph may hold it: .grad is a copy.
+        is_strided = type(gradient) is Tensor and gradient.layout == torch.strided
+        leaf.grad = torch.empty_like(leaf).copy_(gradient) if is_strided else gradient.clone()
+    else:
+        # torch adds a sparse tensor to a dense one, and not the other way round
+        is_dense = leaf.grad.layout == torch.strided
+        leaf.grad = leaf.grad + gradient if is_dense else gradient + leaf.grad
+    hooks: dict[int, Any] | None = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    for hook in (hooks or {}).values():
+        hook(leaf)
+
+
+class CurvatureOptimizer(RuleOptimizer):
+    """An optimizer that computes curvature while the graph of a loss is alive.
+
+    A closure of the usual form works unchanged. While it runs, ``Tensor.backward`` is redirected to the optimizer.
+    The optimizer computes a gradient that keeps its graph, takes what it needs of the graph, adds the gradient to
+    ``.grad`` and frees the graph. Without a closure, use ``opt.backward(loss)``, or ``with opt.recording():`` around
+    the computation of the loss and its ``backward``. The curvature of several backward passes adds up, as their
+    gradients do, until a step, ``opt.zero_grad()``, or gradients that are set to None. At steps that need no
+    curvature, ``backward`` is torch's own.
+
+    What does not work: ``torch.compile`` of the model; without a closure or ``recording`` fused attention kernels,
+    which cannot be differentiated twice; DistributedDataParallel, which raises an error in a closure; gradients that
+    are averaged over processes; and hooks on a parameter, which also see the products with the Hessian.
+
+    With a ``GradScaler``, call ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature
+    are unscaled, and an overflow skips the step. ``scaler.unscale_(opt)``, to clip gradients before the step, hides
+    the scale of the curvature: ``opt.backward(loss, scaler=scaler)`` remembers it. An optimizer that needs to know
+    the form of the loss has to see it computed, within ``with opt.recording():``.
+
+    A subclass takes what it needs of a graph in ``_observe``, and drops it in ``_forget``.
+    """
+
+    elementwise = False
+    fractions: ClassVar[Sequence[str]] = ("betas", "decay")
+    """The hyper-parameters that must be below 1."""
+    counts: ClassVar[Sequence[str]] = ()
+    """The options that are whole numbers of at least 1."""
+    options_alone: ClassVar[Sequence[str]] = ("maximize", "nonfinite", "seed", "step", "foreach", "compile")
+    """The entries of a group that are not numbers."""
+    notes_losses = False
+    """Whether the losses of known form that a closure computes are recorded."""
+    differentiates_twice = True
+    """Whether second derivatives are taken, so that graphs in which they are wrong raise an error."""
+    differentiates_gradients = True
+    """Whether these are derivatives of gradients, which then keep their graph; else of outputs."""
+    _step_supports_amp_scaling = True  # GradScaler then leaves gradients as they are, and tells their scale.
+    _noted: Sequence[NotedLoss] = ()  # the losses computed while recording
+    grad_scale: Tensor | None  # set by GradScaler for the duration of a step
+    found_inf: Tensor
+
+    def _initialize(self, params: ParameterGroups, defaults: dict[str, Any]) -> None:
+        self._forget()
+        if defaults.get("seed", 0) is None:
+            defaults = {**defaults, "seed": torch.initial_seed()}
+        super()._initialize(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        super().__setstate__(state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and forget the curvature taken with them."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    def backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        """Add the gradient of a loss to ``.grad`` as ``loss.backward()`` does, and take the curvature.
+
+        Args:
+            loss: A tensor, with its graph.
+            gradient: As for ``Tensor.backward``, of a loss of several elements.
+            retain_graph: Keep the graph for another backward pass.
+            inputs: Whose ``.grad`` to write; by default, every leaf that the loss depends on.
+            scaler: Scales the loss, which is given without its scale.
+
+        Raises:
+            ValueError: The loss is complex.
+        """
+        self._begin_pass(loss)
+        if scaler is not None:
+            self._scale = scaler.scale(torch.ones((), device=loss.device))  # type: ignore[assignment]
+            loss = scaler.scale(loss)  # type: ignore[assignment]
+        if self._is_curvature_due():
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
+        else:
+            self._losses = [*self._losses, loss.detach()]
+            loss.backward(gradient, retain_graph, inputs=inputs)
+
+    @contextlib.contextmanager
+    def recording(self) -> Generator[None]:
+        """Redirect every ``Tensor.backward`` inside to the optimizer, as a closure does."""
+        if not self._is_curvature_due():
+            yield
+            return
+
+        def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+            self._begin_pass(loss)
+            self._backward_with_curvature(loss, gradient, retain_graph, inputs)
+
+        mode = LossRecorder(backward, note_losses=self.notes_losses)
+        self._noted = mode.losses
+        try:
+            with QuickDerivatives(), mode:
+                yield
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            mode.losses.clear()
+            self._noted = ()
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        if hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): GradScaler takes no closure. Call "
+                "opt.backward(scaler.scale(loss)), then scaler.step(opt)."
+            )
+        with torch.enable_grad(), self.recording():
+            return closure()
+
+    def _move(self) -> None:
+        if any(share_in(p.grad) is not None for p in self._all_params()):
+            raise ValueError(
+                f"{type(self).__name__}.step: the gradients are means over several processes, and the curvature is "
+                "that of this process, so the parameters of the processes would drift apart. Use an optimizer that "
+                "takes gradients alone."
+            )
+        if not hasattr(self, "found_inf") or self._unscaled():
+            super()._move()
+
+    def _unscaled(self) -> bool:
+        """Take the scale of a GradScaler off the gradients; return whether nothing has overflowed."""
+        if float(self.found_inf) > 0:
+            return False
+        if self.grad_scale is not None:
+            self._scale = self.grad_scale
+            for p in self._all_params():
+                if p.grad is not None:
+                    p.grad.mul_(self._scale.double().reciprocal().to(p.device, torch.float32))
+        return True
+
+    def _inverse_scale(self) -> float:
+        """Return one over the scale by which a GradScaler has multiplied the loss."""
+        if not hasattr(self, "found_inf"):
+            return 1.0
+        if self._scale is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: scaler.unscale_(opt) took the scale off the gradients, and that of the "
+                "curvature is not known. Call opt.backward(loss, scaler=scaler) in place of "
+                "opt.backward(scaler.scale(loss))."
+            )
+        return 1 / float(self._scale)
+
+    def _begin_pass(self, loss: Tensor) -> None:
+        """Raise for a complex loss, and drop losses whose gradients were dropped, as by ``model.zero_grad()``."""
+        refuse_complex(f"{type(self).__name__}.backward(loss)", loss)
+        if all(p.grad is None for p in self._all_params()):
+            self._losses = []
+
+    def _is_curvature_due(self) -> bool:
+        """Return whether this step takes curvature."""
+        return any(group["step"] % group.get("curvature_every", 1) == 0 for group in self.param_groups)
+
+    def _backward_with_curvature(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        retain_graph: bool | None,
+        inputs: Tensor | Sequence[Tensor] | None,
+    ) -> None:
+        leaves = leaves_behind(loss) if inputs is None else _as_list(inputs)
+        if self.differentiates_twice and "_is_linted" not in self.__dict__:
+            refuse_defects(f"{type(self).__name__}.backward(loss)", loss, leaves)
+            self._is_linted = True
+        create_graph = self.differentiates_twice and self.differentiates_gradients
+        found = torch.autograd.grad(
+            loss, leaves, gradient, create_graph=create_graph, retain_graph=True, allow_unused=True
+        )
+        grads = {leaf: g for leaf, g in zip(leaves, found, strict=True) if g is not None}
+        losses = _weighted(loss, gradient, self._noted)
+        self._losses = [*self._losses, loss.detach()]
+        outputs = [part.loss.output.detach() for part in losses]
+        if is_finite(outputs):
+            if self.notes_losses and not losses and not grads.keys().isdisjoint(self._all_params()):
+                raise ValueError(unknown_loss(type(self).__name__))
+            self._observe(loss, gradient, grads, losses, retain_graph=bool(retain_graph))
+        else:  # no labels can be drawn from NaN, and the step will not be taken
+            self._losses = [*self._losses, *outputs]
+        for leaf, g in grads.items():
+            accumulate(leaf, g)
+
+    def _observe(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        grads: Mapping[Tensor, Tensor],
+        losses: Sequence[WeightedLoss],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Take what a step needs of a graph, and add it to what was taken since the last step.
+
+        Args:
+            loss: What is differentiated.
+            gradient: As of ``Tensor.backward``.
+            grads: The gradient of each leaf, with its graph if ``differentiates_gradients``.
+            losses: The losses of known form that the whole contains, if ``notes_losses``.
+            retain_graph: Keep the graph for another backward pass.
+        """
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._scale: Tensor | None = None
+
+    def _without_curvature(self) -> RuntimeError:
+        return RuntimeError(
+            f"{type(self).__name__}.step: there are gradients, but no curvature: loss.backward() outside of a "
+            "closure gives none. Call opt.step(closure), where closure computes the loss, calls loss.backward() and "
+            "returns it; or, where a step does not look at the loss again, opt.backward(loss) in place of "
+            "loss.backward()."
+        )
+
+    def _rule(self, group: Group) -> None:
+        """Check the numbers of a group."""
+        call = f"{type(self).__name__}(params)"
+        for name in self.defaults.keys() - {*self.options_alone, *self.counts}:
+            value = group[name]
+            for each in value if isinstance(value, (tuple, list)) else [value]:
+                if each is not None and not isinstance(each, (bool, str)):
+                    check_hyperparameter(
+                        call, name, as_number(each), below=1.0 if name in self.fractions else torch.inf
+                    )
+        for name in self.counts:
+            check_count(call, name, group[name])
+
+
+def unknown_loss(name: str) -> str:
+    """Return the error message that no recorded loss has a known form."""
+    *others, last = (f"F.{function.__name__}" for function in KNOWN_LOSSES)
+    return (
+        f"{name}: the loss contains none whose curvature in the output is known. Compute it inside the closure, or "
+        f"within `with opt.recording():`, by {', '.join(others)} or {last}, reduced to a mean or a sum; "
+        "residuals r by F.mse_loss(r, torch.zeros_like(r)), or a likelihood written by hand by "
+        "opt.output_loss(loss_fn, output), of which GaussNewton takes the Hessian."
+    )
+
+
+def _weighted(loss: Tensor, gradient: Tensor | None, parts: Sequence[NotedLoss]) -> list[WeightedLoss]:
+    """Return the losses that a loss contains, and its derivative with respect to each."""
+    if not parts:
+        return []
+    edges = [part.edge for part in parts]
+    weights = torch.autograd.grad(loss, edges, gradient, retain_graph=True, allow_unused=True)
+    pairs = zip(parts, weights, strict=True)
+    return [WeightedLoss(part.known, weight) for part, weight in pairs if weight is not None]
+
+
+def _as_list(inputs: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs)

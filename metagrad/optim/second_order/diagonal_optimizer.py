@@ -1,0 +1,192 @@
+"""What AdaHessian and Sophia share: an estimate of the diagonal of a curvature matrix in each backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.checks.finite import is_finite
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.core.checks import warn
+from metagrad.core.tree import widened
+from metagrad.optim.probes import as_rows
+from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer, WeightedLoss
+from metagrad.optim.second_order.probes import generators_of
+from metagrad.optim.torch_optim.move import Change
+from metagrad.optim.torch_optim.optimizer import Group, Work
+from metagrad.sparse.tables.row_sparse import RowSparse
+
+
+def hessian_diagonal(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    draw: Callable[[Tensor], Tensor],
+    samples: int,
+    *,
+    retain_graph: bool = True,
+) -> list[Tensor]:
+    r"""Estimate the diagonal of the Hessian by Hutchinson's probes, :math:`z \odot H z` with E[z z^T] = I.
+
+    Args:
+        params: The parameters.
+        grads: Their gradient, with its graph.
+        draw: Draws a probe in the shape of a tensor.
+        samples: How many probes the estimate is the mean of.
+        retain_graph: Keep the graph.
+
+    References:
+        Bekas, Kokiopoulou, Saad, "An estimator for the diagonal of a matrix", Applied Numerical Mathematics 57, 2007.
+    """
+    totals = [torch.zeros_like(widened(p)) for p in params]
+    for index in range(samples):
+        probes = [draw(g) for g in grads]
+        keep = retain_graph or index + 1 < samples
+        found = graph_vjp(grads, params, probes, retain_graph=keep)
+        for total, z, product in zip(totals, probes, found, strict=True):
+            if product is not None:
+                total += widened(z) * widened(product) / samples
+    return totals
+
+
+def gauss_newton_diagonal(
+    params: Sequence[Tensor],
+    losses: Sequence[WeightedLoss],
+    generator: Callable[[torch.device], torch.Generator],
+    samples: int,
+    *,
+    retain_graph: bool = True,
+) -> list[Tensor]:
+    r"""Estimate the diagonal of the Gauss-Newton matrix by squared gradients for labels drawn from the model.
+
+    Args:
+        params: The parameters.
+        losses: The losses of known form.
+        generator: Of a device, where labels come from.
+        samples: How many draws the estimate is the mean of.
+        retain_graph: Keep the graph.
+
+    References:
+        Liu et al., "Sophia", ICLR 2024, section 2.3; the identity is Bartlett's.
+    """
+    totals = [torch.zeros_like(widened(p)) for p in params]
+    last = samples * len(losses) - 1
+    for index in range(samples * len(losses)):
+        loss, weight = losses[index % len(losses)]
+        score = (weight.abs().sqrt() * loss.score(generator(loss.output.device))).detach()
+        keep = retain_graph or index < last
+        found = torch.autograd.grad(loss.output, params, score, retain_graph=keep, allow_unused=True)
+        for total, g in zip(totals, found, strict=True):
+            if g is not None:  # in float32: in float16 the squares of small numbers are zero
+                total += weight.sign() * widened(g).square() / samples
+    return totals
+
+
+class DiagonalOptimizer(CurvatureOptimizer):
+    """An optimizer that divides by an estimate of a diagonal, which is made in the backward pass.
+
+    So of micro-batches one graph is alive at a time. The probes are those of the step, and the estimates of
+    micro-batches add up to that of the whole batch.
+    """
+
+    counts = ("samples",)
+    _estimates: dict[Tensor, Tensor] | None = None
+    """The estimates since the last step; None before a backward pass."""
+
+    def _diagonal(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        losses: Sequence[WeightedLoss],
+        generator: Callable[[torch.device], torch.Generator],
+        *,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        """Return the estimate for each parameter."""
+        raise NotImplementedError
+
+    def _moved(
+        self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the new value and the new state of a parameter; without an estimate, diagonal is None."""
+        raise NotImplementedError
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        first, group = self.param_groups[0], self.param_groups[index]
+        if group["samples"] != first["samples"]:
+            raise ValueError(
+                f"{type(self).__name__}(params): one estimate is of all groups, so samples must be the same in all, "
+                f"got {first['samples']} and {group['samples']}."
+            )
+
+    def _is_due(self, group: Group) -> bool:
+        return group["step"] % group.get("curvature_every", 1) == 0
+
+    def _observe(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        grads: Mapping[Tensor, Tensor],
+        losses: Sequence[WeightedLoss],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        due = [p for group in self.param_groups if self._is_due(group) for p in group["params"]]
+        params, estimates = [p for p in due if p in grads], dict(self._estimates or {})
+        for index, group in enumerate(self.param_groups):
+            for key, p in self._named(index).items():
+                if isinstance(as_rows(grads.get(p, p)), RowSparse):
+                    self._check_rows(group, key)
+        first = self.param_groups[0]
+        generator = generators_of(first["seed"], first["step"])
+        own = [grads[p] for p in params]
+        found = (
+            self._diagonal(first, params, own, losses, generator, retain_graph=retain_graph) if params else []
+        )
+        for p, estimate in zip(params, found, strict=True):
+            goes_on = p in estimates and p.grad is not None  # else its gradient was dropped
+            estimates[p] = estimates[p] + estimate if goes_on else estimate
+        self._estimates = estimates
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._estimates = None
+
+    def _observed(self, work: Work) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._observed(work)
+        for key, p in work.params.items():
+            if self._estimates and p in self._estimates:
+                yield f"the curvature of {key!r}", self._estimates[p]
+
+    def _unscaled(self) -> bool:
+        if not super()._unscaled():
+            return False
+        if self._estimates:
+            scale = self._inverse_scale()
+            self._estimates = {p: estimate * scale for p, estimate in self._estimates.items()}
+            if not is_finite(list(self._estimates.values())):
+                warn(
+                    f"{type(self).__name__}.step: under the scale of GradScaler the curvature has overflowed, though "
+                    "the gradients have not, and the step is skipped. A smaller init_scale leaves room for products "
+                    "with the Hessian."
+                )
+                return False
+        return True
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        group, params, grads = work
+        is_due, sign = self._is_due(group), -1 if group["maximize"] else 1
+        if is_due and self._estimates is None:
+            raise self._without_curvature()
+        for key, p in params.items():
+            w, g = widened(p), sign * widened(grads[key])
+            diagonal = None
+            if is_due:  # a parameter that no loss depended on has no curvature, as it has no gradient
+                diagonal = sign * (self._estimates or {}).get(p, torch.zeros_like(w))
+            state = self.state.get(p, {})
+            new, slots = self._moved(group, w, g, diagonal, state)
+            yield Change({key: p}, {key: new}, {key: {"step": state.get("step", 0) + 1, **slots}})

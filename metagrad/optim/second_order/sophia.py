@@ -1,0 +1,187 @@
+"""Sophia: a momentum divided by the diagonal of the curvature, clipped element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from metagrad.optim.second_order.curvature_optimizer import WeightedLoss
+from metagrad.optim.second_order.diagonal_optimizer import (
+    DiagonalOptimizer,
+    gauss_newton_diagonal,
+    hessian_diagonal,
+)
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, as_number
+
+
+class SophiaH(DiagonalOptimizer):
+    r"""Optimize by Sophia-H: a momentum divided by the Hessian's diagonal, clipped element by element.
+
+    .. math::
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g_t \\
+        h_t &= \beta_2 h_{t-k} + (1 - \beta_2) \, u \odot (H_t u), \quad u \sim \mathcal{N}(0, I),
+               \qquad \text{every } k \text{ steps, else } h_t = h_{t-1} \\
+        w_t &= (1 - \eta \lambda) w_{t-1}
+               - \eta \, \operatorname{clip}\bigl(m_t / \max(\gamma h_t, \epsilon), 1\bigr)
+
+    Where curvature is small or negative the step is the sign of the momentum, as long as ``lr``. Where it is large,
+    the step is a share of Newton's. A closure of the usual form works, or ``opt.backward(loss)`` in place of
+    ``loss.backward()``, also with a ``GradScaler``. For what does not work, see
+    :class:`~metagrad.optim.second_order.curvature_optimizer.CurvatureOptimizer`. Gradients that are sparse raise an
+    error. Steps between two estimates cost a gradient.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
+        lr: The step size :math:`\eta`. No element moves by more. In the paper 0.8 times Adam's for language models of
+            125 million parameters and more, 2e-4 to 6e-4; the default is for small models, which move further in
+            fewer steps.
+        betas: How much of the averages of gradients and of diagonals is kept, each from 0 to below 1.
+        gamma: The factor of the diagonal, which decides how many elements are clipped.
+        eps: The least that a momentum is divided by; above 0.
+        weight_decay: The factor :math:`\lambda` of the step :math:`\eta \lambda w` that shrinks the parameters; in
+            the paper, 0.2.
+        curvature_every: Steps from one estimate to the next, :math:`k`; the first step makes one.
+        samples: Probes for each estimate.
+        maximize: Climb: take gradient and curvature with the other sign; weights decay all the same.
+        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
+            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+            ``torch.initial_seed()``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import SophiaH
+        >>> w = torch.tensor([1.0, -2.0], requires_grad=True)
+        >>> opt = SophiaH([w], lr=0.5)
+        >>> opt.backward((w**2).sum())
+        >>> opt.step()
+        >>> w
+        tensor([ 0.5000, -1.5000], requires_grad=True)
+
+    References:
+        Liu, Li, Hall, Liang, Ma, "Sophia: a scalable stochastic second-order optimizer for language model
+        pre-training", ICLR 2024, algorithms 1 and 3.
+    """
+
+    counts = ("samples", "curvature_every")
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 4e-3,
+        *,
+        betas: tuple[float | Tensor, float | Tensor] = (0.96, 0.99),
+        gamma: float | Tensor = 0.01,
+        eps: float | Tensor = 1e-12,
+        weight_decay: float | Tensor = 0.0,
+        curvature_every: int = 10,
+        samples: int = 1,
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        seed: int | None = None,
+    ) -> None:
+        defaults = {
+            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
+        }
+        self._initialize(params, defaults)
+
+    def _diagonal(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        losses: Sequence[WeightedLoss],
+        generator: Callable[[torch.device], torch.Generator],
+        *,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        def draw(like: Tensor) -> Tensor:
+            return torch.empty_like(like).normal_(generator=generator(like.device))
+
+        return hessian_diagonal(params, grads, draw, group["samples"], retain_graph=retain_graph)
+
+    def _moved(
+        self, group: Group, p: Tensor, g: Tensor, diagonal: Tensor | None, state: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        lr, gamma, eps, decay = map(as_number, (group[n] for n in ("lr", "gamma", "eps", "weight_decay")))
+        beta1, beta2 = as_number(group["betas"])
+        mean, hessian = (state[n] if n in state else torch.zeros_like(p) for n in ("mean", "hessian"))
+        mean = beta1 * mean + (1 - beta1) * g
+        if diagonal is not None:
+            hessian = beta2 * hessian + (1 - beta2) * diagonal
+        direction = (mean / torch.clamp(gamma * hessian, min=eps)).clamp(-1, 1)
+        return (1 - lr * decay) * p - lr * direction, {"mean": mean, "hessian": hessian}
+
+
+class SophiaG(SophiaH):
+    r"""Optimize by Sophia-G: Sophia with the diagonal of the Gauss-Newton matrix, from labels drawn from the model.
+
+    .. math:: h_t = \beta_2 h_{t-k} + (1 - \beta_2) \, B \, \hat g_t^2, \qquad
+              \hat g_t = \frac{1}{B} \sum_{n=1}^{B} \nabla \ell_n(\hat y_n), \qquad \hat y_n \sim p(\cdot | x_n)
+
+    and otherwise the equations of :class:`SophiaH`. The estimate is never negative, and costs one backward pass more.
+    The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
+    ``F.cross_entropy``, ``F.mse_loss``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded, with their weights in the whole. What
+    else the loss contains, such as a penalty on the weights, does not enter the estimate.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which may have hyper-parameters of their own.
+        lr: The step size, as of :class:`SophiaH`.
+        gamma: The factor of the diagonal, which decides how many elements are clipped.
+        samples: Draws of the labels for each estimate.
+        **options: The other arguments of :class:`SophiaH`.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range; in ``backward``, the loss contains none of known form.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import SophiaG
+        >>> model = torch.nn.Linear(4, 3)
+        >>> opt = SophiaG(model.parameters(), lr=0.1)
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = torch.nn.functional.cross_entropy(model(torch.eye(4)), torch.tensor([0, 1, 2, 0]))
+        ...     loss.backward()
+        ...     return loss
+        >>> losses = [float(opt.step(closure)) for _ in range(20)]
+        >>> losses[-1] < losses[0] / 2
+        True
+
+    References:
+        Liu, Li, Hall, Liang, Ma, "Sophia: a scalable stochastic second-order optimizer for language model
+        pre-training", ICLR 2024, algorithms 2 and 3.
+    """
+
+    notes_losses = True
+    differentiates_twice = False
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 4e-3,
+        *,
+        gamma: float | Tensor = 0.05,
+        samples: int = 1,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, gamma=gamma, samples=samples, **options)
+
+    def _diagonal(
+        self,
+        group: Group,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        losses: Sequence[WeightedLoss],
+        generator: Callable[[torch.device], torch.Generator],
+        *,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        return gauss_newton_diagonal(params, losses, generator, group["samples"], retain_graph=retain_graph)
