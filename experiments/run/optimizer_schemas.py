@@ -54,8 +54,8 @@ def _base_of(make: type[torch.optim.Optimizer]) -> type[Optimizer]:
 
 
 def _option(name: str) -> str:
-    """Return a class's name in snake case, or as its functional form has it."""
-    return name.lower() if name.lower() in rules.__all__ else option_name(name)
+    """Return a class's name in snake case, or as its functional form or its paper has it."""
+    return name.lower() if name.lower() in ("adahessian", *rules.__all__) else option_name(name)
 
 
 def _is_optimizer(made: object) -> bool:

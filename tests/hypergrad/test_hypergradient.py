@@ -14,7 +14,6 @@ from tests.hypergrad.ridge import ridge
 
 RULE = mg.optim.rules.sgd(lr=0.3)
 FAST = mg.optim.rules.sgd(lr=0.3, momentum=0.2)
-NEWTON = mg.optim.rules.newton_cg(lr=1.0, damping=0.0, rtol=1e-12)
 
 EXACT = {
     "cg": hypergrad.CG(steps=10),
@@ -176,7 +175,7 @@ def test_unroll_has_derivatives_of_any_order(memory):
     )
 
 
-def test_the_rule_of_an_unroll_may_depend_on_hyper_and_use_curvature():
+def test_the_rule_of_an_unroll_may_depend_on_hyper():
     problem = ridge()
     start = {"w": torch.zeros(6, dtype=torch.float64)}
     hyper = {**problem.hyper, "lr": torch.tensor(0.2, dtype=torch.float64)}
@@ -187,9 +186,6 @@ def test_the_rule_of_an_unroll_may_depend_on_hyper_and_use_curvature():
         return problem.outer({"w": lr * problem.x.T @ problem.y / len(problem.y)}, problem.hyper)
 
     assert torch.allclose(found["lr"], torch.func.grad(textbook)(hyper["lr"]), rtol=1e-10)
-    newton = hypergrad.Unroll(NEWTON, steps=1)
-    found = mg.hypergradient(problem.outer, problem.inner, start, problem.hyper, method=newton)
-    assert relative(found["log_penalty"], problem.derivative) < 1e-8
 
 
 APPROXIMATE = {

@@ -13,8 +13,7 @@ First, estimates of diagonals are compared with dense matrices in float64, and e
 
 `python -m experiments.benchmarks.optimizers robustness` asks instead which optimizers learn small networks at their
 defaults, from many seeds; `python -m experiments.benchmarks.optimizers zoo` trains eight problems by every optimizer;
-`python -m experiments.benchmarks.optimizers lbfgs` compares L-BFGS with torch's, and
-`python -m experiments.benchmarks.optimizers cubic` the steps of CubicNewton with their products.
+`python -m experiments.benchmarks.optimizers lbfgs` compares L-BFGS with torch's.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.benchmarks.optimizers import cubic, lbfgs, robustness, zoo
+from experiments.benchmarks.optimizers import lbfgs, robustness, zoo
 from experiments.benchmarks.optimizers.checks import check
 from experiments.benchmarks.optimizers.measuring import measure
 from experiments.benchmarks.optimizers.methods import COMPILED, METHODS, WORKLOADS
@@ -43,7 +42,7 @@ def parsed() -> argparse.Namespace:
         "study",
         nargs="?",
         default="cost",
-        choices=["cost", "cubic", "lbfgs", "robustness", "zoo"],
+        choices=["cost", "lbfgs", "robustness", "zoo"],
         help="what is measured (cost)",
     )
     add("--workloads", nargs="+", default=list(WORKLOADS), help=f"any of {', '.join(WORKLOADS)} (all)")
@@ -77,8 +76,8 @@ def main() -> None:
         "ignore", ".*runs without being compiled.*MemoryTracker"
     )  # memory is that of eager code
     torch.set_num_threads(arguments.threads)
-    if arguments.study in ("cubic", "lbfgs"):
-        {"cubic": cubic, "lbfgs": lbfgs}[arguments.study].main(arguments.rounds, arguments.out)
+    if arguments.study == "lbfgs":
+        lbfgs.main(arguments.rounds, arguments.out)
         return
     studies = {"robustness": robustness.main, "zoo": zoo.main}
     if arguments.study in studies:

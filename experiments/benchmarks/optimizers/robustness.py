@@ -63,9 +63,6 @@ NETS: dict[str, Callable[[], Problem]] = {
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "NewtonCG": lambda model: optim.NewtonCG(model.parameters()),
     "GaussNewton": lambda model: optim.GaussNewton(model.parameters()),
-    "NaturalGradient": lambda model: optim.NaturalGradient(model.parameters()),
-    "CubicNewton": lambda model: optim.CubicNewton(model.parameters()),
-    "TrustRegionNewton": lambda model: optim.TrustRegionNewton(model.parameters()),
     "LBFGS": lambda model: optim.LBFGS(model.parameters()),
     "torch.optim.Adam, lr=0.01": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
 }

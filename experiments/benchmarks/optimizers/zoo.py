@@ -204,9 +204,6 @@ def _muon(model: nn.Module) -> Sequence[torch.optim.Optimizer]:
 SECOND_ORDER: dict[str, Make] = {
     "NewtonCG": _of_all(optim.NewtonCG),
     "GaussNewton": _of_all(optim.GaussNewton),
-    "NaturalGradient": _of_all(optim.NaturalGradient),
-    "CubicNewton": _of_all(optim.CubicNewton),
-    "TrustRegionNewton": _of_all(optim.TrustRegionNewton),
     "LBFGS": _of_all(optim.LBFGS),
     "KFAC": lambda model: [KFAC(model)],
     "KFAC, eigen": lambda model: [KFAC(model, eigen=True)],

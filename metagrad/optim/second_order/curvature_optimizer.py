@@ -325,15 +325,15 @@ class CurvatureOptimizer(RuleOptimizer):
         )
 
     def _rule(self, group: Group) -> None:
-        """Check the numbers of a group."""
+        """Raise for numbers that are out of their range, which a scheduler may have set."""
         call = f"{type(self).__name__}(params)"
-        for name in self.defaults.keys() - {*self.options_alone, *self.counts}:
-            value = group[name]
-            for each in value if isinstance(value, (tuple, list)) else [value]:
-                if each is not None and not isinstance(each, (bool, str)):
-                    check_hyperparameter(
-                        call, name, as_number(each), below=1.0 if name in self.fractions else torch.inf
-                    )
+        for name in (self.defaults.keys() & group.keys()) - {*self.options_alone, *self.counts}:
+            values, below = group[name], 1.0 if name in self.fractions else torch.inf
+            several = isinstance(values, (tuple, list))
+            for index, value in enumerate(values if several else [values]):
+                if value is not None and not isinstance(value, (bool, str)):
+                    key = f"{name}[{index}]" if several else name
+                    check_hyperparameter(call, key, as_number(value), below=below)
         for name in self.counts:
             check_count(call, name, group[name])
 

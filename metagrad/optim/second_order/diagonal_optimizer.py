@@ -179,6 +179,7 @@ class DiagonalOptimizer(CurvatureOptimizer):
 
     def _changes(self, work: Work) -> Iterator[Change]:
         group, params, grads = work
+        self._rule(group)
         is_due, sign = self._is_due(group), -1 if group["maximize"] else 1
         if is_due and self._estimates is None:
             raise self._without_curvature()

@@ -398,7 +398,6 @@ CG = hypergrad.CG(steps=5)
             ValueError,
             "weight_decay .* Put the penalty into the loss",
         ),
-        ({"inner": mg.optim.rules.newton_cg()}, ValueError, "proximal\\): the rule asks for curvature"),
         ({"truncate": 2}, ValueError, r"hypergradient, truncate\): .* Leave out one of the two"),
         ({"query_weights": [0.5, 0.5]}, ValueError, r"hypergradient, query_weights\): .* Leave out"),
         ({"order": 1}, ValueError, r"hypergradient, order\): .* FOMAML is order=1 without it"),

@@ -93,12 +93,12 @@ def test_what_is_not_compiled_is_said(layer, reason):
 
 def test_the_order_is_what_maml_takes():
     model = chain(nn.LayerNorm(4), nn.Tanh())
-    sgd, newton = rules.sgd(lr=0.1), rules.newton_cg(damping=1.0)
+    sgd = rules.sgd(lr=0.1)
     orders = [
-        mg.preflight(mg.MAML(model, F.mse_loss, inner=rule, steps=0, order=order), meta_batch()).order
-        for rule, order in ((sgd, 1), (newton, 2))
+        mg.preflight(mg.MAML(model, F.mse_loss, inner=sgd, steps=0, order=order), meta_batch()).order
+        for order in (1, 2)
     ]
-    assert orders == [1, 3]
+    assert orders == [1, 2]
     hessian = mg.preflight(mg.MAML(model, F.mse_loss, inner=sgd, steps=1), meta_batch(), order=3)
     assert seen(hessian) == [("1", "LayerNorm", "wrong", 3)]
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from metagrad.curvature.likelihoods.output_losses import Bernoulli, Gaussian
-from metagrad.optim.objective import TapeObjective
-from metagrad.optim.tape_curvature import WeightedLoss
-
 A = torch.tensor([[3.0, 1.0, 0.5], [1.0, 2.0, -0.3], [0.5, -0.3, 1.5]], dtype=torch.float64)
 B = torch.tensor([1.0, -2.0, 0.7], dtype=torch.float64)
 C = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
@@ -71,45 +67,8 @@ def fit_residuals(w: Tensor) -> Tensor:
     return w[..., :1] * torch.exp(w[..., 1:2] * x) + w[..., 2:] - y
 
 
-def least_squares(params):
-    """Half the sum of the squared residuals of a fit, for each task, and its form."""
-    r = fit_residuals(params["w"])
-    return r.pow(2).sum(-1) / 2, [WeightedLoss(Gaussian(r, ONE, ONE), ONE)]
-
-
 def logistic_data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 3, generator=generator, dtype=torch.float64)
     noise = torch.randn(60, generator=generator, dtype=torch.float64)
     return x, (x @ B + noise > 0).double()
-
-
-def logistic(params):
-    """The mean cross-entropy of a logistic regression, and its form."""
-    x, y = logistic_data()
-    logits = x @ params["w"]
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, y)
-    return loss, [WeightedLoss(Bernoulli(logits, ONE / len(y)), ONE)]
-
-
-def parameters(w: Tensor = START):
-    return {"w": w.clone().requires_grad_()}
-
-
-def stepped(rule, loss, params, state):
-    """Take one step off the tape."""
-    objective = TapeObjective(loss, params)
-    with torch.no_grad():
-        new, state = rule.update(objective.grads, state, params, objective)
-    return {key: p.detach().requires_grad_() for key, p in new.items()}, state
-
-
-def minimized(rule, loss, params, *, norm: float = 1e-8, steps: int = 200):
-    """Take steps until the gradient has a norm; return parameters, state and the number of steps."""
-    state = rule.init(params)
-    for count in range(steps):
-        grads = TapeObjective(loss, params).grads
-        if sum(float(g.pow(2).sum()) for g in grads.values()) ** 0.5 < norm:
-            return params, state, count
-        params, state = stepped(rule, loss, params, state)
-    return params, state, steps

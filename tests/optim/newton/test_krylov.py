@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from scipy.optimize import brentq
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import metagrad as mg
 from metagrad.curvature.solvers.iteration import RESULTS
 from metagrad.optim.newton.krylov import conjugate_gradients
 from metagrad.optim.newton.lbfgs import strong_wolfe, two_loop
-from metagrad.optim.newton.subproblems import least_root, minimize_cubic
 
 F64 = torch.float64
 
@@ -123,89 +119,6 @@ def test_derivatives_of_early_stopped_rows_are_those_of_the_steps(radius):
         return found.x, found.model
 
     assert mg.gradcheck(fn, (M, b), order=3)
-
-
-def stationarity(M, g, cubic, x):
-    """The gradient of the cubic model, and the least eigenvalue of H + M |x| / 2."""
-    size = x.norm(dim=1)
-    gradient = g + (M @ x[:, :, None]).squeeze(-1) + (cubic * size / 2)[:, None] * x
-    return gradient, torch.linalg.eigvalsh(M)[:, 0] + cubic * size / 2
-
-
-@pytest.mark.parametrize("least", [0.5, 0.0, -2.0])
-def test_the_minimum_of_a_cubic_model_is_the_global_one(least):
-    """Nesterov, Polyak 2006, section 5: stationary, with H + M |x| / 2 positive semi-definite."""
-    M = matrices(3, 6, least=least)
-    g = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=F64)
-    cubic = torch.tensor([0.1, 1.0, 30.0], dtype=F64)
-    found = minimize_cubic(multiplied(M), g, cubic, rtol=1e-13, max_steps=6)
-    gradient, smallest = stationarity(M, g, cubic, found.x)
-    assert float(gradient.abs().max()) < 1e-9
-    assert float(smallest.min()) > -1e-9
-    quadratic = (g * found.x).sum(1) + (found.x * multiplied(M)(found.x)).sum(1) / 2
-    torch.testing.assert_close(found.model, quadratic + cubic * found.x.norm(dim=1) ** 3 / 6)
-
-
-def test_a_cubic_model_without_a_gradient_has_no_step():
-    M, g = matrices(2, 3), torch.zeros(2, 3, dtype=F64)
-    g[0] = 1
-    found = minimize_cubic(multiplied(M), g, torch.ones(2, dtype=F64), rtol=1e-10, max_steps=5)
-    assert found.x[1].tolist() == [0.0] * 3
-    assert found.steps.tolist()[1] == 0
-
-
-@pytest.mark.parametrize("lowest", [1e-3, -1.0])
-def test_the_root_of_the_secular_equation_over_eighteen_orders_of_magnitude(lowest):
-    """Lengths and cubic terms as they come, from definite and indefinite matrices, against Brent's method."""
-    generator = np.random.default_rng(0)
-    basis = np.linalg.qr(generator.standard_normal((12, 12)))[0]
-    values = np.concatenate([[lowest], np.logspace(-2, 2, 11)])
-    T = (basis * values) @ basis.T
-    for length in (1e-4, 1.0, 1e4):
-        for cubic in (1e-5, 1.0, 1e5):
-            row = (T + T.T)[None] / 2, np.array([length]), np.array([cubic]), np.zeros(1)
-            found, _ = least_root(*row, 12)
-
-            def excess(r, length=length, cubic=cubic):
-                return np.linalg.norm(length * basis[0] / (values + cubic * r / 2)) / r - 1
-
-            least = max(0.0, -2 * lowest / cubic)
-            expected = brentq(excess, least * (1 + 1e-13) + 1e-30, least + 1e12, xtol=1e-300)
-            assert found[0] == pytest.approx(expected, rel=1e-10)
-
-
-class _Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_cubic_model_costs_few_operations_beside_its_products():
-    """A root search by bisection in every space was 64 rounds of six."""
-    values = torch.linspace(-0.1, 1, 60, dtype=F64)
-    with _Calls() as calls:
-        found = minimize_cubic(
-            lambda rows: rows * values, torch.ones(1, 60, dtype=F64), torch.ones(1), rtol=1e-10, max_steps=30
-        )
-    assert found.products >= 10
-    assert calls.count < 100 * found.products
-
-
-@pytest.mark.parametrize("steps", [2, 4])
-def test_derivatives_of_the_minimum_of_a_cubic_model(steps):
-    M = matrices(2, 4, least=-0.5).requires_grad_()
-    g = torch.randn(2, 4, generator=torch.Generator().manual_seed(1), dtype=F64).requires_grad_()
-    cubic = torch.tensor([0.7, 3.0], dtype=F64, requires_grad=True)
-
-    def fn(M, g, cubic):
-        found = minimize_cubic(multiplied((M + M.mT) / 2), g, cubic, rtol=1e-10, max_steps=steps)
-        return found.x, found.model
-
-    assert mg.gradcheck(fn, (M, g, cubic), order=2)
 
 
 def test_strong_wolfe_in_every_row():

@@ -18,17 +18,14 @@ from metagrad.optim import (
     LBFGS,
     SOAP,
     AdaHessian,
-    CubicNewton,
     GaussNewton,
     Lion,
     Muon,
-    NaturalGradient,
     NewtonCG,
     Shampoo,
     SophiaG,
     SophiaH,
     SparseAdam,
-    TrustRegionNewton,
 )
 from tests.marks import slow
 
@@ -84,7 +81,7 @@ def traits(*names: Trait) -> frozenset[Trait]:
 
 
 SEED = {"seed": 0}
-DIAGONAL = traits("elementwise", "sparse", "backward", "told", "seed")
+DIAGONAL = traits("backward", "told", "seed")
 FIRST_ORDER = traits("elementwise", "sparse")
 LAYERS = traits("model", "sparse", "backward")
 LAYERS_SETTINGS = [
@@ -145,17 +142,6 @@ CASES = [
     ),
     Case(NewtonCG, NEWTON, {}, {}, {}, by_hand=FIXED_DAMPING),
     Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
-    Case(
-        NaturalGradient,
-        NEWTON_OF_KNOWN_LOSSES,
-        {},
-        {},
-        {"damping": 1.0},
-        by_hand=FIXED_DAMPING,
-        like="GaussNewton",
-    ),
-    Case(CubicNewton, NEWTON, {}, {}, {}, options={"max_steps": 10}, by_hand={"adapt": False}),
-    Case(TrustRegionNewton, NEWTON, {}, {}, {}, by_hand={"adapt": False}, like="CubicNewton"),
     Case(
         LBFGS,
         traits("backward", "one vector"),

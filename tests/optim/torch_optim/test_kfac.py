@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from metagrad.optim.curvature import Kronecker
-from metagrad.optim.kronecker.layer_objective import LayerObjective
 from metagrad.optim.torch_optim.kfac import KFAC
 from tests.marks import slow
 from tests.optim.torch_optim.cases import (
@@ -313,8 +311,6 @@ def test_calls_without_examples_have_no_factors(eigen):
         opt.step()
         moved.append(snapshot(model))
     assert_equal(*moved)
-    objective = LayerObjective(model, lambda z, y: z.sum(), torch.empty(0, 4), torch.empty(0))
-    assert objective.kronecker_factors(Kronecker("empirical")) == {}
 
 
 @every

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from experiments.benchmarks.optimizers import robustness
-from metagrad.optim import LBFGS, CubicNewton, GaussNewton, NaturalGradient, NewtonCG, TrustRegionNewton
+from metagrad.optim import LBFGS, GaussNewton, NewtonCG
 from metagrad.optim.newton.newton_cg import newton_cg
 from metagrad.optim.objective import TapeObjective
-from tests.marks import combined, fast, slow
+from tests.marks import combined, slow
 from tests.optim.newton.problems import classic_start, fit_residuals, rosenbrock
 from tests.optim.torch_optim.cases import (
     assert_equal,
@@ -29,17 +29,12 @@ from tests.optim.torch_optim.cases import (
 )
 
 F64 = torch.float64
-EVERY = [NewtonCG, GaussNewton, NaturalGradient, CubicNewton, TrustRegionNewton, LBFGS]
+EVERY = [NewtonCG, GaussNewton, LBFGS]
 every = pytest.mark.parametrize("make", EVERY)
-# The others differ in the matrix, or the system, of which these take their steps.
-each_kind = pytest.mark.parametrize("make", fast((NewtonCG, GaussNewton, CubicNewton, LBFGS), EVERY))
-SHARED_SYSTEM = [NewtonCG, GaussNewton, NaturalGradient]
+SHARED_SYSTEM = [NewtonCG, GaussNewton]
 FIXED = {
     NewtonCG: {"adapt": False, "damping": 0.5},
     GaussNewton: {"adapt": False, "damping": 0.5},
-    NaturalGradient: {"adapt": False, "damping": 0.5},
-    CubicNewton: {"adapt": False},
-    TrustRegionNewton: {"adapt": False},
     LBFGS: {"line_search_fn": None, "lr": 0.3},
 }
 
@@ -48,11 +43,7 @@ EXACT = {LBFGS: {"tolerance_grad": 0.0, "tolerance_change": 0.0}}
 
 @pytest.mark.parametrize(
     ("make", "n"),
-    combined(
-        [NewtonCG, CubicNewton, TrustRegionNewton, LBFGS],
-        [2, 100],
-        fast=lambda make, n: n == 2 or make is TrustRegionNewton,
-    ),
+    combined([NewtonCG, LBFGS], [2, 100], fast=lambda make, n: n == 2),
 )
 def test_rosenbrock(make, n):
     w = classic_start(n).requires_grad_()
@@ -86,7 +77,7 @@ def test_networks_are_learned_from_any_seed(make, net):
     assert found.num_below_a_tenth >= 4
 
 
-@pytest.mark.parametrize("make", [GaussNewton, NaturalGradient])
+@pytest.mark.parametrize("make", [GaussNewton])
 def test_the_first_step_moves(make):
     """Where the damping begins too small, the step is made shorter, and no product is wasted."""
     torch.manual_seed(0)
@@ -125,11 +116,11 @@ def test_steps_are_the_rules():
     assert opt.stats["products"] == int(state.report.products)
 
 
-@each_kind
+@every
 def test_looking_at_the_loss_again_leaves_no_trace(make):
     """Neither in .grad, nor in random numbers, nor in the memory of parameters."""
     model = network(F64)
-    opt = make(model.parameters(), **({"damping": 0.5} if make in (GaussNewton, NaturalGradient) else {}))
+    opt = make(model.parameters(), **({"damping": 0.5} if make is GaussNewton else {}))
     loss_of, calls = classification(model, F64), []
 
     def closure():
@@ -223,12 +214,12 @@ def test_buffers_given_by_functional_call_move_once_a_step():
     assert int(model.norm.num_batches_tracked) == 0
 
 
-@each_kind
+@every
 def test_losses_of_several_backward_passes_add_up(make):
     results = []
     for parts in ((1.0,), (0.25, 0.75)):
         model = network(F64)
-        opt = make(model.parameters(), **({"damping": 0.5} if make in (GaussNewton, NaturalGradient) else {}))
+        opt = make(model.parameters(), **({"damping": 0.5} if make is GaussNewton else {}))
         loss_of = classification(model, F64)
 
         def closure(opt=opt, loss_of=loss_of, parts=parts):
@@ -262,7 +253,7 @@ def test_groups_do_not_step_as_if_the_others_stood_still(make, num_groups):
     assert all(b <= a for a, b in itertools.pairwise(losses))
 
 
-@each_kind
+@every
 def test_groups_that_agree_are_one_group(make):
     results = []
     for is_split in (False, True):
@@ -275,7 +266,7 @@ def test_groups_that_agree_are_one_group(make):
     assert str(results[0][1]) == str(results[1][1])
 
 
-@each_kind
+@every
 def test_a_group_of_step_size_zero_stays_and_the_others_step_as_alone(make):
     a, b = (torch.tensor([2.0, -1.0], dtype=F64, requires_grad=True) for _ in range(2))
     goal, alone = (
@@ -318,7 +309,7 @@ def test_groups_have_their_own_lr_damping_and_weight_decay(make):
     assert opt.stats["length"] == 0.9
 
 
-@each_kind
+@every
 def test_groups_of_other_step_sizes_may_have_parameters_that_do_not_move(make):
     """One without elements, and one without a gradient."""
     a, b, empty, unused = (torch.full((n,), 2.0, dtype=F64, requires_grad=True) for n in (1, 1, 0, 1))
@@ -387,12 +378,10 @@ def test_weight_decay_is_part_of_the_objective(make):
         ),
         (GaussNewton, {"adapt": False}, "Only lr, weight_decay, damping may differ"),
         (
-            NaturalGradient,
+            NewtonCG,
             {"curvature_fraction": 0.5},
             "curvature_fraction=1.0 in group 0 and 0.5 in group 1",
         ),
-        (TrustRegionNewton, {"radius": 2.0}, "whose radius must be one"),
-        (CubicNewton, {"cubic": 2.0}, "whose cubic must be one"),
         (LBFGS, {"maximize": True}, "Only lr, weight_decay may differ"),
     ],
 )
@@ -406,7 +395,7 @@ def test_what_there_is_one_of_must_agree_between_groups(make, options, match):
         run(opt, lambda: F.mse_loss(a, b), 1)
 
 
-@each_kind
+@every
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_resumes_bit_for_bit(make, dtype):
     model = network(dtype)
@@ -426,7 +415,7 @@ def test_resumes_bit_for_bit(make, dtype):
     assert_equal(snapshot(model), snapshot(twin))
 
 
-@each_kind
+@every
 def test_a_grad_scaler_changes_nothing(make):
     results = []
     for scaled in (False, True):
@@ -444,7 +433,7 @@ def test_a_grad_scaler_changes_nothing(make):
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-12)
 
 
-@each_kind
+@every
 def test_an_overflow_skips_the_step(make):
     model = network(F64)
     opt = make(model.parameters(), **FIXED[make])
@@ -470,12 +459,12 @@ def test_damping_of_a_scheduler_scales_what_was_adapted():
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize("make", [NewtonCG, GaussNewton, CubicNewton])
+@pytest.mark.parametrize("make", [NewtonCG, GaussNewton])
 def test_curvature_of_a_part_of_the_data(make):
     """Two closures: gradient and loss of all data, and the matrix of two of them."""
     x = torch.tensor([1.0, 2.0, 3.0], dtype=F64)
     w = torch.tensor([1.0], dtype=F64, requires_grad=True)
-    opt = make([w], adapt=False, **({"cubic": 1e-9} if make is CubicNewton else {"damping": 0.0}))
+    opt = make([w], adapt=False, damping=0.0)
 
     def all_data():
         opt.zero_grad()
@@ -519,17 +508,6 @@ def test_a_closure_that_stops_calling_backward_is_refused():
     assert w.tolist() == [1.0, 1.0]
 
 
-def test_a_refused_step_is_told():
-    """A trust region that is far too large: the step is not taken, and the region shrinks."""
-    w = torch.tensor([2.0], dtype=F64, requires_grad=True)
-    opt = TrustRegionNewton([w], radius=100.0)
-    run(opt, lambda: torch.log(torch.cosh(w)).sum(), 1)
-    assert w.item() == 2.0
-    assert opt.stats["direction"] == "none"
-    assert opt.stats["radius"] < 100
-    assert opt.stats["ratio"] < 0.25
-
-
 def test_directions_are_told():
     def steps(make, start, loss, **options):
         w = torch.tensor(start, dtype=F64, requires_grad=True)
@@ -543,11 +521,7 @@ def test_directions_are_told():
 
     assert steps(NewtonCG, [0.0, 0.1], saddle)["direction"] == "negative_curvature"
     assert steps(NewtonCG, [1.0, 1.0], saddle)["direction"] == "newton"
-    assert steps(TrustRegionNewton, [1.0, 1.0], saddle, radius=0.1)["direction"] == "boundary"
     assert steps(LBFGS, [1.0, 1.0], saddle)["direction"] == "quasi_newton"
-    found = steps(NaturalGradient, [1.0, 1.0], lambda w: F.mse_loss(w, torch.zeros(2, dtype=F64)))
-    assert found["direction"] == "natural_gradient"
-    assert found["ratio"] > 0.75
 
 
 def test_a_parameter_that_joins_begins_the_group_anew():
@@ -643,7 +617,6 @@ def test_a_linear_loss_written_by_hand_has_no_curvature():
 @pytest.mark.parametrize(
     ("make", "options", "match"),
     [
-        (NaturalGradient, {}, "of a loss written by hand, the Fisher matrix is not known. Use GaussNewton"),
         (
             GaussNewton,
             {"preconditioner": "diagonal"},

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from metagrad.optim import KFAC, SOAP, CubicNewton, Lion, Shampoo, SparseAdam
+from metagrad.optim import KFAC, SOAP, Lion, Shampoo, SparseAdam
 from metagrad.optim.torch_optim import move
 from tests.marks import combined
 from tests.optim.torch_optim.cases import (
@@ -223,7 +223,6 @@ FACTORISING = {
     "KFAC, eigen": lambda model, **how: KFAC(model, curvature_every=1, inverse_every=1, eigen=True, **how),
     "Shampoo": lambda model, **how: Shampoo(model.parameters(), root_every=1, **how),
     "SOAP": lambda model, **how: SOAP(model.parameters(), basis_every=1, **how),
-    "CubicNewton": lambda model, **how: CubicNewton(model.parameters(), **how),
 }
 
 

@@ -6,12 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from metagrad.optim import AdaHessian, Lion, SophiaH, SparseAdam
-from metagrad.optim.curvature import KnownDiagonal
-from metagrad.optim.diagonal.sophia import sophia_h
-from metagrad.optim.torch_optim.move import step_rows, step_whole
+from metagrad.optim import Lion, SparseAdam
 from metagrad.sparse.tables.embedding import embedding
-from metagrad.sparse.tables.row_sparse import RowSparse
 from tests.optim.torch_optim.cases import (
     assert_equal,
     closure_of,
@@ -50,8 +46,6 @@ def trained(make, kind, dtype=torch.float64, **options):
         (SparseAdam, {"lr": 0.1}),
         (SparseAdam, {"lr": 0.1, "amsgrad": True}),
         (Lion, {"lr": 0.1}),
-        (AdaHessian, {"lr": 0.1}),
-        (AdaHessian, {"lr": 0.1, "samples": 3, "maximize": True}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -75,38 +69,6 @@ def test_equals_torchs_dense_optimizer(make, counterpart, options, kind):
     dense, _ = trained(counterpart, "dense", **options)
     table, _ = trained(make, kind, **options)
     torch.testing.assert_close(table, dense, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("kind", ["coo", "rows"])
-def test_sophia_h_on_rows(kind):
-    before = trained(SophiaH, kind, lr=0.0)[0]
-    table, opt = trained(SophiaH, kind, lr=0.01, curvature_every=2)
-    assert opt.state[table]["rows"].tolist() == [0, 1, 3, 7, 9, 19]
-    untouched = [row for row in range(ROWS) if row not in (0, 1, 3, 7, 9, 19)]
-    assert torch.equal(table[untouched], before[untouched])
-    estimated = (opt.state[table]["hessian"] > 0).all(1).tolist()  # steps 0, 2 and 4 estimate
-    assert estimated == [True, True, True, True, True, True]
-
-
-def test_rules_with_a_diagonal_on_rows_are_the_dense_ones():
-    rule, generator = sophia_h(lr=0.1, betas=(0.5, 0.5), gamma=1.0), torch.Generator().manual_seed(0)
-    table = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
-    dense, kept = table.clone(), {"sparse": {}, "dense": {}}
-    for step, ids in enumerate(BATCHES):
-        rows = torch.tensor(sorted(set(ids)))
-        g, d = (
-            RowSparse(rows, torch.randn(len(rows), 2, generator=generator, dtype=torch.float64), table.shape)
-            for _ in range(2)
-        )
-        is_due = step % 2 == 0
-        diagonal = KnownDiagonal({"w": d} if is_due else {})
-        change = step_rows(rule, "w", table, g, kept["sparse"], diagonal)
-        table.index_copy_(0, change.rows, change.moved["w"])
-        kept["sparse"] = change.states["w"]
-        known = KnownDiagonal({"w": d.to_dense()} if is_due else {})
-        whole = step_whole(rule, {"w": dense}, {"w": g.to_dense()}, {"w": kept["dense"]}, known)
-        dense, kept["dense"] = whole.moved["w"], whole.states["w"]
-        torch.testing.assert_close(table, dense, rtol=1e-12, atol=1e-14)
 
 
 def tagger():
@@ -165,44 +127,6 @@ def test_sparse_and_dense_gradients_in_turn(order):
             look_up(torch.tensor(ids), table, kind).pow(4).sum().backward()
             opt.step()
     torch.testing.assert_close(*tables, rtol=1e-12, atol=1e-14)
-
-
-def test_gradients_add_up_before_a_step():
-    table, other = (torch.ones(ROWS, 2, requires_grad=True) for _ in range(2))
-    opt, twin = AdaHessian([table], lr=0.1), AdaHessian([other], lr=0.1)
-    for ids in ([1, 2], [2, 4]):
-        opt.backward(look_up(torch.tensor(ids), table, "coo").pow(4).sum())
-        twin.backward(look_up(torch.tensor(ids), other, "dense").pow(4).sum())
-    opt.step()
-    twin.step()
-    torch.testing.assert_close(table, other)
-
-
-@pytest.mark.parametrize("kind", ["coo", "dense"])
-def test_grad_scaler_with_a_table(kind):
-    table, other = (torch.ones(ROWS, 2, requires_grad=True) for _ in range(2))
-    opt, twin = AdaHessian([table], lr=0.1), AdaHessian([other], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    opt.backward(scaler.scale(look_up(torch.tensor([1, 2]), table, kind).pow(4).sum()))
-    scaler.step(opt)
-    scaler.update()
-    twin.step(closure_of(twin, lambda: look_up(torch.tensor([1, 2]), other, "dense").pow(4).sum()))
-    torch.testing.assert_close(table, other)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_sparse_and_a_dense_pass_add_up(order):
-    moved = []
-    for sparse in (True, False):
-        table = nn.Embedding(5, 2, sparse=sparse, dtype=torch.float64)
-        table.weight.data = torch.arange(10.0, dtype=torch.float64).view(5, 2)
-        opt = AdaHessian(table.parameters(), seed=0)
-        losses = [lambda t=table: t(torch.tensor([1, 2])).pow(3).sum(), lambda t=table: t.weight.pow(2).sum()]
-        for loss in losses[::order]:
-            opt.backward(loss())
-        opt.step()
-        moved.append(table.weight.detach())
-    torch.testing.assert_close(*moved)
 
 
 def test_sparse_gradients_of_two_dimensions_are_refused():

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from metagrad.curvature.likelihoods.recognition import evaluate
 from metagrad.optim.rules import (
-    TapeObjective,
     adam,
     chain,
     clip_by_norm,
-    cubic_newton,
-    gauss_newton,
-    lbfgs,
     mask,
     muon,
-    natural_gradient,
-    newton_cg,
     schedule,
     sgd,
-    trust_region_newton,
     with_batch_ndim,
 )
-from metagrad.optim.tape_curvature import WeightedLoss
 from metagrad.sparse.tables.row_sparse import RowSparse
 from tests.optim.cases import SHAPES, Decay, draw
 
@@ -133,44 +123,6 @@ def test_a_mask_with_another_rule_is_both():
     assert_same(got, {"w": by_sgd["w"], "b": by_adam["b"], "scale": by_adam["scale"]})
 
 
-NEWTON = [
-    newton_cg(damping=0.1),
-    gauss_newton(preconditioner="diagonal", samples=1),
-    natural_gradient(curvature_every=2),
-    cubic_newton(),
-    trust_region_newton(),
-    lbfgs(line_search_fn="strong_wolfe"),
-]
-
-
-@pytest.mark.parametrize("rule", NEWTON, ids=lambda rule: type(rule).__name__)
-def test_a_mask_gives_newtons_methods_the_block_of_their_parameters(rule):
-    """The others stay, also at the end of a step, where its loss is looked at."""
-    x, start = draw({"x": (6, 2)})["x"], draw({"a": (2,), "b": (2,)})
-
-    def loss(params):
-        output = (x @ params["a"]).tanh() + x @ params["b"] ** 3
-        return evaluate(F.mse_loss, output, x[:, 0])
-
-    def last(rule, moving, others):
-        params, state = moving, rule.init(moving)
-        for _ in range(2):
-            params = {k: p.detach().requires_grad_() for k, p in params.items()}
-
-            def whole(values):
-                value, known = loss({**others, **values})
-                return value, [WeightedLoss(known, value.new_ones(()))]
-
-            torch.manual_seed(0)
-            objective = TapeObjective(whole, params)
-            params, state = rule.update(objective.grads, state, params, objective)
-        return params
-
-    alone = last(rule, {"b": start["b"]}, {"a": start["a"]})
-    masked = last(mask(rule, "b"), start, {})
-    assert_same(masked, {"a": start["a"], **alone})
-    both = last(mask(rule, "b", other=sgd(0.0)), start, {})
-    assert_same(both, masked)
 
 
 def test_names_that_mean_nothing_are_refused():
