@@ -123,8 +123,6 @@ def test_a_mask_with_another_rule_is_both():
     assert_same(got, {"w": by_sgd["w"], "b": by_adam["b"], "scale": by_adam["scale"]})
 
 
-
-
 def test_names_that_mean_nothing_are_refused():
     with pytest.raises(
         ValueError, match=r"init: 'head\.\*' is the name of no parameter; they are \['b', 'scale', 'w'\]"
