@@ -1,1 +1,0 @@
-"""Cleaning of data: weights of examples, learned on a few that are known to be right."""
