@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -10,17 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import nn
 
-from experiments.run.help import CONF
 from experiments.studies.characters import Examples
-from experiments.studies.distill import sets
-from experiments.studies.distill.__main__ import study
-from experiments.studies.distill.coresets import coreset, herding, k_center
-from experiments.studies.distill.data import load
-from experiments.studies.distill.learning import Distillation
-from experiments.studies.distill.networks import accuracy, train
+from experiments.studies.distill import IMAGES, Distillation, accuracy, coreset, herding, load, study, train
 
 FILE = Path(os.environ.get("METAGRAD_DATA", "")) / "omniglot" / "omniglot_105_bits.npz"
 needs_omniglot = pytest.mark.skipif(not FILE.is_file(), reason=f"{FILE.name} is missing")
@@ -40,7 +32,7 @@ def drawings(count, seed=0):
 
 def distillation(**options):
     start = Examples(torch.rand(4, 1, 2, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 1]))
-    return Distillation(make, start, **{"steps": 9, "momentum": 0.9, "lr": 0.1, "memory": "full", **options})
+    return Distillation(make, start, **{"steps": 9, "lr": 0.1, "memory": "full", **options})
 
 
 @pytest.mark.parametrize("memory", ["sqrt", "1MiB"])
@@ -70,7 +62,7 @@ def test_networks_learn_more_from_learned_images_than_from_those_they_began_as()
     assert len(seen) == 25
     assert seen[0] == pytest.approx(0.3)
     assert seen[-1] != 0.3
-    fresh = partial(train, lr=lr, momentum=0.9, steps=9)
+    fresh = partial(train, lr=lr, steps=9)
 
     def loss(examples):
         models = [fresh(make(), examples) for _ in range(3)]
@@ -79,13 +71,12 @@ def test_networks_learn_more_from_learned_images_than_from_those_they_began_as()
     assert loss(images) < 0.8 * loss(Examples(task.hyper["images"], task.labels))
 
 
-def test_coresets_of_points_on_a_line():
+def test_herding_of_points_on_a_line():
     points = torch.tensor([[0.0], [1.0], [2.0], [10.0]])  # their mean is 3.25
-    assert k_center(points, 3) == [2, 3, 0]
     assert herding(points, 3) == [2, 1, 3]
 
 
-@pytest.mark.parametrize("name", ["random", "herding", "k_center"])
+@pytest.mark.parametrize("name", ["random", "herding"])
 def test_a_coreset_has_as_many_different_examples_of_each_class(name):
     real = drawings(20)
     found = coreset(name, real, real.x.flatten(1), 4)
@@ -101,59 +92,36 @@ def test_a_network_that_diverged_is_never_right():
     assert accuracy(model, Examples(torch.ones(2, 1), torch.tensor([0, 1]))) == 0
 
 
-@pytest.fixture
-def config():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: study.typed(compose("distill", ["logger=none", *overrides]))
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("drawers=[14,2,5]", r"distill: drawers must be three numbers of 1 or more, 20 together at most"),
-        ("judge.networks=[vgg]", r"distill: networks are mlp, wide, convnet, got 'vgg'"),
+        ("+cost.vgg=[1]", r"distill: networks are mlp, convnet, got 'vgg'"),
         ("lengths=[0]", r"distill: lengths must be at least 1, got 0"),
     ],
 )
-def test_wrong_settings_are_errors(config, override, message):
+def test_wrong_settings_are_errors(configured, override, message):
     with pytest.raises(ValueError, match=message):
-        config(override)
+        configured(study, override)
 
 
 @needs_omniglot
 @pytest.mark.slow
 def test_people_who_are_tested_on_drew_nothing_else():
-    data = load(3, 14, 2, 4)
+    data = load(3)
     assert data.names == ["Tifinagh", "Japanese_(hiragana)", "Gujarati"]
     assert [len(part.x) for part in data[:3]] == [155 * 14, 155 * 2, 155 * 4]
     assert data.test.y.bincount().tolist() == [55 * 4, 52 * 4, 48 * 4]
     with pytest.raises(ValueError, match=r"distill: classes must be at most 30, got 31"):
-        load(31, 14, 2, 4)
+        load(31)
 
 
 @needs_omniglot
 @pytest.mark.slow
-def test_the_program_makes_page_and_figure_and_goes_on(config, tmp_path, monkeypatch):
-    settings = ["preset=small", "learn.steps=3", "judge.epochs=1", "judge.networks=[mlp]"]
-    chosen = sets.coreset
-
-    def interrupted(name, *args):
-        if name == "herding":
-            raise KeyboardInterrupt
-        return chosen(name, *args)
-
-    monkeypatch.setattr(sets, "coreset", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        study.run(config(*settings), tmp_path)
-    monkeypatch.setattr(sets, "coreset", chosen)
-    before = (tmp_path / "random" / "0" / "result.json").stat().st_mtime_ns
-    text = study.run(config(*settings), tmp_path)
-    assert (tmp_path / "random" / "0" / "result.json").stat().st_mtime_ns == before
+def test_the_program_makes_page_and_figure(configured, tmp_path):
+    text = study.run(configured(study, "preset=small", "steps=3", "epochs=1"), tmp_path)
     assert "| learned through 20 steps | 100 |" in text
-    assert "| steps | full | step | sqrt | 32MiB |" in text
+    assert "| network, inner steps | full | step | sqrt | 32MiB |" in text
     assert (tmp_path / "distill.png").stat().st_size > 0
-    result = json.loads((tmp_path / "learned_20" / "0" / "result.json").read_text())
-    assert set(result["networks"]) == {"mlp"}
-    x, y = torch.load(tmp_path / "learned_20" / "0" / sets.IMAGES, weights_only=True)
+    x, y = torch.load(tmp_path / "learned_20" / "0" / IMAGES, weights_only=True)
     assert x.shape == (100, 1, 28, 28)
     assert y.bincount().tolist() == [10] * 10
