@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from experiments.run.help import CONF
-from experiments.studies.coldstart import run
-from experiments.studies.coldstart.__main__ import study
-from experiments.studies.coldstart.factors import Ridge, factorize
-from experiments.studies.coldstart.learner import TABLES, Recommender, learner, loss_fn, predict
-from experiments.studies.coldstart.ratings import INPUTS, TRAITS, errors, split
-from experiments.studies.coldstart.schema import check
-from experiments.studies.coldstart.steps import meta_step
+from experiments.studies import coldstart
+from experiments.studies.coldstart import (
+    INPUTS,
+    TABLES,
+    TRAITS,
+    Recommender,
+    errors,
+    fit_biases,
+    learner,
+    loss_fn,
+    meta_step,
+    predict,
+    split,
+    study,
+)
 from metagrad.sparse import RowSparse
 from metagrad.tasks import Examples
 from tests.marks import fast
@@ -71,42 +76,22 @@ def test_the_meta_gradient_is_that_of_a_textbook_loop_on_whole_tables(ratings, n
 
 def test_biases_of_a_new_student_are_least_squares(ratings):
     known = ratings.of("train")
-    found = factorize(
-        known, ratings.sizes["lecturer"], 0, student=Ridge(3.0, 0.0), lecturer=Ridge(1.0, 0.0), sweeps=50
-    )
+    found = fit_biases(known, ratings.sizes["lecturer"], (3.0, 1.0), sweeps=50)
     batch = ratings.tasks("test", 4, 3).sample(5, generator=torch.Generator().manual_seed(0))
-    offsets = found.mean + found.items[batch.support.x["lecturer"]]
-    bias = (batch.support.y - offsets).sum(1) / (4 + 3.0)
-    expected = found.mean + found.items[batch.query.x["lecturer"]] + bias.unsqueeze(1)
-    torch.testing.assert_close(found.predict(batch.support, batch.query.x), expected)
-    errors_of = errors(found.predict, batch, [0, 4])
+    offsets = found.mean + found.lecturers[batch.support.x["lecturer"]]
+    bias = (batch.support.y[..., 0] - offsets).sum(1) / (4 + 3.0)
+    expected = found.mean + found.lecturers[batch.query.x["lecturer"]] + bias[:, None]
+    torch.testing.assert_close(found(batch.support, batch.query.x), expected[..., None])
+    errors_of = errors(found, batch, [0, 4])
     assert errors_of[4] < errors_of[0]
     student = known["student"].unique(return_inverse=True)[1]
-    residual = known["score"] - found.mean - found.items[known["lecturer"], 0]
+    residual = known["score"] - found.mean - found.lecturers[known["lecturer"]]
     counts = student.bincount()
     own = torch.zeros(len(counts)).index_add(0, student, residual) / (counts + 3.0)
     residual = known["score"] - found.mean - own[student]
-    sums = torch.zeros(len(found.items)).index_add(0, known["lecturer"], residual)
+    sums = torch.zeros(len(found.lecturers)).index_add(0, known["lecturer"], residual)
     normal = sums / (known["lecturer"].bincount(minlength=len(sums)) + 1.0)
-    torch.testing.assert_close(found.items[:, 0], normal, rtol=1e-4, atol=1e-5)
-
-
-def test_factors_find_a_product(ratings):
-    """Ratings that are products of two vectors are found again, and biases alone do not find them."""
-    known = ratings.of("train")
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randn(size, generator=generator) for size in (STUDENTS, LECTURERS))
-    known["score"] = 3 + left[known["student"]] * right[known["lecturer"]]
-    ridge = {"student": Ridge(0.1, 0.1), "lecturer": Ridge(0.1, 0.1)}
-    support = Examples({"lecturer": torch.arange(20)[None]}, (3 + 1.5 * right[:20])[None, :, None])
-    query = {"lecturer": torch.arange(20, LECTURERS)[None]}
-    expected = 3 + 1.5 * right[20:]
-    off = {}
-    for rank in (0, 1):
-        torch.manual_seed(0)
-        found = factorize(known, LECTURERS, rank, **ridge, sweeps=50).predict(support, query)
-        off[rank] = (found.flatten() - expected).square().mean().sqrt()
-    assert off[1] < 0.2 * off[0]
+    torch.testing.assert_close(found.lecturers, normal, rtol=1e-4, atol=1e-5)
 
 
 def test_no_student_is_in_two_parts(ratings):
@@ -127,63 +112,29 @@ def test_without_ratings_nobody_is_adapted(ratings):
     assert not torch.equal(predict(maml, batch.support, batch.query.x), model(**batch.query.x))
 
 
-@pytest.fixture
-def config():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: study.typed(compose("coldstart", ["logger=none", *overrides]))
-
-
 @pytest.mark.slow
-def test_the_program_writes_page_and_figure_and_goes_on(ratings, config, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "load", lambda seed: ratings)
-    calls = []
-    original = run.judge_of
-
-    def judge_of(config, seed):
-        calls.append(seed)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return original(config, seed)
-
-    monkeypatch.setattr(run, "judge_of", judge_of)
-    small = config("preset=small", "shots=[0,1,5]", "rows.sizes=[1000]", "rows.dense_sizes=[100]")
-    with pytest.raises(KeyboardInterrupt):
-        study.run(small, tmp_path)
+def test_the_program_writes_page_and_figure(ratings, configured, tmp_path, monkeypatch):
+    monkeypatch.setattr(coldstart, "load", lambda seed: ratings)
+    small = configured(study, "preset=small", "shots=[0,1,5]", "sizes=[1000]", "dense_sizes=[100]")
     text = study.run(small, tmp_path)
-    assert len(calls) == 4 + 3
     results = json.loads((tmp_path / "results.json").read_text())
-    assert [one["cell"] for one in results][:6] == [
-        "biases",
-        "factors",
-        "fine-tuned",
-        "maml",
-        "anil",
-        "cavia",
-    ]
-    assert all(0.1 < error < 2 for one in results[:6] for error in one["errors"])
-    assert {one["cell"] for one in results[6:]} == {
-        f"{kind}/{rows}"
-        for name in ("maml", "anil", "cavia")
-        for kind, rows in ((f"rows/{name}", 1000), (f"dense/{name}", 100))
-    }
+    assert [one["cell"] for one in results][:5] == ["biases", "fine-tuned", "maml", "anil", "cavia"]
+    assert all(0.1 < error < 2 for one in results[:5] for error in one["errors"])
     assert "| MAML, all adapts |" in text
-    assert "| CAVIA, whole tables | 100 |" in text
+    assert "| CAVIA, dense tables | 100 |" in text
     assert (tmp_path / "coldstart.png").stat().st_size > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["maml", "anil", "cavia"])
-def test_a_meta_step_weighs_the_same_at_any_number_of_rows(config, name, tmp_path):
-    small = config("preset=small")
+def test_a_meta_step_takes_the_same_memory_at_any_number_of_rows(configured, name):
+    small = configured(study, "preset=small")
     work = type("Work", (), {"seed": 0})
     peaks = [meta_step(small, name, rows, True, work)["peak_mib"] for rows in (20_000, 200_000)]
     assert peaks[1] < 1.05 * peaks[0]
 
 
-def test_wrong_settings_are_errors(config):
-    given = config()
-    for shots in ([2, 1], [0]):
-        with pytest.raises(ValueError, match=r"coldstart: shots must ascend from 0 or more, such as"):
-            check(replace(given, shots=shots))
-    with pytest.raises(ValueError, match=r"coldstart: queries must be at least 1, got 0"):
-        check(replace(given, queries=0))
+@pytest.mark.parametrize("shots", ["[2,1]", "[0]"])
+def test_shots_that_do_not_ascend_are_an_error(configured, shots):
+    with pytest.raises(ValueError, match=r"coldstart: shots must ascend from 0 or more, such as"):
+        configured(study, f"shots={shots}")

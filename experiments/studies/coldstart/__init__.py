@@ -1,1 +1,0 @@
-"""Recommendation to students of whom few ratings are known."""
