@@ -1,17 +1,11 @@
 import itertools
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 from experiments.benchmarks.sparse_support import __main__ as sparse_support
 from experiments.run import progress
 from experiments.run.progress import Progress, tell
-from experiments.studies.characters import Examples
-from experiments.studies.search.data import Data
-from experiments.studies.search.training import Trainer, TrainingConfig
 
 
 @pytest.fixture
@@ -76,25 +70,6 @@ def at_once(monkeypatch):
     """Make every bar show its lines from the first second on."""
     monkeypatch.setattr(progress, "FIRST", 0.0)
     monkeypatch.setattr(progress, "EVERY", 0.0)
-
-
-class Learner(torch.nn.Linear):
-    """A learner without inner steps."""
-
-    def forward(self, batch):
-        return SimpleNamespace(loss=F.mse_loss(super().forward(batch.query.x), batch.query.y))
-
-
-def test_a_random_search_shows_its_networks(at_once, capsys, monkeypatch):
-    monkeypatch.setattr(Trainer, "accuracy", lambda *_, **__: 50.0)
-    data = Data(*[Examples(torch.rand(2, 1, 4, 4), torch.tensor([0, 1]))] * 4)
-    Trainer(TrainingConfig(epochs=1, batch=2, lr=0.1), channels=2, classes=2).random_search(
-        data, 3, 2, seed=0
-    )
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("0 of 3 networks") == 2
-    assert err.count("0 of 2 networks") == 1
 
 
 def test_sparse_support_shows_its_operations(at_once, capsys, monkeypatch):

@@ -1,1 +1,0 @@
-"""Differentiable architecture search."""
