@@ -48,12 +48,12 @@ def load(
         count: How many; None is all.
         generator: Draws them; without one they are the first.
         key: That of the count in the configuration, for the error.
-        **options: Further ones of :class:`metagrad.tasks.Omniglot`: size, resize, root, download.
+        **options: Further ones of :class:`metagrad.tasks.Omniglot`: size, root, download; resize is area.
 
     Raises:
         ValueError: The files are not there, or there are fewer characters.
     """
-    tasks = mg.tasks.Omniglot(split=split, rotations=False, **options)
+    tasks = mg.tasks.Omniglot(split=split, rotations=False, **{"resize": "area", **options})
     if count is not None and count > tasks.num_classes:
         raise ValueError(f"{key} must be at most {tasks.num_classes}, got {count}.")
     if generator is None:

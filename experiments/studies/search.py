@@ -48,10 +48,8 @@ BY_HAND: Architecture = tuple((i, j, "conv_3x3") for i, j in ((0, 1), (0, 2), (1
 LR, MOMENTUM, DECAY = 0.1, 0.9, 1e-3  # of the weights in a search
 ALPHA_LR = 0.1  # 3e-4 in DARTS, which takes hundreds of times as many steps
 START = 1e-3  # standard deviation of the first logits of the architecture, as in DARTS
-DAMPING, SCALE = (
-    10,
-    0.02,
-)  # above the most negative eigenvalue of the training loss, and below 2 over its largest
+DAMPING = 10  # above the most negative eigenvalue of the training loss
+SCALE = 0.02  # below 2 over its largest eigenvalue plus the damping
 TRAINING_LR = 0.01  # the highest rate of training from scratch
 TIMED = 3  # calls, of which the fastest counts
 METHODS: dict[str, Callable[[int], Method]] = {
