@@ -5,11 +5,10 @@ normalization in evaluation mode. First every product is compared with forward-o
 examples; then the methods take turns, in a new order each round, and every time, of the processor, is divided by that
 of a gradient of the same round: the medians of these ratios are printed, and are what to quote. The time of a product
 is that of another one once the operator is there; probes are the whole call, the operator's own gradient included,
-divided by their number; eigenvalues are the whole call; "compiled" is with an operator that is there. The peak is
-what torch's allocator gave out from nothing to the result, the graph included, and is divided by a gradient's. "By
-hand" is what one writes without a library: a graph of the gradient that is kept, `torch.autograd.grad` for each
-product, and Lanczos with full reorthogonalization, from the same start to the same residuals. curvlinops takes part
-where it is installed.
+divided by their number; eigenvalues are the whole call. The peak is what torch's allocator gave out from nothing to
+the result, the graph included, and is divided by a gradient's. "By hand" is what one writes without a library: a
+graph of the gradient that is kept, `torch.autograd.grad` for each product, and Lanczos with full
+reorthogonalization, from the same start to the same residuals. curvlinops takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ BY_HAND, TRACE_BY_HAND = "Hessian product, by hand", "probes, by hand, each"
 EIGENVALUES, ALONE = "3 eigenvalues", "3 eigenvalues, no copies"
 EIGENVALUES_BY_HAND = "3 eigenvalues, by hand"
 NUM_EIGENVALUES, RTOL = 3, 1e-3
-COMPILED, TRACE_COMPILED = "Hessian product, compiled", "probes, compiled, each"
-ALONE_COMPILED = "3 eigenvalues, compiled"
 
 Run = Callable[[], Tensor]
 
@@ -131,7 +128,7 @@ def gradient(work: Work) -> Run:
 
 def hessian_product(work: Work) -> Run:
     """Ours: the graph of the gradient is kept."""
-    H = hessian(work.loss, work.params, (work.x, work.y), mode="reverse")
+    H = hessian(work.loss, work.params, (work.x, work.y))
     return lambda: H @ work.vector
 
 
@@ -149,34 +146,11 @@ def forward_over_reverse(work: Work) -> Run:
     return lambda: space.flatten(jvp(gradient_at, (params,), (space.unflatten(work.vector),))[1])
 
 
-def compiled(work: Work) -> Operator:
-    """Ours, with compiled products."""
-    return hessian(work.loss, work.params, (work.x, work.y), compile=True)
-
-
-def compiled_product(work: Work) -> Run:
-    """One more product of the compiled operator."""
-    H = compiled(work)
-    return lambda: H @ work.vector
-
-
-def compiled_trace(work: Work) -> Run:
-    """The probes, with the compiled operator."""
-    H = compiled(work)
-    return lambda: trace_of(H, work)
-
-
-def compiled_eigenvalues(work: Work) -> Run:
-    """The largest eigenvalues without a search for copies, with the compiled operator."""
-    H = compiled(work)
-    return lambda: eigenvalues_of(H, copies=False)
-
-
 def trace(work: Work, chunk: str = "64MiB") -> Run:
     """Ours: the operator and its probes."""
 
     def run() -> Tensor:
-        with hessian(work.loss, work.params, (work.x, work.y), mode="reverse", chunk=chunk) as H:
+        with hessian(work.loss, work.params, (work.x, work.y), chunk=chunk) as H:
             return trace_of(H, work, chunk)
 
     return run
@@ -192,7 +166,7 @@ def eigenvalues(work: Work, *, copies: bool = True) -> Run:
     """Ours: the operator and its largest eigenvalues."""
 
     def run() -> Tensor:
-        with hessian(work.loss, work.params, (work.x, work.y), mode="reverse") as H:
+        with hessian(work.loss, work.params, (work.x, work.y)) as H:
             return eigenvalues_of(H, copies=copies)
 
     return run
@@ -287,30 +261,24 @@ METHODS: dict[str, Callable[[Work], Run]] = {
     GRADIENT: gradient,
     BY_HAND: hessian_product_by_hand,
     HVP: hessian_product,
-    COMPILED: compiled_product,
     GGN: gauss_newton_product,
     FORWARD: forward_over_reverse,
     TRACE_BY_HAND: trace_by_hand,
     TRACE: trace,
     FRUGAL: functools.partial(trace, chunk="1MiB"),
-    TRACE_COMPILED: compiled_trace,
     RIVAL: curvlinops_trace,
     EIGENVALUES_BY_HAND: eigenvalues_by_hand,
     EIGENVALUES: eigenvalues,
     ALONE: functools.partial(eigenvalues, copies=False),
-    ALONE_COMPILED: compiled_eigenvalues,
 }
 PLAIN = {  # what is written by hand, for each method that does the same
     HVP: BY_HAND,
-    COMPILED: BY_HAND,
     TRACE: TRACE_BY_HAND,
     FRUGAL: TRACE_BY_HAND,
-    TRACE_COMPILED: TRACE_BY_HAND,
     EIGENVALUES: EIGENVALUES_BY_HAND,
     ALONE: EIGENVALUES_BY_HAND,
-    ALONE_COMPILED: EIGENVALUES_BY_HAND,
 }
-TRACES = (TRACE_BY_HAND, TRACE, FRUGAL, TRACE_COMPILED, RIVAL)
+TRACES = (TRACE_BY_HAND, TRACE, FRUGAL, RIVAL)
 WORKLOADS: dict[str, Callable[[], Work]] = {
     "mlp": mlp,
     "cnn": cnn,

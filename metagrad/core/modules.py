@@ -78,7 +78,7 @@ def refuse_freed(call: str, params: Mapping[str, Any]) -> None:
 
 _UNSHARDED = (
     "Pass the model as it was before fully_shard, give each process a share of the data, and average the gradients "
-    "by metagrad.distributed.average_gradients; curvature operators take a group=."
+    "by metagrad.distributed.average_gradients, and the products of curvature operators by curvature.Averaged."
 )
 
 

@@ -5,11 +5,11 @@ from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.probes import draw
 from metagrad.curvature.estimators.trace import trace
 from metagrad.curvature.linear_map import LinearMap
-from metagrad.curvature.operators.batches import accumulated
+from metagrad.curvature.operators.averaged import Averaged
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
-from metagrad.curvature.operators.operator import Identity, NamedEstimate, Operator
+from metagrad.curvature.operators.operator import Identity, Operator
 from metagrad.curvature.operators.space import ParameterSpace
 from metagrad.curvature.solvers.cg import CG
 from metagrad.curvature.solvers.dense import Dense
@@ -27,6 +27,7 @@ from metagrad.curvature.spectrum.quadrature import trace_of
 
 __all__ = [
     "CG",
+    "Averaged",
     "Dense",
     "Density",
     "Eigenpairs",
@@ -34,7 +35,6 @@ __all__ = [
     "Identity",
     "LanczosState",
     "LinearMap",
-    "NamedEstimate",
     "Neumann",
     "Nystrom",
     "Operator",
@@ -44,7 +44,6 @@ __all__ = [
     "SolveError",
     "Solver",
     "Stats",
-    "accumulated",
     "density",
     "diagonal",
     "diagonal_preconditioner",

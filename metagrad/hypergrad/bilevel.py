@@ -63,7 +63,6 @@ def bilevel(
     warm_start: bool = True,
     inner_batches: Iterable[Any] | None = None,
     outer_batches: Iterable[Any] | None = None,
-    sparse: Sequence[str] = (),
     callback: Callable[[int, Parameters, Tree, float], object] | None = None,
 ) -> BilevelResult:
     r"""Minimize an outer loss over hyper-parameters, at the minimum of an inner loss that depends on them.
@@ -91,7 +90,6 @@ def bilevel(
         inner_batches: What the inner loss takes, one for each inner step, again from the first after the last; the
             hypergradient is that of the next one.
         outer_batches: What the outer loss takes, one for each outer step, likewise.
-        sparse: As of :func:`metagrad.hypergradient`.
         callback: Called before each outer step as ``callback(step, params, hyper, outer_loss)``; optimizers of torch
             write into these tensors later.
 
@@ -133,7 +131,7 @@ def bilevel(
     method = checked(CG() if method is None else method)
     losses = _Batched(outer_loss, outer_batches), _Batched(inner_loss, inner_batches)
     begin = _beginning(params, warm_start)
-    first = Problem(outer_loss, inner_loss, begin(0), hyper, tuple(sparse))
+    first = Problem(outer_loss, inner_loss, begin(0), hyper)
     lower = _Level("inner", inner, first.variables())
     names = leaf_names(hyper, "hyper")
     upper = _Level("outer", outer, dict(zip(names, first.hyper_leaves(), strict=True)))
@@ -203,7 +201,6 @@ class _Level:
     def __init__(self, which: str, optimizer: OptimizerLike, values: Params) -> None:
         # Optimizers of torch write in place.
         self.values = {name: v.detach().clone().requires_grad_() for name, v in values.items()}
-        self.count = 0
         self.rule: Rule | None = None
         self.state: Any = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -230,7 +227,6 @@ class _Level:
                     self.values,
                     self.rule,
                     self.state,
-                    self.count,
                     create_graph=False,
                 )
             )
@@ -259,7 +255,7 @@ class _Level:
 
     def _move(self, values: Params, state: Any) -> None:
         self.values = {name: v.detach().requires_grad_() for name, v in values.items()}
-        self.state, self.count = detached(state), self.count + 1
+        self.state = detached(state)
 
 
 def _place(first: Problem, lower: _Level, upper: _Level, losses: Sequence[Any]) -> Problem:

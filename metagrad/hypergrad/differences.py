@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from metagrad.core._torch import linalg
-from metagrad.core.checks import checked_positive
-from metagrad.core.tree import zeros_for_none
-from metagrad.hypergrad.problem import Derivative, Problem, gradients, minus, refuse_sparse, slopes
-from metagrad.hypergrad.unroll import check_comparable
+from metagrad.core.checks import check_number, check_positive
+from metagrad.core.tree import HALF, leaf_names, tree_leaves, zeros_for_none
+from metagrad.hypergrad.problem import (
+    CALL,
+    CREATE,
+    Derivative,
+    Problem,
+    gradients,
+    minus,
+    refuse_sparse,
+    slopes,
+)
 from metagrad.optim.rule import Params
-
-_DIFFERENCE = "is a difference, which is not put on the tape"
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,12 @@ class FiniteDifference:
     length: float = 0.01
 
     def __post_init__(self) -> None:
-        if not self.lr >= 0:
-            raise ValueError(f"FiniteDifference(lr): expected 0 or more, got {self.lr}.")
-        checked_positive("FiniteDifference(..., length)", self.length)
+        check_number("FiniteDifference(lr)", self.lr, 0.0)
+        check_positive("FiniteDifference(..., length)", self.length)
 
     def estimate(self, problem: Problem) -> Derivative:
         """Take the step, and two gradients beside it."""
-        check_comparable(problem, "FiniteDifference", _DIFFERENCE)
+        _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
             return Derivative(zeros_for_none(problem.direct(values, hyper)[1], hyper))
@@ -93,6 +98,21 @@ def mixed_difference(
         ends.append(gradients(loss, hyper))
     differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
     return [None if d is None else d / (2 * epsilon) for d in differences]
+
+
+def _check(problem: Problem) -> None:
+    """Raise for a derivative on the tape, and for half precision."""
+    if problem.create_graph:
+        raise ValueError(
+            f"{CREATE}: FiniteDifference is a difference, which is not put on the tape. Take CG, Exact or Unroll."
+        )
+    hyper = zip(leaf_names(problem.hyper, "hyper"), tree_leaves(problem.hyper), strict=True)
+    for name, value in [*problem.params.items(), *hyper]:
+        if value.dtype in HALF:
+            raise TypeError(
+                f"{CALL}: FiniteDifference takes differences that are below the rounding of {value.dtype}, which "
+                f"{name!r} has. Pass float32, or take CG or Unroll."
+            )
 
 
 def _leaf(value: Tensor) -> Tensor:

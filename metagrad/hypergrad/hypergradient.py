@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from metagrad.autograd.checks.finite import is_finite
 from metagrad.core.tape import is_transformed
 from metagrad.core.tree import Tree, leaf_names, tree_leaves, zeros_for_none
@@ -19,7 +17,6 @@ def hypergradient(
     hyper: Tree,
     *,
     method: Method | None = None,
-    sparse: Sequence[str] = (),
     create_graph: bool = False,
 ) -> Tree:
     r"""Differentiate an outer loss at the minimum of an inner loss with respect to hyper-parameters of both.
@@ -46,8 +43,6 @@ def hypergradient(
             begin. A :class:`~metagrad.sparse.SparseTensor` stands for its values. They are constants.
         hyper: The hyper-parameters: a dict, or another tree, of floating point tensors or SparseTensors.
         method: A row of the table; None is ``CG()``.
-        sparse: Embedding tables in ``params`` to be taken by the rows that are looked up, as those with sparse
-            gradients are anyway; for methods with the Hessian.
         create_graph: Put the derivative on the tape, to be differentiated with respect to ``hyper``: by ``Unroll`` as
             often as you like, by ``CG`` and ``Exact`` once; once more is an error, as it is at once for all others.
 
@@ -78,7 +73,7 @@ def hypergradient(
             "hypergradient(...): inside a torch.func transform there is no tape. Pass create_graph=True, and "
             "differentiate what it returns by metagrad.grad."
         )
-    problem = Problem(outer_loss, inner_loss, params, hyper, tuple(sparse), create_graph)
+    problem = Problem(outer_loss, inner_loss, params, hyper, create_graph)
     return completed(problem, checked(CG() if method is None else method).estimate(problem))
 
 

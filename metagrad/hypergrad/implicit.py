@@ -12,30 +12,21 @@ Methods differ in how they find u.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.variables import (
-    Variable,
-    coordinates,
-    find_variables,
-    grouped,
-    inputs_of,
-)
-from metagrad.core._torch import gradients_or_none, linalg
+from metagrad.core._torch import linalg
 from metagrad.core.checks import warn
 from metagrad.core.tree import widened, zeros_for_none
 from metagrad.curvature.linear_map import LinearMap
 from metagrad.curvature.operators.hessian import HessianOperator, hessian
-from metagrad.curvature.operators.space import Coordinates
 from metagrad.curvature.solvers.solution import Result, Solution, SolveError
-from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, minus
+from metagrad.hypergrad.problem import CALL, CREATE, Derivative, Problem, gradients, minus, refuse_sparse
 from metagrad.optim.rule import Params
 
 LOOSE = 1e-2
@@ -74,7 +65,7 @@ class ImplicitMethod:
         raise NotImplementedError
 
     def estimate(self, problem: Problem) -> Derivative:
-        """Derivative the derivative at the parameters of the problem."""
+        """Estimate the derivative at the parameters of the problem."""
         if problem.create_graph and not self.is_exact:
             raise ValueError(
                 f"{CREATE}: {type(self).__name__} approximates the derivative, and what it leaves out has a "
@@ -89,14 +80,13 @@ class ImplicitMethod:
             return self._estimate(problem, values, hyper)
 
     def _estimate(self, problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Derivative:
-        variables, slopes, direct = _outer_gradients(problem, values, hyper)
+        slopes, direct = _outer_gradients(problem, values, hyper)
         if self.is_zero:
             return Derivative(zeros_for_none(direct, hyper))
-        with _inner_hessian(problem, values, hyper) as H:
-            pairs = zip(H.space.entries, variables, slopes, strict=True)
-            b = H.space.join([_at_entry(entry, variable, slope) for entry, variable, slope in pairs])
-            solution = self.inverse(H, b)
-            mixed = H.mixed(solution.value, hyper)
+        H = _inner_hessian(problem, values, hyper)
+        b = H.space.join(slopes)
+        solution = self.inverse(H, b)
+        mixed = H.mixed(solution.value, hyper)
         gradient = [minus(a, b) for a, b in zip(direct, mixed, strict=True)]
         return Derivative(gradient, solution, relative_residual(solution, b))
 
@@ -105,16 +95,11 @@ class ImplicitMethod:
 
         The gradient, which is zero at the minimum alone, gives its derivative without its value.
         """
-        with _inner_hessian(problem, values, hyper) as H:
-            if any(entry.table is not None for entry in H.space.entries):
-                raise ValueError(
-                    f"{CREATE}: tables that are taken by rows are constants of the derivative. Leave them out of "
-                    "sparse, or use embeddings without sparse gradients."
-                )
-            undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # however damped u is
-            step = undamped.inverse(H, H.gradient.detach() - H.gradient)
-            check_solution(CALL, step)
-            point = H.space.split(H.space.join(list(values.values())) + step.value)
+        H = _inner_hessian(problem, values, hyper)
+        undamped: ImplicitMethod = dataclasses.replace(self, damping=0.0)  # however damped u is
+        step = undamped.inverse(H, H.gradient.detach() - H.gradient)
+        check_solution(CALL, step)
+        point = H.space.split(H.space.join(list(values.values())) + step.value)
         return dict(zip(values, point, strict=True))
 
 
@@ -145,50 +130,22 @@ def check_solution(call: str, solution: Solution, residual: float = 0.0, loose: 
         )
 
 
-@contextlib.contextmanager
-def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> Generator[HessianOperator]:
-    """Open the Hessian of the inner loss; what is put on the tape keeps its graph."""
-    H = hessian(
-        problem.inner(values, hyper),
-        problem.wrapped(values),
-        sparse=problem.sparse,
-        create_graph=problem.create_graph,
-    )
+def _inner_hessian(problem: Problem, values: Params, hyper: Sequence[Tensor]) -> HessianOperator:
+    """Return the Hessian of the inner loss, whose graph lasts as long as it."""
+    loss = problem.inner(values, hyper)
+    H = hessian(loss, problem.wrapped(values), create_graph=problem.create_graph)
     assert isinstance(H, HessianOperator)
-    try:
-        yield H
-    finally:
-        if not problem.create_graph:
-            H.close()
+    return H
 
 
 def _outer_gradients(
     problem: Problem, values: Params, hyper: Sequence[Tensor]
-) -> tuple[list[Variable], list[Tensor], list[Tensor | None]]:
-    """Differentiate the outer loss; of tables it finds the rows that this looks up."""
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Differentiate the outer loss in the parameters and in ``hyper``."""
     loss = problem.outer(values, hyper)
     if not loss.requires_grad:
         raise ValueError(f"{CALL}: outer_loss depends neither on params nor on hyper.")
-    variables = find_variables(CALL, loss, problem.wrapped(values), problem.sparse)
-    inputs = inputs_of(variables)
-    found = gradients_or_none(loss, [*inputs, *hyper], create_graph=problem.create_graph, allow_unused=True)
-    slopes = coordinates(variables, grouped(variables, found[: len(inputs)]))
-    return variables, slopes, list(found[len(inputs) :])
-
-
-def _at_entry(entry: Coordinates, variable: Variable, slope: Tensor) -> Tensor:
-    """Return a gradient in the coordinates of the inner loss.
-
-    Rows of a table that it does not look up do not depend on ``hyper``, so the gradient of the outer loss in them is
-    dropped.
-    """
-    own = None if variable.lookups is None else variable.lookups.table.rows
-    if entry.rows is None:
-        return slope if own is None else slope.new_zeros(entry.shape).index_copy(0, own, slope)
-    if own is None:
-        return slope.index_select(0, entry.rows)
-    if not len(own):
-        return slope.new_zeros(entry.shape)
-    place = torch.searchsorted(own, entry.rows).clamp_(max=len(own) - 1)
-    known = (own[place] == entry.rows).view(-1, *[1] * (slope.ndim - 1))
-    return torch.where(known, slope.index_select(0, place), 0.0)
+    found = gradients(loss, [*values.values(), *hyper], create_graph=problem.create_graph)
+    slopes = zeros_for_none(found[: len(values)], values.values())
+    refuse_sparse(dict(zip(values, slopes, strict=True)))
+    return slopes, found[len(values) :]

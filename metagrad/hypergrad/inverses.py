@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
-from metagrad.core.checks import check_count, checked_positive
+from metagrad.core.checks import check_count, check_number, check_positive
 from metagrad.core.tree import widened
-from metagrad.curvature.linear_map import LinearMap, Rows
-from metagrad.curvature.solvers import cg, dense, neumann, nystrom
-from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver
-from metagrad.curvature.solvers.solution import Result, Solution
+from metagrad.curvature.linear_map import LinearMap
+from metagrad.curvature.solvers import cg, dense, neumann
+from metagrad.curvature.solvers.iteration import Solver
+from metagrad.curvature.solvers.nystrom import nystrom
+from metagrad.curvature.solvers.solution import Result, Solution, Stats
 from metagrad.curvature.solvers.solve import solve
-from metagrad.curvature.solvers.system import LinearSystem
 from metagrad.hypergrad.implicit import ImplicitMethod
 
 
@@ -60,8 +59,8 @@ class CG(ImplicitMethod):
 
     def __post_init__(self) -> None:
         check_count("CG(steps)", self.steps)
-        _check_number("CG(..., damping)", self.damping)
-        _check_number("CG(..., rtol)", self.rtol)
+        check_number("CG(..., damping)", self.damping, 0.0)
+        check_number("CG(..., rtol)", self.rtol, 0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -109,7 +108,7 @@ class Neumann(ImplicitMethod):
 
     def __post_init__(self) -> None:
         check_count("Neumann(steps)", self.steps)
-        _check_number("Neumann(..., damping)", self.damping)
+        check_number("Neumann(..., damping)", self.damping, 0.0)
         neumann.Neumann(self.scale)  # checks it
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
@@ -144,7 +143,7 @@ class Exact(ImplicitMethod):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_number("Exact(damping)", self.damping)
+        check_number("Exact(damping)", self.damping, 0.0)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Solve."""
@@ -192,7 +191,7 @@ class Nystrom(ImplicitMethod):
 
     def __post_init__(self) -> None:
         check_count("Nystrom(rank)", self.rank)
-        checked_positive("Nystrom(..., damping)", self.damping)
+        check_positive("Nystrom(..., damping)", self.damping)
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Approximate, and invert that."""
@@ -200,7 +199,11 @@ class Nystrom(ImplicitMethod):
             raise ValueError(
                 "Nystrom(...): it approximates one Hessian, and tasks have one each. Take CG, Neumann or Exact."
             )
-        return _solved(operator, b, _LowRank(self.rank), self.damping, generator=self.generator)
+        rank = min(self.rank, operator.shape[0])
+        found = nystrom(operator, rank, generator=self.generator)
+        u = found.inverse(self.damping)(b[None])[0]
+        residual = b - operator.products(u[None])[0] - self.damping * u
+        return _approximation(u, residual, Result.MAX_STEPS, found.matvecs + 1)
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ class FirstOrder(ImplicitMethod):
     scale: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_number("FirstOrder(scale)", self.scale)
+        check_number("FirstOrder(scale)", self.scale, 0.0)
 
     @property
     def is_zero(self) -> bool:
@@ -243,47 +246,7 @@ class FirstOrder(ImplicitMethod):
 
     def inverse(self, operator: LinearMap, b: Tensor) -> Solution:
         """Scale."""
-        return _solved(operator, b, _Identity(self.scale), 0.0)
-
-
-@dataclass(frozen=True)
-class _LowRank(Solver):
-    """The inverse of a Nystrom approximation, as a solver."""
-
-    rank: int
-    inverse: Rows | None = None
-
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[_LowRank, None]:
-        found = nystrom.nystrom(
-            system.undamped, min(self.rank, system.undamped.shape[0]), generator=system.generator
-        )
-        return _LowRank(self.rank, found.inverse(system.weight)), None
-
-    def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
-    ) -> Run:
-        assert self.inverse is not None
-        return _approximate(self.inverse(b), Result.MAX_STEPS)
-
-
-@dataclass(frozen=True)
-class _Identity(Solver):
-    """A multiple of the identity, as a solver."""
-
-    scale: float
-
-    def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[_Identity, None]:
-        return self, None
-
-    def run(
-        self, products: Rows, b: Tensor, x0: Tensor | None, precondition: Rows | None, limits: Limits
-    ) -> Run:
-        return _approximate(self.scale * b, Result.PROGRESS)
-
-
-def _approximate(x: Tensor, result: Result) -> Run:
-    status = torch.full((len(x),), RESULTS.index(result), dtype=torch.int64, device=x.device)
-    return Run(x, torch.zeros_like(status), status, torch.zeros_like(x, requires_grad=False))
+        return _approximation(self.scale * b, torch.zeros_like(b), Result.PROGRESS, 0)
 
 
 def _solved(
@@ -294,7 +257,6 @@ def _solved(
     *,
     rtol: float = 0.0,
     max_steps: int | None = None,
-    generator: torch.Generator | None = None,
 ) -> Solution:
     """Solve once differentiably: one derivative more than the hypergradient has itself."""
     # Rows of size one: the squares of others may vanish, or overflow, as those of 1e-4 and 300 do in float16.
@@ -306,12 +268,11 @@ def _solved(
         damping=damping,
         rtol=rtol,
         max_steps=max_steps,
-        generator=generator,
         order=1,
         check_symmetry=False,
     )
-    residual_norms = widened(solution.stats.residual_norms) * scale.squeeze(-1)
-    stats = dataclasses.replace(solution.stats, residual_norms=residual_norms)
+    norms = widened(solution.stats.residual_norms) * scale.squeeze(-1)
+    stats = dataclasses.replace(solution.stats, residual_norms=norms)
     return dataclasses.replace(solution, value=solution.value * scale, stats=stats)
 
 
@@ -321,6 +282,8 @@ def _largest(b: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
-def _check_number(call: str, value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f"{call}: expected a number of 0 or more, got {value!r}.")
+def _approximation(value: Tensor, residuals: Tensor, result: Result, matvecs: int) -> Solution:
+    """Return what is no iteration as a solution of rows."""
+    norms = residuals.detach().norm(dim=-1)
+    stats = Stats((result,) * max(1, norms.numel()), torch.zeros_like(norms).long(), norms, matvecs, None)
+    return Solution(value, result, stats)

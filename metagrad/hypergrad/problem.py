@@ -19,7 +19,7 @@ from metagrad.core.tree import (
     tree_unflatten,
     zeros_for_none,
 )
-from metagrad.curvature.operators.space import check_params
+from metagrad.curvature.operators.space import check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
 from metagrad.optim.rule import Params
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -69,7 +69,6 @@ class Problem:
         inner_loss: ``inner_loss(params, hyper)``, one number, deterministic.
         params: Parameters by name, constants: where the inner loss is least, or where steps begin.
         hyper: A tree of the hyper-parameters.
-        sparse: Names of embedding tables in ``params`` of which only the rows that the inner loss looks up count.
         create_graph: Put the derivative on the tape.
 
     Raises:
@@ -81,7 +80,6 @@ class Problem:
     inner_loss: BilevelLoss
     params: Parameters
     hyper: Tree
-    sparse: Sequence[str] = ()
     create_graph: bool = False
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Problem:
 
     def variables(self) -> Params:
         """Return new leaves with the numbers of the parameters: of a SparseTensor its values."""
-        return {name: _values(p).detach().requires_grad_() for name, p in self.params.items()}
+        return {name: values_of(p).detach().requires_grad_() for name, p in self.params.items()}
 
     def hyper_leaves(self) -> list[Tensor]:
         """Return variables with the numbers of ``hyper``, on its tape where the derivative goes there.
@@ -110,7 +108,7 @@ class Problem:
         """
         leaves = tree_leaves(self.hyper)
         return [
-            leaf.view_as(leaf) if self.create_graph and leaf.requires_grad else _fresh(leaf)
+            leaf.view_as(leaf) if self.create_graph and leaf.requires_grad else leaf.detach().requires_grad_()
             for leaf in leaves
         ]
 
@@ -124,10 +122,7 @@ class Problem:
 
     def wrapped(self, values: Params) -> dict[str, Tensor | SparseTensor]:
         """Return leaves in the form of the parameters."""
-        return {
-            name: p.with_values(values[name]) if isinstance(p, SparseTensor) else values[name]
-            for name, p in self.params.items()
-        }
+        return with_values(self.params, values)
 
     def hyper_of(self, leaves: Sequence[Tensor]) -> Tree:
         """Return leaves in the tree of ``hyper``."""
@@ -175,12 +170,12 @@ def slopes(loss: Loss, values: Params, hyper: Sequence[Tensor]) -> Params:
 
 
 def refuse_sparse(slopes: Params) -> None:
-    """Refuse gradients of tables that are sparse where a method moves parameters as a whole."""
+    """Raise ``ValueError`` for row-sparse gradients."""
     for name, slope in slopes.items():
         if isinstance(slope, RowSparse) or slope.layout != torch.strided:
             raise ValueError(
-                f"{CALL}: the gradient of the table {name!r} is sparse, and the method takes whole ones. Take CG or "
-                "another method with the Hessian, or an embedding without sparse gradients."
+                f"{CALL}: the gradient of the table {name!r} is sparse, and hypergradients need dense ones. Take an "
+                "embedding without sparse gradients."
             )
 
 
@@ -189,11 +184,3 @@ def minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if b is None:
         return a
     return -b if a is None else a - b
-
-
-def _values(param: Tensor | SparseTensor) -> Tensor:
-    return param.values if isinstance(param, SparseTensor) else param
-
-
-def _fresh(leaf: Tensor) -> Tensor:
-    return leaf.detach().requires_grad_()

@@ -82,7 +82,7 @@ def freed():
     [
         ("hessian", mg.hessian),
         ("linearize", mg.linearize),
-        ("hessian", lambda loss, params: mg.hessian(lambda: loss, params)),
+        ("hessian", lambda loss, params: mg.hessian(lambda p: loss, params)),
         ("grad", lambda loss, params: mg.grad(loss, params, create_graph=True)),
     ],
     ids=["hessian", "linearize", "hessian of a function", "grad"],

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import metagrad as mg
 from metagrad import hypergrad
@@ -292,37 +291,6 @@ def test_parameters_may_be_sparse():
         assert found["lam"].item() == pytest.approx(4 * 34.0)
 
 
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse gradients", "named"])
-@pytest.mark.parametrize("method", [hypergrad.CG(), hypergrad.Exact()], ids=["cg", "exact"])
-def test_tables_are_taken_by_the_rows_that_are_looked_up(sparse, method):
-    """The inner loss looks rows 1, 2 and 4 up, the outer one rows 1, 4 and 5, of which 5 depends on nothing."""
-    torch.manual_seed(0)
-    ids, query = torch.tensor([4, 1, 2, 4]), torch.tensor([1, 5, 4])
-    table = torch.randn(1000, 2, dtype=torch.float64)
-    hyper = {"log": torch.randn(2, dtype=torch.float64)}
-    y = torch.randn(4, 2, dtype=torch.float64)
-
-    def inner(params, hyper):
-        rows = F.embedding(ids, params["table"], sparse=sparse)
-        return (rows - y).square().mean() + (hyper["log"].exp() * rows.square()).mean()
-
-    def outer(params, hyper):
-        return F.embedding(query, params["table"], sparse=sparse).sin().sum()
-
-    def closed(log):
-        means = torch.stack([y[ids == i].mean(0) for i in (1, 2, 4)]) / (1 + log.exp())
-        return means[[0, 2]].sin().sum()
-
-    table = table.index_copy(
-        0,
-        torch.tensor([1, 2, 4]),
-        torch.stack([y[ids == i].mean(0) for i in (1, 2, 4)]) / (1 + hyper["log"].exp()),
-    )
-    names = [] if sparse else ["table"]
-    found = mg.hypergradient(outer, inner, {"table": table}, hyper, method=method, sparse=names)
-    assert torch.allclose(found["log"], torch.func.grad(closed)(hyper["log"]), rtol=1e-9)
-
-
 def test_a_learned_table_has_a_derivative_by_rows():
     table = torch.randn(50, dtype=torch.float64)[:, None]
     ids = torch.tensor([3, 7])
@@ -528,14 +496,6 @@ def test_what_is_not_exact_is_not_differentiated(method):
 
 
 @pytest.mark.parametrize(
-    "method", [*WITHOUT_TAPE[3:], hypergrad.Unroll(RULE, 1)], ids=lambda m: type(m).__name__
-)
-def test_steps_do_not_take_tables_by_rows(method):
-    with pytest.raises(ValueError, match=r"sparse=\['w'\]\): .* takes steps with whole tables"):
-        mg.hypergradient(square, indefinite, POINT, HYPER, method=method, sparse=["w"])
-
-
-@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: hypergrad.CG(steps=0), r"CG\(steps\): expected an int of 1 or more, got 0"),
@@ -545,7 +505,7 @@ def test_steps_do_not_take_tables_by_rows(method):
         (lambda: hypergrad.FirstOrder(-1.0), r"FirstOrder\(scale\): expected a number of 0 or more"),
         (lambda: hypergrad.Unroll(RULE, 0), r"Unroll\(..., steps\): expected an int of 1 or more"),
         (lambda: hypergrad.Unroll(RULE, 2, truncate=3), r"truncate\): expected None or 1 to steps=2"),
-        (lambda: hypergrad.FiniteDifference(-1.0), r"FiniteDifference\(lr\): expected 0 or more"),
+        (lambda: hypergrad.FiniteDifference(-1.0), r"FiniteDifference\(lr\): expected a number of 0 or more"),
     ],
 )
 def test_impossible_numbers_are_refused(make, message):
@@ -555,33 +515,17 @@ def test_impossible_numbers_are_refused(make, message):
 
 @pytest.mark.parametrize(
     "method",
-    [hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1)],
+    [hypergrad.CG(), hypergrad.Unroll(RULE, 1), hypergrad.FiniteDifference(0.1)],
     ids=lambda m: type(m).__name__,
 )
-def test_a_table_with_sparse_gradients_takes_no_steps(method):
+def test_a_table_with_sparse_gradients_is_refused(method):
     def inner(params, hyper):
         rows = mg.sparse.embedding(torch.tensor([0]), params["table"])
         return (rows - hyper["lam"]).square().sum()
 
     table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
-    with pytest.raises(ValueError, match=r"the gradient of the table 'table' is sparse"):
+    with pytest.raises(ValueError, match=r"the gradient of .*table.* is (row-)?sparse"):
         mg.hypergradient(lambda p, h: p["table"].sum(), inner, table, HYPER, method=method)
-
-
-def test_tables_by_rows_are_not_differentiated_twice():
-    def inner(params, hyper):
-        return (F.embedding(torch.tensor([0]), params["table"]) - hyper["lam"]).square().sum()
-
-    table = {"table": torch.zeros(3, 1, dtype=torch.float64)}
-    with pytest.raises(ValueError, match="tables that are taken by rows are constants"):
-        mg.hypergradient(
-            lambda p, h: F.embedding(torch.tensor([0]), p["table"]).sum(),
-            inner,
-            table,
-            {"lam": HYPER["lam"].clone().requires_grad_()},
-            sparse=["table"],
-            create_graph=True,
-        )
 
 
 def test_inside_a_transform_it_is_refused():

@@ -41,7 +41,7 @@ class Problem:
         """Return a curvature matrix; to be used in a `with` block, which frees its graph."""
         data = (self.x, self.y)
         if matrix is Matrix.hessian:
-            return hessian(self.loss, self.params, data, mode="reverse")
+            return hessian(self.loss, self.params, data)
         make = ggn if matrix is Matrix.ggn else fisher
         return make(self.predict, self.loss_fn, self.params, data)  # type: ignore[reportArgumentType]
 

@@ -18,6 +18,7 @@ from experiments.studies.overhead.products import (
     accumulated_second,
     exact_trace,
     finite_difference,
+    forward_over_reverse,
     head_hessian,
     hutchinson,
     product,
@@ -35,7 +36,7 @@ WAYS: dict[str, dict[str, Callable[[Work], Run]]] = {
     PRODUCT: {
         "": product,
         "graph built anew": product_anew,
-        "forward over reverse": partial(product, mode="forward"),
+        "forward over reverse": forward_over_reverse,
         "finite difference": finite_difference,
         "accumulated": partial(product, batches=pieces),
     },

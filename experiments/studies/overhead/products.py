@@ -28,11 +28,9 @@ def accumulated_second(work: Work) -> Run:
     return at_once(compute)
 
 
-def hessian(work: Work, batches: Any = None, **options: Any) -> Any:
-    """Return the operator of the Hessian; of tables in the rows that are looked up."""
-    return mg.hessian(
-        work.loss, work.params, batches or (work.x, work.y), sparse=work.tables, check_deterministic=False, **options
-    )  # fmt: skip
+def hessian(work: Work, batches: Any = None) -> Any:
+    """Return the operator of the Hessian."""
+    return mg.hessian(work.loss, work.params, batches or (work.x, work.y))
 
 
 def direction(work: Work) -> dict[str, Tensor]:
@@ -41,11 +39,23 @@ def direction(work: Work) -> dict[str, Tensor]:
     return dict(zip(work.params, run.finish(run.hold()), strict=True))
 
 
-def product(work: Work, batches: Callable[[Work], Any] | None = None, **options: Any) -> Run:
-    """Multiply by an operator that is there."""
+def forward_over_reverse(work: Work) -> Run:
+    """One product without a graph that is kept."""
+    v = direction(work)
+    return at_once(lambda: mg.hvp(work.loss, work.params, v, work.x, work.y, mode="forward").product)
+
+
+def product(work: Work, batches: Callable[[Work], Any] | None = None) -> Run:
+    """Multiply by an operator that is there.
+
+    Raises:
+        ValueError: Gradients are row-sparse, which the operator does not take.
+    """
+    if work.tables:
+        raise ValueError("Hessian products take dense gradients")
     v = direction(work)
     return Run(
-        lambda: hessian(work, None if batches is None else batches(work), **options),
+        lambda: hessian(work, None if batches is None else batches(work)),
         lambda H: H @ v,
         is_kept=True,
     )

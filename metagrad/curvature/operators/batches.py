@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.core import _torch
-from metagrad.core._torch import distinct, linalg, named_modules, to_list
+from metagrad.core._torch import linalg, named_modules
 from metagrad.core.capture import AutocastState
 from metagrad.core.checks import is_list_or_tuple
 from metagrad.core.tree import Tree, tensors_in, tree_map
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.operators.operator import LossOperator, Operator
-from metagrad.curvature.operators.space import Parameters, ParameterSpace
-from metagrad.distributed.sums import refuse_different, sums, unions
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from metagrad.curvature.operators.operator import GraphOperator, Operator
+from metagrad.curvature.operators.space import ParameterSpace
 
 Batch: TypeAlias = Tree
 """The arguments of a loss besides the parameters: a tuple such as ``(x, y)``, or a list of tensors."""
 
 Reduction: TypeAlias = "Literal['mean', 'sum'] | Callable[[Batch], float]"
-"""How the loss of a batch reduces its terms; see :func:`accumulated`."""
-
-
-@runtime_checkable
-class Bar(Protocol):
-    """A progress bar, such as ``tqdm()``."""
-
-    def update(self, n: int) -> object:
-        """Advance by ``n`` batches."""
-        ...
-
-
-Progress: TypeAlias = "Callable[[int, int | None], object] | Bar"
-"""``progress(done, total)``: batches of this pass over the data, total None if it is not known; or a progress bar."""
+"""How the loss of a batch reduces its terms."""
 
 
 def is_one_batch(data: object) -> bool:
@@ -53,39 +35,8 @@ def is_one_batch(data: object) -> bool:
     return isinstance(data, (Tensor, Mapping)) or not isinstance(data, Iterable)
 
 
-def batches_of(data: Iterable[Batch] | Batch) -> Iterable[Batch]:
-    """Return batches: one batch alone as a list."""
-    return [data] if is_one_batch(data) else data
-
-
-def refuse_graph(call: str, group: ProcessGroup | None, *, has_data: bool, create_graph: bool) -> None:
-    """Refuse what has no meaning in a group of processes."""
-    if group is None:
-        return
-    if not has_data:
-        raise ValueError(
-            f"{call}: group sums over the data of processes. Give the loss as a function, and this process's data."
-        )
-    if create_graph:
-        raise ValueError(
-            f"{call}: create_graph=True: sums over processes have no graph. Leave group or create_graph out."
-        )
-
-
-def accumulated(
-    operator_for: Callable[[Batch], LossOperator],
-    params: Parameters,
-    batches: Iterable[Batch],
-    *,
-    call: str = "accumulated(operator_for, params, batches)",
-    reduction: Reduction | None = "mean",
-    progress: Progress | None = None,
-    check_deterministic: bool = True,
-    begin_pass: Callable[[], None] | None = None,
-    model: nn.Module | None = None,
-    group: ProcessGroup | None = None,
-) -> Accumulated:
-    r"""Accumulate an operator over batches, exactly, with the graph of one batch at a time.
+class Accumulated(Operator):
+    r"""The exact operator of data in batches, with the graph of one batch at a time.
 
     .. math:: A = \sum_b \frac{n_b}{\sum_{b'} n_{b'}} A_b, \qquad\text{or}\qquad A = \sum_b A_b
 
@@ -94,213 +45,96 @@ def accumulated(
     the parameters are by then.
 
     Args:
-        operator_for: Makes the operator of a batch, which is closed before the next is made.
-        params: The parameters of all of them.
+        call: How errors name the caller.
+        space: The parameters.
+        operator_for: Makes the operator of a batch, which is closed before the next is made. Its ``count`` is
+            :math:`n_b`, or None of a sum.
         batches: Can be iterated over again and again, with the same batches; their tensors are moved to the device
             of the parameters.
-        call: How errors name the caller.
-        reduction: ``"mean"``: a loss is the mean over the first dimension of the first tensor in the batch;
-            ``"sum"``: it is a sum; a function of the batch: it is the mean of as many terms as it returns (of tokens
-            that are not padding, say); None: the operators have the number in an attribute ``count``, None of a sum.
-        progress: Called as ``progress(done, total)`` after each batch of each pass, total None where ``batches``
-            has no length; or a progress bar, whose ``update(1)`` is called.
-        check_deterministic: Compute the loss, its gradient and one product twice, and raise if they differ; this
-            takes two passes.
         begin_pass: Called before each pass, to draw the same random numbers in all of them.
-        model: Where to look for layers that may be the reason then.
-        group: Processes that have other batches of the same data; sums go over the batches of all of them, of which
-            some may have none. They make the same products in the same order, with the same parameters and vectors;
-            products have no graph.
-
-    Returns:
-        The operator. Of sparse tables its coordinates are the rows that any batch looks up.
 
     Raises:
-        ValueError: There are no batches, two passes differ (what moved is named, and why it may have), or
-            ``reduction`` is unknown.
         TypeError: ``batches`` is an iterator, which is consumed by one pass.
-
-    Example:
-        :math:`\tfrac{1}{3} \sum_k x_k w^2` of two unequal batches; the Hessian is twice the mean of x:
-
-        >>> w, H = torch.ones(1, requires_grad=True), metagrad.curvature.hessian
-        >>> def loss_fn(params, x): return (x * params["w"] ** 2).mean()
-        >>> A = H(loss_fn, {"w": w}, [(torch.tensor([1.0, 2.0]),), (torch.tensor([6.0]),)])
-        >>> A @ torch.ones(1)
-        tensor([6.])
     """
-    if isinstance(batches, Iterator):
-        raise TypeError(
-            f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product takes "
-            "one. Give a list of batches, a DataLoader, or another object whose __iter__ starts anew."
-        )
-    if not callable(reduction) and reduction not in ("mean", "sum", None):
-        raise ValueError(
-            f'{call}: reduction must be "mean", "sum", or a function that returns how many terms the mean of a batch '
-            f"has, got {reduction!r}."
-        )
-    found = Accumulated(operator_for, params, batches, call, reduction, progress, begin_pass, group)
-    if check_deterministic:
-        refuse_moving(call, found.probe(), found.probe(), model, batches)
-    return found
-
-
-class Accumulated(Operator):
-    """An operator that is a mean or a sum over batches; made by :func:`accumulated`."""
 
     def __init__(
         self,
-        operator_for: Callable[[Batch], LossOperator],
-        params: Parameters,
-        batches: Iterable[Batch],
         call: str,
-        reduction: Reduction | None,
-        progress: Progress | None,
-        begin_pass: Callable[[], None] | None,
-        group: ProcessGroup | None = None,
+        space: ParameterSpace,
+        operator_for: Callable[[Batch], GraphOperator],
+        batches: Iterable[Batch],
+        begin_pass: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(ParameterSpace(params))
+        if isinstance(batches, Iterator):
+            raise TypeError(
+                f"{call}: the data is a {type(batches).__name__}, which is consumed by one pass, but every product "
+                "takes one. Give a list of batches, a DataLoader, or another object whose __iter__ starts anew."
+            )
+        super().__init__(space)
         self.call = call
         self.batches = batches
-        self.reduction = reduction
-        self.progress = progress
         self._operator_for = operator_for
         self._begin_pass = begin_pass
-        self._group = group
         # Products may be computed under another autocast state than the one that the model is meant to run in.
         self._autocast = AutocastState()
-        self.space: ParameterSpace = self._joint_space(params)
 
     def _products(self, vectors: Tensor) -> Tensor:
-        if self._group is not None:
-            refuse_different(self.call, "the vector of a product", vectors, self._group)
-
-        def multiply(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
-            return [self._multiplied(operator, places, vectors)]
-
-        return self._sum(multiply, [vectors.shape])[0]
+        return self._sum(lambda operator: [operator.products(vectors)])[0]
 
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         self._refuse_closed()
-
-        def multiply(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
-            if places is None:
-                return [operator._block_products(block, vectors)]
-            wide = self.space.widen(block, vectors)
-            return [self.space.narrow(block, self._multiplied(operator, places, wide))]
-
-        return self._sum(multiply, [vectors.shape])[0]
+        return self._sum(lambda operator: [operator._block_products(block, vectors)])[0]
 
     def evaluate(self) -> tuple[Tensor, Tensor]:
         """Return the loss of all data and its gradient, flat, from one pass."""
-        loss, gradient = self._sum(
-            lambda operator, places: [operator.loss, self._grown(operator.gradient, places)],
-            [(), (self.space.size,)],
-        )
+        loss, gradient = self._sum(lambda operator: [operator.loss, operator.gradient])
         return loss, gradient
 
-    def probe(self) -> tuple[Tensor, Tensor, Tensor]:
+    def probe(self) -> list[Tensor]:
         """Return the loss, its gradient and the product with a vector that is always the same, from one pass."""
         generator = torch.Generator().manual_seed(0)
         vector = torch.randn(1, self.space.size, generator=generator, dtype=self.dtype).to(self.device)
 
-        def compute(operator: LossOperator, places: Tensor | None) -> list[Tensor]:
-            gradient = self._grown(operator.gradient, places)
-            parts = [operator.loss, gradient, self._multiplied(operator, places, vector)]
+        def compute(operator: GraphOperator) -> list[Tensor]:
+            parts = operator.loss, operator.gradient, operator.products(vector)
             return [part.detach() for part in parts]
 
-        loss, gradient, product = self._sum(compute, [(), (self.space.size,), vector.shape])
-        return loss, gradient, product
+        return self._sum(compute)
 
-    def _operators(self) -> Generator[tuple[Batch, LossOperator]]:
-        num_batches = len(self.batches) if isinstance(self.batches, Sized) else None
-        done = 0
+    def _operators(self) -> Generator[GraphOperator]:
         if self._begin_pass is not None:
             self._begin_pass()
+        is_empty = True
         for batch in self.batches:
+            is_empty = False
             batch = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
             with self._autocast.restored():
                 operator = self._operator_for(batch)
                 try:
-                    yield batch, operator
+                    yield operator
                 finally:
                     operator.close()
-            done += 1
-            if isinstance(self.progress, Bar):
-                self.progress.update(1)
-            elif self.progress is not None:
-                self.progress(done, num_batches)
-        if not done and self._group is None:
+        if is_empty:
             raise ValueError(f"{self.call}: the data has no batches.")
 
-    def _sum(
-        self,
-        compute: Callable[[LossOperator, Tensor | None], list[Tensor]],
-        shapes: Sequence[Sequence[int]],
-    ) -> list[Tensor]:
-        """Add up over batches, and divide by what a mean divides by; of a group, a process may have nothing to add.
-
-        Args:
-            compute: The terms of a batch.
-            shapes: Those of the terms.
-        """
+    def _sum(self, compute: Callable[[GraphOperator], list[Tensor]]) -> list[Tensor]:
+        """Add up the terms of all batches, and divide by what a mean divides by."""
         totals: list[Tensor] = []
         divisor: float | Tensor | None = None
-        for batch, operator in self._operators():
-            count = self._count(batch, operator)
+        for operator in self._operators():
+            count = operator.count
             if count is not None and not count:
                 continue  # the mean over no data, as of labels that are all ignored, is nan
-            terms = compute(operator, _places(self.space, operator.space, self.call))
+            terms = compute(operator)
             if count is not None:
                 terms = [term * count for term in terms]
                 divisor = count if divisor is None else divisor + count
             totals = [t + term for t, term in zip(totals, terms, strict=True)] if totals else terms
-        has_terms = bool(totals)
-        if self._group is not None:
-            totals = totals or [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-            counts = torch.tensor(
-                [float(has_terms), 0.0 if divisor is None else float(divisor)],
-                dtype=torch.promote_types(self.dtype, torch.float32),
-                device=self.device,
-            )
-            *totals, counts = sums([*totals, counts], self._group)
-            num_processes, count = to_list(counts)
-            has_terms, divisor = bool(num_processes), count or None
-        if not has_terms:
+        if not totals:
             raise ValueError(
                 f"{self.call}: no batch has data that count, so that there is no mean over them."
             )
         return totals if divisor is None else [total / divisor for total in totals]
-
-    def _count(self, batch: Batch, operator: LossOperator) -> float | Tensor | None:
-        if callable(self.reduction):
-            return self.reduction(batch)
-        if self.reduction is None:
-            return operator.count
-        return None if self.reduction == "sum" else num_data(self.call, batch)
-
-    def _joint_space(self, params: Parameters) -> ParameterSpace:
-        """Return the space of the rows that any batch looks up; without tables, that of the first batch."""
-        rows: dict[str, Tensor] = {}
-        operators = self._operators()
-        for _, operator in operators:
-            of_batch = {entry.name: entry.rows for entry in operator.space.entries if entry.rows is not None}
-            if not of_batch:
-                operators.close()
-                break
-            for name, found in of_batch.items():
-                rows[name] = distinct(torch.cat([rows.get(name, found), found]))
-        if self._group is not None:
-            rows = unions(rows, self.device, self._group)
-        return ParameterSpace(params, rows=rows)
-
-    def _multiplied(self, operator: LossOperator, places: Tensor | None, vectors: Tensor) -> Tensor:
-        return self._grown(operator.products(vectors if places is None else vectors[:, places]), places)
-
-    def _grown(self, vector: Tensor, places: Tensor | None) -> Tensor:
-        if places is None:
-            return vector
-        return vector.new_zeros(*vector.shape[:-1], self.space.size).index_add(-1, places, vector)
 
 
 def num_data(call: str, batch: Batch) -> int:
@@ -337,58 +171,23 @@ def count_of(
     return None if reduction == "sum" else num_data(call, batch)
 
 
-def _places(outer: ParameterSpace, inner: ParameterSpace, call: str) -> Tensor | None:
-    """Return where the coordinates of one batch are among those of all; None if they are the same."""
-    if inner.is_same(outer):
-        return None
-    places: list[Tensor] = []
-    for whole, part in zip(outer.entries, inner.entries, strict=True):
-        start, width = outer.slices[whole.name].start, math.prod(part.shape[1:])
-        index = torch.arange(part.shape[0] if part.shape else 1, device=outer.device)
-        if part.rows is not None and whole.rows is not None:
-            if not bool(torch.isin(part.rows, whole.rows).all()):
-                raise ValueError(
-                    f"{call}: a batch looks up rows of {whole.name!r} that no batch did before. The data must be the "
-                    "same in every pass."
-                )
-            index = torch.searchsorted(whole.rows, part.rows)
-        places.append(
-            (start + index.unsqueeze(1) * width + torch.arange(width, device=outer.device)).flatten()
-        )
-    return torch.cat(places)
-
-
-def refuse_moving(
-    call: str,
-    first: tuple[Tensor, Tensor, Tensor],
-    second: tuple[Tensor, Tensor, Tensor],
-    model: nn.Module | None,
-    batches: Iterable[Tree],
-) -> None:
-    """Raise if loss, gradient and product of two passes differ by more than rounding.
+def checked_deterministic(operator: Accumulated, model: nn.Module | None = None) -> Accumulated:
+    """Raise ``ValueError`` if loss, gradient and product of two passes differ by more than rounding.
 
     Args:
-        call: How the error names the caller.
-        first: What one pass gave.
-        second: What the next did.
+        operator: The operator.
         model: Where to look for layers that may be the reason.
-        batches: The data.
-
-    Raises:
-        ValueError: The root of the rounding unit is exceeded; what moved is named.
     """
-    distances = [_distance(a, b) for a, b in zip(first, second, strict=True)]
-    bound = torch.finfo(first[1].dtype).eps ** 0.5
-    moved = [
-        f"the {name} by {distance:.1e}"
-        for name, distance in zip(("loss", "gradient", "product"), distances, strict=True)
-        if not distance <= bound
-    ]
+    passes = zip(("loss", "gradient", "product"), operator.probe(), operator.probe(), strict=True)
+    distances = {name: _distance(first, second) for name, first, second in passes}
+    bound = torch.finfo(operator.dtype).eps ** 0.5
+    moved = [f"the {name} by {distance:.1e}" for name, distance in distances.items() if not distance <= bound]
     if moved:
         raise ValueError(
-            f"{call}: two passes over the data differ, relatively: {', '.join(moved)}. {_reasons(model, batches)} To "
-            "go on nevertheless, pass check_deterministic=False."
+            f"{operator.call}: two passes over the data differ, relatively: {', '.join(moved)}. "
+            f"{_reasons(model, operator.batches)}"
         )
+    return operator
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

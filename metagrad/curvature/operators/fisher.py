@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import torch
 
-from metagrad.core.budget import Bytes
-from metagrad.curvature.operators.batches import Batch, Progress, Reduction, count_of
+from metagrad.core.budget import checked_bytes
+from metagrad.curvature.operators.batches import Batch, Reduction, count_of
 from metagrad.curvature.operators.ggn import operator_of
-from metagrad.curvature.operators.jacobian import Mode
 from metagrad.curvature.operators.operator import Operator
-from metagrad.curvature.operators.output_hessians import (
+from metagrad.curvature.operators.output_matrices import (
     OutputMatrix,
     fisher_of_outputs,
     observed_scores,
@@ -20,9 +19,6 @@ from metagrad.curvature.operators.output_hessians import (
 )
 from metagrad.curvature.operators.problem import LossFn, Model, ModelEvaluation, ModelProblem
 from metagrad.curvature.operators.space import Parameters
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Kind = Literal["exact", "sampled", "empirical"]
 
@@ -35,16 +31,7 @@ def fisher(
     *,
     kind: Kind = "exact",
     samples: int = 1,
-    generator: torch.Generator | None = None,
-    sparse: Sequence[str] = (),
-    mode: Mode = "auto",
-    chunk: Bytes = "64MiB",
-    create_graph: bool = False,
-    allow_unused: bool = False,
     reduction: Reduction | None = None,
-    progress: Progress | None = None,
-    check_deterministic: bool = True,
-    group: ProcessGroup | None = None,
 ) -> Operator:
     r"""Make the operator of a Fisher information matrix.
 
@@ -75,18 +62,10 @@ def fisher(
         data: As for :func:`ggn`: a batch ``(x, y)`` or an iterable of such. Unless ``kind="empirical"``, ``y``
             matters only for its weights: classes that are ignored or weighted.
         kind: Which.
-        samples: The number M of labels drawn for each datum. They are drawn once: the operator is a fixed matrix.
-        generator: Where they are drawn from; None is torch's default generator.
-        sparse: As for :func:`ggn`.
-        mode: As for :func:`ggn`.
-        chunk: As for :func:`ggn`.
-        create_graph: As for :func:`ggn`; drawn labels are constants.
-        allow_unused: As for :func:`ggn`.
+        samples: The number M of labels drawn for each datum. They are drawn once, from torch's default
+            generator: the operator is a fixed matrix.
         reduction: As for :func:`ggn`; with ``kind="empirical"`` and a loss that is not known it is needed, to tell
             :math:`s_n` from :math:`\ell_n`: ``"mean"`` is over the first dimension of ``x``.
-        progress: As for :func:`ggn`.
-        check_deterministic: As for :func:`ggn`.
-        group: Processes that have other data each; see :func:`hessian`.
 
     Returns:
         An operator, which is a context manager.
@@ -119,8 +98,8 @@ def fisher(
         raise ValueError(f"{call}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}.")
     if samples < 1:
         raise ValueError(f"{call}: samples must be 1 or more, got {samples}.")
-    problem = ModelProblem(call, model, loss_fn, params, sparse, allow_unused, create_graph, any_split=True)
-    labels = _Labels(generator if kind == "sampled" else torch.Generator())
+    problem = ModelProblem(call, model, loss_fn, params, any_split=True)
+    labels = _Labels(torch.default_generator if kind == "sampled" else torch.Generator())
 
     def output_matrix_of(evaluation: ModelEvaluation) -> OutputMatrix:
         if kind == "exact":
@@ -129,26 +108,15 @@ def fisher(
             return observed_scores(evaluation, count_of(call, evaluation.batch, evaluation.known, reduction))
         return sampled_scores(evaluation, samples, labels.generator(evaluation.loss.device))
 
-    return operator_of(
-        problem,
-        output_matrix_of,
-        data,
-        mode=mode,
-        chunk=chunk,
-        reduction=reduction,
-        progress=progress,
-        check_deterministic=check_deterministic,
-        begin_pass=labels.restart,
-        group=group,
-    )
+    chunk = checked_bytes(call, "chunk", "64MiB")
+    return operator_of(problem, output_matrix_of, data, reduction, chunk=chunk, begin_pass=labels.restart)
 
 
 class _Labels:
     """The generators that labels are drawn with: the same numbers in every pass over the data."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        device = "cpu" if generator is None else generator.device
-        self.seed = int(torch.randint(2**62, (), generator=generator, device=device))
+    def __init__(self, source: torch.Generator) -> None:
+        self.seed = int(torch.randint(2**62, (), generator=source))
         self._generator: torch.Generator | None = None
 
     def restart(self) -> None:

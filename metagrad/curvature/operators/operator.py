@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from metagrad.autograd.derivatives.recorded import Recorded, Together
 from metagrad.core import _torch
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.curvature.estimators.diagonal import diagonal as estimate_diagonal
-from metagrad.curvature.estimators.estimate import Estimate
 from metagrad.curvature.estimators.trace import trace as estimate_trace
 from metagrad.curvature.linear_map import Rows
 from metagrad.curvature.operators.scipy import to_scipy
@@ -28,65 +27,6 @@ from metagrad.curvature.spectrum.log_determinant import log_determinant as estim
 from metagrad.sparse.matrix.tensor import SparseTensor
 
 O = TypeVar("O", bound="Operator")  # noqa: E741
-
-Named: TypeAlias = "dict[str, Tensor | SparseTensor]"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class NamedEstimate:
-    """An :class:`Estimate` of a vector whose value, standard error and interval are dicts of the parameters.
-
-    Attributes:
-        flat: The estimate of the flat vector, ``[n]``.
-        space: The parameters.
-
-    Example:
-        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> with metagrad.curvature.hessian((w**3).sum(), {"w": w}) as H:
-        ...     H.diagonal(probes=2).value
-        {'w': tensor([ 6., 12.])}
-    """
-
-    flat: Estimate
-    space: ParameterSpace
-
-    @property
-    def value(self) -> Named:
-        """The estimate."""
-        return self.space.unflatten(self.flat.value)
-
-    @property
-    def stderr(self) -> Named:
-        """Its standard error."""
-        return self.space.unflatten(self.flat.stderr)
-
-    def interval(self, level: float = 0.95) -> tuple[Named, Named]:
-        """Return the ends of the intervals that cover each true value with probability ``level``."""
-        low, high = self.flat.interval(level)
-        return self.space.unflatten(low), self.space.unflatten(high)
-
-    @property
-    def samples(self) -> int:
-        """How many samples the standard error is from."""
-        return self.flat.samples
-
-    @property
-    def matvecs(self) -> int:
-        """How many products were spent."""
-        return self.flat.matvecs
-
-    @property
-    def method(self) -> str:
-        """The method, by name."""
-        return self.flat.method
-
-    @property
-    def converged(self) -> bool:
-        """False where ``rtol`` was asked for and not reached."""
-        return self.flat.converged
-
-    def __repr__(self) -> str:
-        return repr(self.flat)
 
 
 class Operator:
@@ -134,8 +74,8 @@ class Operator:
         """Multiply each row of ``vectors``, ``[k, n]``, giving rows of the same shape.
 
         Raises:
-            ValueError: The operator is closed, the shape or the dtype is another, or a product is not finite; the
-                parameter is named. Or parameters or data that the products read were written since it was made.
+            ValueError: The operator is closed, the shape or the dtype is another, a product is not finite, or a
+                parameter was written since the operator was made; the parameter is named.
         """
         self._refuse_closed()
         if vectors.ndim != 2 or vectors.shape[1] != self.space.size or vectors.dtype != self.dtype:
@@ -145,15 +85,7 @@ class Operator:
             )
         if not len(vectors):
             return vectors
-        try:
-            products = self._products(vectors)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise ValueError(
-                "H @ v: a parameter or the data was written since H was made, and its products read it. Make a new "
-                f"operator after each step of an optimizer. torch says: {str(error).splitlines()[0]}"
-            ) from error
+        products = self._products(vectors)
         self._refuse_nonfinite(vectors, products)
         return products
 
@@ -163,7 +95,9 @@ class Operator:
 
     def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
         """Multiply rows of a diagonal block: as vectors that are zero elsewhere, where no shorter way is known."""
-        return self.space.narrow(block, self.products(self.space.widen(block, vectors)))
+        places = self.space.places(block)
+        whole = vectors.new_zeros(len(vectors), self.space.size).index_copy(1, places, vectors)
+        return self.products(whole).index_select(1, places)
 
     @overload
     def __matmul__(self, vectors: Tensor) -> Tensor: ...
@@ -203,13 +137,11 @@ class Operator:
 
     to_scipy = to_scipy
     trace = estimate_trace
-    eigenvalues = compute_eigenvalues  # its vectors are rows; H.space.unflatten(vectors) names them
+    # H.space.unflatten names the entries of a diagonal and of eigenvectors, which are rows.
+    diagonal = estimate_diagonal
+    eigenvalues = compute_eigenvalues
     density = estimate_density
     log_determinant = estimate_log_determinant
-
-    def diagonal(self, **options: Any) -> NamedEstimate:
-        """Estimate the diagonal, by the names of the parameters: :func:`metagrad.curvature.diagonal`, its options."""
-        return NamedEstimate(estimate_diagonal(self, **options), self.space)
 
     def solve(self, b: Tensor | Vectors, **options: object) -> Solution:
         """Solve ``H x = b``: :func:`metagrad.curvature.solve`, with all of its options.
@@ -295,8 +227,8 @@ class Operator:
     def close(self) -> None:
         """Free what the operator holds; products raise from now on. Sums, scalings and blocks close their parts."""
         if not self.is_closed:
-            self.is_closed = True
             self._free()
+            self.is_closed = True
 
     def _free(self) -> None:
         """Free what this kind of operator holds."""
@@ -351,7 +283,7 @@ class Sum(Operator):
             term.close()
 
 
-class _Wrapped(Operator):
+class Wrapped(Operator):
     """An operator made from another one, which it closes."""
 
     def __init__(self, operator: Operator, space: ParameterSpace | None = None) -> None:
@@ -362,7 +294,7 @@ class _Wrapped(Operator):
         self.operator.close()
 
 
-class Scaled(_Wrapped):
+class Scaled(Wrapped):
     """An operator times a number, which may require grad."""
 
     def __init__(self, operator: Operator, factor: float | Tensor) -> None:
@@ -373,7 +305,7 @@ class Scaled(_Wrapped):
         return self.operator.products(vectors) * self.factor
 
 
-class Preconditioned(_Wrapped):
+class Preconditioned(Wrapped):
     """An operator between two copies of a symmetric map."""
 
     def __init__(self, operator: Operator, root: Rows | Tensor | Vectors) -> None:
@@ -419,25 +351,75 @@ class Identity(Operator):
         return vectors.clone()
 
 
-class DiagonalBlock(_Wrapped):
+class DiagonalBlock(Wrapped):
     """A diagonal block of an operator."""
 
     def _products(self, vectors: Tensor) -> Tensor:
         return self.operator._block_products(self.space, vectors)
 
 
-class LossOperator(Operator):
-    """The operator of one batch, which knows the loss that it comes from.
+class GraphOperator(Operator):
+    """The operator of one batch: products from a graph that is kept.
+
+    A subclass writes ``_multiplier``.
+
+    Args:
+        space: The parameters.
+        loss: The loss of the batch.
+        recorded: The outputs with their graph.
+        chunk: Working memory that several products at a time may take, in bytes.
+        create_graph: Put the loss, the gradient and the products on the tape.
 
     Attributes:
-        loss: The loss of the batch.
+        loss: The loss at the parameters.
         count: What the mean of the batch divides by; None if the loss is a sum.
     """
 
-    loss: Tensor
-    count: float | Tensor | None = None
+    def __init__(
+        self, space: ParameterSpace, loss: Tensor, recorded: Recorded, *, chunk: int, create_graph: bool
+    ) -> None:
+        super().__init__(space)
+        self.loss: Tensor = loss if create_graph else loss.detach()
+        self.count: float | Tensor | None = None
+        self._recorded = recorded
+        self._chunk = chunk
+        self._create_graph = create_graph
+        self._together = Together()
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the loss, flat."""
+        """The gradient of the loss, flat; ``H.space.unflatten(H.gradient)`` names its parts."""
         raise NotImplementedError
+
+    @property
+    def num_together(self) -> int:
+        """How many products are computed together."""
+        return self._together.most(self._chunk, self.device)
+
+    def _multiplier(self, places: Sequence[int] | None) -> Callable[[list[Tensor], bool], list[Tensor]]:
+        """Return what multiplies coordinates, or stacks of them; ``places`` are the parameters of a block."""
+        raise NotImplementedError
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        return self._block_products(self.space, vectors)
+
+    def _block_products(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
+        """Multiply rows of a diagonal block: the backward passes go no further than that."""
+        self._refuse_closed()
+        self._recorded.refuse_moved()
+        names = self.space.names
+        multiply = self._multiplier(None if block is self.space else [names.index(n) for n in block.names])
+
+        def product(rows: Tensor, batched: bool) -> Tensor:
+            return block.join(multiply(block.split(rows), batched))
+
+        if len(vectors) == 1:
+            return block.join(multiply(block.split(vectors[0]), False)).unsqueeze(0)
+        if self._recorded.on_tape:
+            # Derivatives of what vmap has batched are not always right (torch 2.13: layer_norm, batch_norm).
+            return torch.stack([product(row, False) for row in vectors])
+        return self._together.rows(product, vectors, self._chunk)
+
+    def _free(self) -> None:
+        self.loss = self.loss.detach()
+        del self._recorded

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from metagrad.autograd.derivatives.grad import check_loss
 from metagrad.autograd.derivatives.quick import QuickDerivatives
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
-from metagrad.autograd.derivatives.variables import Variable, find_variables
-from metagrad.core.capture import RandomState
+from metagrad.autograd.derivatives.recorded import Recorded, checked_leaves, refuse_order, refuse_unused
 from metagrad.core.checks import check_function
 from metagrad.core.modules import check_substitutable
 from metagrad.core.substitution import own_buffers, replaced
 from metagrad.core.tape import graph_nodes
 from metagrad.core.tree import Tree, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from metagrad.curvature.likelihoods.output_losses import OutputLoss
-from metagrad.curvature.likelihoods.recognition import argument_of, evaluate, is_linear_in
-from metagrad.curvature.operators.space import Parameters, ParameterSpace, check_params
+from metagrad.curvature.likelihoods.recognition import evaluate, is_linear_in
+from metagrad.curvature.operators.space import Parameters, ParameterSpace, values_of, with_values
 from metagrad.distributed.wrappers import refuse_wrapped
-from metagrad.sparse.matrix.tensor import SparseTensor
 
 Model: TypeAlias = "nn.Module | Callable[[Parameters, Tree], Tree]"
 """A module, called as ``model(x)`` with the parameters in place, or a function, called as ``model(params, x)``."""
@@ -32,42 +31,43 @@ LossFn: TypeAlias = "Callable[[Tree, Tree], Tensor]"
 """Called as ``loss_fn(output, y)``; returns a tensor with one element."""
 
 
-@dataclass(frozen=True)
 class ModelProblem:
     """What is differentiated, without its data.
 
-    Attributes:
+    Args:
         call: How errors name the caller.
         model: The model.
         loss_fn: The loss.
         params: The parameters by name.
-        sparse: The names of tables of which only the rows that are looked up count.
-        allow_unused: Whether the loss may not depend on some of them.
         create_graph: Whether products will be differentiated.
         any_split: Accept a known loss of any function of what the model returns, not only of linear ones: for the
             Fisher matrix, which does not depend on the split.
     """
 
-    call: str
-    model: Model
-    loss_fn: LossFn
-    params: Parameters
-    sparse: Sequence[str] = ()
-    allow_unused: bool = False
-    create_graph: bool = False
-    any_split: bool = False
-
-    def __post_init__(self) -> None:
-        check_function(self.call, "model", self.model)
-        check_function(self.call, "loss_fn", self.loss_fn)
-        check_params(self.call, self.params)
-        refuse_wrapped(self.call, self.model)
-        if isinstance(self.model, nn.Module):
-            check_substitutable(self.call, self.model.modules())
-            unknown = sorted(set(self.params) - set(_own(self.model)))
+    def __init__(
+        self,
+        call: str,
+        model: Model,
+        loss_fn: LossFn,
+        params: Parameters,
+        *,
+        create_graph: bool = False,
+        any_split: bool = False,
+    ) -> None:
+        self.call = call
+        self.model: Model = check_function(call, "model", model)
+        self.loss_fn: LossFn = check_function(call, "loss_fn", loss_fn)
+        self.params = params
+        self.space = ParameterSpace(params, call=call)
+        self.create_graph = create_graph
+        self.any_split = any_split
+        refuse_wrapped(call, model)
+        if isinstance(model, nn.Module):
+            check_substitutable(call, model.modules())
+            unknown = sorted(set(params) - set(_own(model)))
             if unknown:
                 raise ValueError(
-                    f"{self.call}: the model has no parameters named {', '.join(map(repr, unknown))}."
+                    f"{call}: the model has no parameters named {', '.join(map(repr, unknown))}."
                 )
 
     def evaluate(self, batch: Tree) -> ModelEvaluation:
@@ -80,17 +80,18 @@ class ModelProblem:
         x, y = self._pair(batch)
         with torch.enable_grad():
             leaves = self._leaves()
-            random = RandomState()
-            # What is differentiated further may be in forward mode, and has to be known from this graph.
+            # What is differentiated further has to be known from this graph.
             with unfused_attention if self.create_graph else QuickDerivatives():
-                output = self.call_model(leaves, x)
+                output = self._call_model(leaves, x)
             loss, known = evaluate(self.loss_fn, output, y)
-            random.close()
-            variables = self._variables(leaves, loss)
+        named = self._checked(leaves, loss)
         if known is not None and not (self.any_split or is_linear_in(known.output, tensors_in(output))):
             known = None
         outputs = [known.output] if known is not None else self._differentiable(output)
-        return ModelEvaluation(self, (x, y), loss, output, outputs, known, variables, random)
+        if self.create_graph:
+            refuse_order(self.call, outputs, list(named.values()), 3)
+        recorded = Recorded(self.call, outputs, named, create_graph=self.create_graph)
+        return ModelEvaluation(self, batch, loss, output, outputs, known, recorded)
 
     def _pair(self, batch: Tree) -> tuple[Tree, Tree]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -110,7 +111,7 @@ class ModelProblem:
         own = _own(self.model) if isinstance(self.model, nn.Module) else {}
         found = {}
         for name, param in self.params.items():
-            values = param.values if isinstance(param, SparseTensor) else param
+            values = values_of(param)
             if param is own.get(name) and values.requires_grad:
                 found[name] = values
             elif self.create_graph and values.requires_grad:
@@ -119,30 +120,26 @@ class ModelProblem:
                 found[name] = values.detach().requires_grad_()
         return found
 
-    def call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
+    def _call_model(self, leaves: Mapping[str, Tensor], x: Tree) -> Tree:
         """Run the model with tensors in the places of its parameters."""
         if not isinstance(self.model, nn.Module):
-            return self.model(_with_values(self.params, leaves), x)
+            return self.model(with_values(self.params, leaves), x)
         own = _own(self.model)
         values = {id(own[name]): leaf for name, leaf in leaves.items() if leaf is not own[name]}
         training = (module for module in self.model.modules() if module.training)
         with replaced(self.model, values), own_buffers(training):  # so that the model does not change
             return self.model(x)
 
-    def _variables(self, leaves: Mapping[str, Tensor], loss: Tensor) -> list[Variable]:
-        """Find the parameters in the graph, and of sparse tables the rows looked up."""
-        variables = find_variables(self.call, loss, dict(leaves), self.sparse)
+    def _checked(self, leaves: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+        """Return the leaves by what errors call them."""
+        check_loss(self.call, loss)
+        named = checked_leaves(self.call, leaves)
         seen = set(graph_nodes([loss]))
-        unused = [v.name for v in variables if get_gradient_edge(v.leaf).node not in seen]
-        if unused and not self.allow_unused:
-            raise ValueError(
-                f"{self.call}: the loss does not depend on {', '.join(unused)}. Leave it out of params, or pass "
-                "allow_unused=True to get zeros."
-            )
-        return variables
+        refuse_unused(self.call, {name: get_gradient_edge(p).node in seen for name, p in named.items()})
+        return named
 
     def _differentiable(self, output: Tree) -> list[Tensor]:
-        found = _on_tape(output)
+        found = [leaf for leaf in tree_leaves(output) if _is_on_tape(leaf)]
         if not found:
             raise ValueError(
                 f"{self.call}: what the model returns, {type(output).__name__}, has no tensor that depends on "
@@ -162,22 +159,16 @@ class ModelEvaluation:
         output: What the model returned.
         outputs: The tensors whose Jacobian is taken: the argument of the known loss, or the tensors in ``output``.
         known: The loss as a function of the one output, if it is recognised.
-        variables: The parameters.
-        random: The state of the random generators that the model began with.
+        recorded: The outputs with their graph.
     """
 
     problem: ModelProblem
-    batch: tuple[Tree, Tree]
+    batch: Tree
     loss: Tensor
     output: Tree
     outputs: list[Tensor]
     known: OutputLoss | None
-    variables: list[Variable]
-    random: RandomState
-
-    def space(self) -> ParameterSpace:
-        """Return the space of the parameters, of tables the rows that are looked up."""
-        return ParameterSpace.of(self.problem.params, self.variables)
+    recorded: Recorded
 
     def output_of(self, outputs: Sequence[Tensor]) -> Tree:
         """Put other tensors into the places of those that depend on the parameters in what the model returned."""
@@ -185,30 +176,10 @@ class ModelEvaluation:
         rest = iter(outputs)
         return tree_unflatten([next(rest) if _is_on_tape(leaf) else leaf for leaf in leaves], spec)
 
-    def rerun(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the outputs from other tensors for the parameters."""
-        x, y = self.batch
-        output = self.problem.call_model(dict(zip(self.problem.params, tensors, strict=True)), x)
-        if self.known is not None:
-            return [argument_of(self.problem.loss_fn, output, y)]
-        places = zip(tree_leaves(output), tree_leaves(self.output), strict=True)
-        return [leaf for leaf, recorded in places if _is_on_tape(recorded)]
-
 
 def _own(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _on_tape(output: Tree) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if _is_on_tape(leaf)]
-
-
 def _is_on_tape(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _with_values(params: Parameters, leaves: Mapping[str, Tensor]) -> Parameters:
-    return {
-        name: p.with_values(leaves[name]) if isinstance(p, SparseTensor) else leaves[name]
-        for name, p in params.items()
-    }

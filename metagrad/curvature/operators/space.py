@@ -11,8 +11,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from metagrad.autograd.derivatives.lookups import TableRows
-from metagrad.autograd.derivatives.variables import Variable
 from metagrad.core.checks import is_a, is_mapping
 from metagrad.core.modules import refuse_sharded
 from metagrad.sparse.matrix.tensor import SparseTensor
@@ -33,21 +31,13 @@ class Coordinates:
 
     Attributes:
         name: Of the parameter.
-        shape: Of the tensor of its coordinates: the parameter's own; ``[nnz]`` or ``[nnz, p, q]`` of a SparseTensor;
-            ``[R, D...]`` of a table of which R rows count.
+        shape: Of the tensor of its coordinates: the parameter's own, or that of a SparseTensor's values.
         pattern: Of a SparseTensor.
-        table: Of a sparse table: the rows that count, and its whole shape.
     """
 
     name: str
     shape: tuple[int, ...]
     pattern: Pattern | None = None
-    table: TableRows | None = None
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Of a sparse table: which rows count, ``[R]``, ascending."""
-        return None if self.table is None else self.table.rows
 
     @property
     def size(self) -> int:
@@ -58,8 +48,6 @@ class Coordinates:
         """Return the coordinates of one vector, or of a stack of them, ``[k, ...]``."""
         if self.pattern is not None:
             return _values_on(self.pattern, value, what)
-        if self.table is not None:
-            return self.table.read(value, what)
         if not isinstance(value, Tensor) or isinstance(value, RowSparse):
             raise TypeError(
                 f"{what} must be a strided tensor, as its parameter is, got {type(value).__name__}."
@@ -68,17 +56,7 @@ class Coordinates:
 
     def wrap(self, values: Tensor) -> Tensor | SparseTensor:
         """Give coordinates, or a stack of them, the form of the parameter."""
-        if self.pattern is not None:
-            return like(SparseTensor, self.pattern, values)
-        return values if self.table is None else self.table.wrap(values)
-
-    def fits(self, other: Coordinates) -> bool:
-        """Say whether another parameter has the same name and coordinates."""
-        if (self.name, self.shape) != (other.name, other.shape) or self.pattern is not other.pattern:
-            return False
-        if self.table is None or other.table is None:
-            return self.table is other.table
-        return self.table.shape == other.table.shape and torch.equal(self.table.rows, other.table.rows)
+        return values if self.pattern is None else like(SparseTensor, self.pattern, values)
 
 
 def _values_on(pattern: Pattern, value: Tensor | SparseTensor, what: str) -> Tensor:
@@ -94,13 +72,12 @@ def _values_on(pattern: Pattern, value: Tensor | SparseTensor, what: str) -> Ten
 class ParameterSpace:
     """Named parameters, and the flat vectors that stand for them.
 
-    A flat vector holds the coordinates of the parameters one after the other, in the order of the dict. A strided
-    parameter has all of its numbers for coordinates, a :class:`~metagrad.sparse.SparseTensor` its stored values, a
-    table given by ``rows`` those rows: no vector is ever as large as a sparse parameter would be if it were dense.
+    A flat vector holds the coordinates of the parameters one after the other, in the order of the dict. The
+    coordinates of a :class:`~metagrad.sparse.SparseTensor` are its stored values.
 
     Args:
         params: Parameters by name.
-        rows: Of sparse embedding tables, by name: which rows count, ``[R]``, ascending, int64.
+        call: How errors name the caller.
 
     Raises:
         ValueError: There are no parameters, or they have several dtypes or devices.
@@ -116,40 +93,32 @@ class ParameterSpace:
         tensor([4., 5.])
     """
 
-    def __init__(self, params: Parameters, *, rows: Mapping[str, Tensor] | None = None) -> None:
-        check_params("ParameterSpace(params)", params)
+    def __init__(self, params: Parameters, *, call: str = "ParameterSpace(params)") -> None:
+        check_params(call, params)
         first = next(iter(params.values()))
         self.dtype: torch.dtype = first.dtype
         self.device: torch.device = first.device
-        self.entries: list[Coordinates] = [
-            _coordinates(name, p, (rows or {}).get(name)) for name, p in params.items()
-        ]
-        self.slices: dict[str, slice] = _slices(self.entries)
+        self._set([_coordinates(name, p) for name, p in params.items()])
 
-    @classmethod
-    def of(cls, params: Parameters, variables: Sequence[Variable]) -> ParameterSpace:
-        """Return the space of parameters in the graph of a loss, of tables the rows that it looks up."""
-        tables = [variable.lookups for variable in variables]
-        return cls(
-            params, rows={n: found.table.rows for n, found in zip(params, tables, strict=True) if found}
-        )
+    def _set(self, entries: list[Coordinates]) -> None:
+        self.entries: list[Coordinates] = entries
+        self._sizes = [entry.size for entry in entries]
+        ends = list(accumulate(self._sizes))
+        self.size: int = ends[-1]  # the number n of coordinates
+        self.slices: dict[str, slice] = {
+            entry.name: slice(end - entry.size, end) for entry, end in zip(entries, ends, strict=True)
+        }
 
     @property
     def names(self) -> list[str]:
         """The names of the parameters."""
         return [entry.name for entry in self.entries]
 
-    @property
-    def size(self) -> int:
-        """The number n of coordinates."""
-        return sum(entry.size for entry in self.entries)
-
     def flatten(self, vectors: Vectors, *, call: str = "flatten(vectors)") -> Tensor:
         """Return a dict as a flat vector ``[n]``, or a dict of stacks as rows ``[k, n]``; differentiable.
 
         Args:
-            vectors: One entry for each parameter, in its form: a tensor, a SparseTensor on the same pattern, or a
-                RowSparse of some of the rows.
+            vectors: One entry for each parameter, in its form: a tensor, or a SparseTensor on the same pattern.
             call: How errors name the caller.
 
         Raises:
@@ -182,18 +151,17 @@ class ParameterSpace:
 
     def split(self, vectors: Tensor) -> list[Tensor]:
         """Cut ``[n]`` or ``[k, n]`` into views ``[*shape]`` or ``[k, *shape]``, the coordinates of each parameter."""
-        parts = vectors.split_with_sizes([entry.size for entry in self.entries], -1)
+        leading = vectors.shape[:-1]
+        parts = vectors.split_with_sizes(self._sizes, -1)
         return [
-            part.reshape((*vectors.shape[:-1], *entry.shape))
-            for part, entry in zip(parts, self.entries, strict=True)
+            part.reshape((*leading, *entry.shape)) for part, entry in zip(parts, self.entries, strict=True)
         ]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Undo :meth:`split`."""
         leading = parts[0].shape[: parts[0].ndim - len(self.entries[0].shape)]
-        return torch.cat(
-            [part.reshape(*leading, entry.size) for part, entry in zip(parts, self.entries, strict=True)], -1
-        )
+        flat = [part.reshape(*leading, size) for part, size in zip(parts, self._sizes, strict=True)]
+        return torch.cat(flat, -1)
 
     def block(self, prefix: str) -> ParameterSpace:
         """Return the part of one parameter, ``"head.weight"``, or of all below a name, ``"head"``.
@@ -210,51 +178,52 @@ class ParameterSpace:
                 f"{', '.join(self.names)}."
             )
         made = ParameterSpace.__new__(ParameterSpace)
-        made.dtype, made.device, made.entries, made.slices = self.dtype, self.device, chosen, _slices(chosen)
+        made.dtype, made.device = self.dtype, self.device
+        made._set(chosen)
         return made
 
-    def widen(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Return rows of a block as rows of the whole that are zero elsewhere."""
-        return vectors.new_zeros(len(vectors), self.size).index_copy(1, self._index(block), vectors)
-
-    def narrow(self, block: ParameterSpace, vectors: Tensor) -> Tensor:
-        """Return the part of rows that belongs to a block."""
-        return vectors.index_select(1, self._index(block))
-
-    def _index(self, block: ParameterSpace) -> Tensor:
-        places = [self.slices[name] for name in block.names]
-        return torch.cat([torch.arange(place.start, place.stop, device=self.device) for place in places])
+    def places(self, block: ParameterSpace) -> Tensor:
+        """Return where the coordinates of a block are, int64."""
+        slices = [self.slices[name] for name in block.names]
+        return torch.cat([torch.arange(place.start, place.stop, device=self.device) for place in slices])
 
     def name_at(self, index: int) -> str:
         """Return the name of the parameter that a coordinate belongs to."""
         return next(name for name, place in self.slices.items() if index < place.stop)
 
     def is_same(self, other: ParameterSpace) -> bool:
-        """Say whether another space has the same parameters in the same order."""
-        return (
-            (self.dtype, self.device, len(self.entries)) == (other.dtype, other.device, len(other.entries))
-        ) and all(a.fits(b) for a, b in zip(self.entries, other.entries, strict=True))
+        """Return whether another space has the same parameters in the same order."""
+
+        def key(space: ParameterSpace) -> object:
+            return space.dtype, space.device, [(e.name, e.shape, id(e.pattern)) for e in space.entries]
+
+        return key(self) == key(other)
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.size} coordinates of {', '.join(self.names)})"
 
 
-def _slices(entries: Sequence[Coordinates]) -> dict[str, slice]:
-    ends = list(accumulate(entry.size for entry in entries))
-    return {entry.name: slice(end - entry.size, end) for entry, end in zip(entries, ends, strict=True)}
-
-
-def _coordinates(name: str, param: Tensor | SparseTensor, rows: Tensor | None) -> Coordinates:
+def _coordinates(name: str, param: Tensor | SparseTensor) -> Coordinates:
     if isinstance(param, SparseTensor):
-        return Coordinates(name, tuple(param.values.shape), pattern=param.pattern)
-    shape = tuple(param.shape)
-    if rows is None:
-        return Coordinates(name, shape)
-    return Coordinates(name, (len(rows), *shape[1:]), table=TableRows(rows, shape))
+        return Coordinates(name, tuple(param.values.shape), param.pattern)
+    return Coordinates(name, tuple(param.shape))
+
+
+def values_of(param: Tensor | SparseTensor) -> Tensor:
+    """Return the tensor of a parameter's coordinates."""
+    return param.values if isinstance(param, SparseTensor) else param
+
+
+def with_values(params: Parameters, values: Mapping[str, Tensor]) -> dict[str, Tensor | SparseTensor]:
+    """Return other coordinates in the form of parameters."""
+    return {
+        name: p.with_values(values[name]) if isinstance(p, SparseTensor) else values[name]
+        for name, p in params.items()
+    }
 
 
 def check_params(call: str, params: Parameters) -> None:
-    """Check that parameters are a dict of real floating-point tensors, of one dtype on one device."""
+    """Raise unless parameters are a dict of real floating-point tensors, of one dtype on one device."""
     if not is_mapping(params):
         raise TypeError(
             f"{call}: expected a dict of parameters by name, such as dict(model.named_parameters()), got "
@@ -281,4 +250,4 @@ def _values(call: str, params: Parameters) -> Iterator[tuple[str, Tensor]]:
     for name, p in params.items():
         if not is_a(p, Tensor, SparseTensor):
             raise TypeError(f"{call}: {name!r} must be a tensor or a SparseTensor, got {type(p).__name__}.")
-        yield name, p.values if isinstance(p, SparseTensor) else p
+        yield name, values_of(p)

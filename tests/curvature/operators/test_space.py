@@ -7,9 +7,7 @@ import torch
 
 import metagrad as mg
 from metagrad.curvature.operators.space import ParameterSpace
-from metagrad.sparse import Pattern, RowSparse, SparseTensor
-
-ROWS = torch.tensor([1, 4])
+from metagrad.sparse import Pattern, SparseTensor
 
 
 def everything(dtype=torch.float64):
@@ -20,27 +18,18 @@ def everything(dtype=torch.float64):
         "net.bias": torch.randn((), dtype=dtype),
         "sparse": SparseTensor(pattern, torch.randn(3, dtype=dtype)),
         "blocks": SparseTensor(blocks, torch.randn(1, 2, 2, dtype=dtype)),
-        "table": torch.randn(6, 2, dtype=dtype),
         "empty": torch.randn(0, 3, dtype=dtype),
     }
 
 
-def space_of(params):
-    return ParameterSpace(params, rows={"table": ROWS})
-
-
-def vector(params):
-    return {**params, "table": RowSparse(ROWS, params["table"][ROWS], (6, 2))}
-
-
 def test_flat_vectors_hold_the_coordinates_in_the_order_of_the_dict():
     params = everything()
-    space = space_of(params)
-    assert space.size == 6 + 1 + 3 + 4 + 4
-    flat = space.flatten(vector(params))
+    space = ParameterSpace(params)
+    assert space.size == 6 + 1 + 3 + 4
+    flat = space.flatten(params)
     expected = [
         params["net.weight"].flatten(), params["net.bias"].flatten(), params["sparse"].values,
-        params["blocks"].values.flatten(), params["table"][ROWS].flatten(),
+        params["blocks"].values.flatten(),
     ]  # fmt: skip
     assert torch.equal(flat, torch.cat(expected))
     assert torch.equal(flat[space.slices["sparse"]], params["sparse"].values)
@@ -50,27 +39,17 @@ def test_flat_vectors_hold_the_coordinates_in_the_order_of_the_dict():
 
 @pytest.mark.parametrize("leading", [(), (3,)])
 def test_unflatten_undoes_flatten_for_vectors_and_stacks(leading):
-    space = space_of(everything())
+    space = ParameterSpace(everything())
     flat = torch.randn(*leading, space.size, dtype=torch.float64)
     tree = space.unflatten(flat)
     assert tree["net.weight"].shape == (*leading, 2, 3)
     assert isinstance(tree["sparse"], SparseTensor)
-    assert isinstance(tree["table"], RowSparse)
-    assert tree["table"].shape == (*leading, 6, 2)
     assert torch.equal(space.flatten(tree), flat)
     assert torch.equal(space.join(space.split(flat)), flat)
 
 
-def test_rows_of_a_table_that_are_left_out_are_zero():
-    space = ParameterSpace({"t": torch.randn(6, 2)}, rows={"t": ROWS})
-    flat = space.flatten({"t": RowSparse(ROWS[1:], torch.ones(1, 2), (6, 2))})
-    assert flat.tolist() == [0.0, 0.0, 1.0, 1.0]
-    stack = RowSparse(torch.tensor([1, 10]), torch.ones(2, 2), (2, 6, 2))
-    assert space.flatten({"t": stack}).tolist() == [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
-
-
 def test_both_ways_are_differentiable():
-    space = space_of(everything())
+    space = ParameterSpace(everything())
 
     def round_trip(flat):
         tree = space.unflatten(flat)
@@ -85,28 +64,23 @@ def test_blocks_by_name_and_prefix():
     assert space.block("a").names == ["a.w", "a.inner.w"]
     assert space.block("a.w").names == ["a.w"]
     assert space.block("b").size == 2
-    rows = torch.arange(8.0).view(1, 8)
-    block = space.block("a")
-    assert space.narrow(block, rows).tolist() == [[0.0, 1.0, 6.0, 7.0]]
-    assert space.widen(block, torch.ones(1, 4)).tolist() == [[1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]]
+    assert space.places(space.block("a")).tolist() == [0, 1, 6, 7]
     with pytest.raises(ValueError, match=r"H\['c'\]: no parameter has this name.*a.w, ab.w, b, a.inner.w"):
         space.block("c")
 
 
 def test_spaces_are_the_same_if_coordinates_are():
     params = everything()
-    assert space_of(params).is_same(space_of(params))
-    assert not space_of(params).is_same(ParameterSpace(params))
-    assert not space_of(params).is_same(ParameterSpace(params, rows={"table": torch.tensor([1, 5])}))
-    assert not space_of(params).is_same(space_of(everything()))  # other patterns
+    assert ParameterSpace(params).is_same(ParameterSpace(params))
+    assert not ParameterSpace(params).is_same(ParameterSpace(everything()))  # other patterns
     assert not ParameterSpace({"w": torch.zeros(2)}).is_same(ParameterSpace({"w": torch.zeros(2).double()}))
 
 
 def test_vectors_must_have_the_form_of_the_parameters():
     params = everything()
-    space, good = space_of(params), vector(params)
-    with pytest.raises(ValueError, match=r"H @ v: expected a dict with the names \[.*\], got \['table'\]"):
-        space.flatten({"table": good["table"]}, call="H @ v")
+    space, good = ParameterSpace(params), params
+    with pytest.raises(ValueError, match=r"H @ v: expected a dict with the names \[.*\], got \['empty'\]"):
+        space.flatten({"empty": good["empty"]}, call="H @ v")
     with pytest.raises(
         ValueError, match=r"'net.bias' must have shape \(\) and dtype torch.float64, got \(2,\)"
     ):
@@ -124,12 +98,6 @@ def test_vectors_must_have_the_form_of_the_parameters():
     other = SparseTensor(Pattern(torch.tensor([0]), torch.tensor([1]), (2, 2)), torch.ones(1).double())
     with pytest.raises(TypeError, match="got one on another"):
         space.flatten({**good, "sparse": other})
-    with pytest.raises(TypeError, match="'table' must be a RowSparse"):
-        space.flatten({**good, "table": params["table"]})
-    with pytest.raises(ValueError, match="rows that the loss does not look up"):
-        space.flatten({**good, "table": RowSparse(torch.tensor([0]), torch.ones(1, 2).double(), (6, 2))})
-    with pytest.raises(ValueError, match=r"'table' must have shape \(6, 2\), got \(7, 2\)"):
-        space.flatten({**good, "table": RowSparse(torch.tensor([1]), torch.ones(1, 2).double(), (7, 2))})
 
 
 def test_parameters_are_checked():

@@ -30,7 +30,7 @@ from experiments.studies.overhead.report import report
 from experiments.studies.overhead.rows import as_csv, rows_of
 from experiments.studies.overhead.run import at_once, flat
 from experiments.studies.overhead.schema import register_overhead, typed
-from experiments.studies.overhead.work import Size
+from experiments.studies.overhead.work import DENSE, Size
 from experiments.studies.overhead.worker import Request, Row, answer
 from tests.marks import slow
 
@@ -46,6 +46,9 @@ INEXACT = {"bfloat16", "finite difference", "Hutchinson", "first order", "half t
 
 def is_exact(model, quantity, remedy):
     """Say whether a remedy changes nothing; the others are refused, or wrong, see the tables of the program."""
+    needs_hessian = quantity == PRODUCT or (quantity, remedy) == (SECOND, "accumulated")
+    if model == "table" and needs_hessian and remedy not in (DENSE, "finite difference"):
+        return False  # curvature takes dense gradients
     refused = {
         "accumulated": model == "graph",  # nodes are not independent
         "mg.checkpoint": model == "table" and quantity in (PRODUCT, META),

@@ -1,4 +1,4 @@
-"""Every layer in every mode: its Hessian against finite differences of the gradient, or its refusal."""
+"""Every layer: its Hessian against finite differences of the gradient, or its refusal."""
 
 from __future__ import annotations
 
@@ -11,25 +11,12 @@ import metagrad as mg
 from metagrad.curvature.operators.hessian import hessian
 from metagrad.curvature.operators.space import ParameterSpace
 from tests.curvature.layers import cases
-from tests.marks import combined, fast
 
-MODES = ["reverse", "forward"]
 CASES = {case.name: case for case in cases()}
 
-# The gradient of torch.cdist has a derivative from torch 2.14 on, but not in forward mode.
+# The gradient of torch.cdist has a derivative from torch 2.14 on.
 DISTANCES = {"cdist"} if torch.__version__ < "2.14" else set()
-REFUSED = {
-    "reverse": {
-        "attention flash", "Hardsigmoid()", "multi_margin_loss", "ctc_loss", "EmbeddingBag", *DISTANCES,
-    },
-    "forward": {
-        "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "attention flash", "Hardsigmoid()",
-        "mse_loss", "huber_loss", "soft_margin_loss", "multi_margin_loss", "ctc_loss", "cdist", "EmbeddingBag",
-    },
-}  # fmt: skip
-COMPILED_REFUSED = REFUSED["reverse"] | {
-    "BatchNorm1d train", "BatchNorm2d train", "BatchNorm3d train", "gaussian_nll_loss",
-}  # fmt: skip
+REFUSED = {"attention flash", "Hardsigmoid()", "multi_margin_loss", "ctc_loss", "EmbeddingBag", *DISTANCES}
 
 
 def differences(fn, point, vector, h=1e-5):
@@ -58,46 +45,21 @@ def expected_products(name):
     return torch.stack([differences(gradient, space.flatten(case.params), v) for v in directions(space)])
 
 
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    # Every layer in reverse mode; of those of the other modes, every third, and those that they refuse.
-    combined(
-        MODES,
-        CASES,
-        fast=lambda mode, name: mode == "reverse" or name in REFUSED[mode] or name in list(CASES)[::3],
-    ),
-)
-def test_products_of_every_layer(name, mode):
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_every_layer(name):
     case = CASES[name]
     vectors = directions(ParameterSpace(case.params))
-    if name in REFUSED[mode]:
-        with pytest.raises(ValueError, match=r"derivative|order 2"):
-            hessian(case.loss_fn, case.params, case.batch, mode=mode).products(vectors)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"derivative|order 2|row-sparse"):
+            hessian(case.loss_fn, case.params, case.batch).products(vectors)
         return
     expected = expected_products(name)
-    repeats = 3 if mode == "reverse" else 1  # as many as are computed together
+    repeats = 5  # as many as are computed together
     torch.manual_seed(0)
-    with hessian(case.loss_fn, case.params, case.batch, mode=mode) as H:
+    with hessian(case.loss_fn, case.params, case.batch) as H:
         found = H.products(vectors.repeat(repeats, 1))
     scale = 1 + float(expected.abs().max())
     torch.testing.assert_close(found, expected.repeat(repeats, 1), rtol=0, atol=1e-7 * scale)
-
-
-@pytest.mark.parametrize("name", fast({"Linear"}, CASES))
-def test_compiled_products_of_every_layer(name):
-    case = CASES[name]
-    vectors = directions(ParameterSpace(case.params))
-    make = functools.partial(hessian, case.loss_fn, case.params, case.batch, compile={"backend": "eager"})
-    if name in COMPILED_REFUSED:
-        with pytest.raises(ValueError, match=r"derivative|order 2|cannot be compiled"):
-            make()
-        return
-    expected = expected_products(name)
-    torch.manual_seed(0)
-    with make() as H:
-        found = H.products(vectors)
-    scale = 1 + float(expected.abs().max())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-7 * scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,19 +69,19 @@ def test_third_derivatives_of_every_layer(name):
     v, direction = directions(space)
     params = {key: p.clone().requires_grad_() for key, p in case.params.items()}
     torch.manual_seed(0)
-    if name in REFUSED["reverse"]:
+    if name in REFUSED:
         with pytest.raises(ValueError, match=r"order [23]"):
-            hessian(case.loss_fn, params, case.batch, mode="reverse", create_graph=True)
+            hessian(case.loss_fn, params, case.batch, create_graph=True)
         return
 
     def contraction(point):
         torch.manual_seed(0)
-        with hessian(case.loss_fn, space.unflatten(point), case.batch, mode="reverse") as H:
+        with hessian(case.loss_fn, space.unflatten(point), case.batch) as H:
             return (H @ v).pow(3).sum()
 
     expected = differences(contraction, space.flatten(case.params), direction)
     torch.manual_seed(0)
-    with hessian(case.loss_fn, params, case.batch, mode="reverse", create_graph=True) as H:
+    with hessian(case.loss_fn, params, case.batch, create_graph=True) as H:
         product = H @ v
         assert H.gradient.requires_grad
         assert product.requires_grad or not expected  # of a quadratic loss it is constant

@@ -1,0 +1,47 @@
+"""An operator whose products are averaged over the processes of a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from metagrad.curvature.operators.operator import Operator, Wrapped
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Averaged(Wrapped):
+    r"""The mean of the operators of all processes, :math:`\frac{1}{W} \sum_w A_w`, by one all-reduce for a product.
+
+    Each process makes its operator from its own data, at the same parameters. All of them make the same products in
+    the same order, so estimators need equal generators. Products have no graph.
+
+    Args:
+        operator: The operator of this process.
+        group: The processes; None is the default group.
+
+    Raises:
+        ValueError: In a product, the processes multiply different vectors.
+    """
+
+    def __init__(self, operator: Operator, group: ProcessGroup | None = None) -> None:
+        super().__init__(operator)
+        self.group = group
+
+    def _products(self, vectors: Tensor) -> Tensor:
+        weights = torch.arange(1, self.space.size + 1, device=self.device).to(self.dtype).cos()
+        mark = vectors.detach() @ weights
+        message = torch.cat([self.operator.products(vectors).detach(), mark.unsqueeze(1)], 1)
+        dist.all_reduce(message, group=self.group)
+        message = message / dist.get_world_size(self.group)
+        bound = torch.finfo(self.dtype).eps ** 0.5 * torch.linalg.vector_norm(vectors.detach(), dim=1)
+        if bool(((message[:, -1] - mark).abs() > bound).any()):
+            raise ValueError(
+                "Averaged(operator, group): the processes multiply different vectors. Give estimators generators of "
+                "the same seed in every process, such as generator=torch.Generator().manual_seed(0)."
+            )
+        return message[:, :-1]

@@ -1,0 +1,88 @@
+"""How many products run together: right, in chunks that bound the memory, one by one where nothing else works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from metagrad.autograd.derivatives.recorded import Recorded, Together, recorded_gradient
+from metagrad.memory.storages import Ledger, StorageMode
+
+
+def product_of(loss, w):
+    """Return a Hessian product of rows, and how many rows each call had."""
+    recorded, sizes = recorded_gradient("test", loss, {"w": w}), []
+
+    def product(rows, batched):
+        sizes.append(len(rows) if batched else 1)
+        (found,) = recorded.pull([rows.view(*rows.shape[:-1], *w.shape)], batched)
+        return found.reshape(rows.shape)
+
+    return product, sizes
+
+
+def test_pull_and_push_are_products_with_the_jacobian():
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    A = torch.randn(5, 3, dtype=torch.float64)
+    recorded = Recorded("test", [(A @ w).sin()], {"w": w})
+    J = (A @ w.detach()).cos()[:, None] * A
+    torch.testing.assert_close(recorded.pull([torch.eye(5).double()], True)[0], J)
+    torch.testing.assert_close(recorded.push([torch.eye(3).double()], True)[0], J.t())
+
+
+def test_products_are_batched_where_they_fit():
+    torch.manual_seed(0)
+    w = torch.randn(30, requires_grad=True)
+    product, sizes = product_of(w.sin().exp().sum(), w)
+    together, vectors = Together(), torch.randn(20, 30)
+    together.rows(product, vectors, 2**26)
+    assert sizes == [1, 19]  # the first is measured
+    sizes.clear()
+    together.rows(product, vectors, 9 * together.bytes_each)
+    assert sizes == [9, 9, 2]
+    sizes.clear()
+    together.rows(product, vectors[:4], 3 * together.bytes_each)  # too few to be faster together
+    assert sizes == [1] * 4
+
+
+def test_a_chunk_bounds_the_working_memory():
+    torch.manual_seed(0)
+    w, x = torch.randn(64, 8, requires_grad=True), torch.randn(200, 64)
+    product, _ = product_of((x @ w).tanh().sum(), w)
+    vectors = torch.randn(64, w.numel())
+    together = Together()
+    for chunk in (200_000, 1_000_000):
+        with StorageMode(ledger := Ledger(torch.device("cpu"))):
+            together.rows(product, vectors, chunk)
+        assert ledger.peak <= 1.5 * chunk + vectors.nbytes
+
+
+class Looks(torch.autograd.Function):
+    """Its derivatives look at numbers, which nothing that is batched can."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (x,) = ctx.saved_tensors
+        assert float(cotangent.detach().sum()) != 7.0
+        return cotangent * x.exp()
+
+
+@pytest.mark.parametrize("layer", ["custom", "group norm"])
+def test_what_cannot_be_batched_is_multiplied_one_by_one(layer):
+    torch.manual_seed(0)
+    w = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+
+    def fn(w):
+        return (w.exp() if layer == "custom" else F.group_norm(w, 2, eps=0.1)).sin().sum()
+
+    product, _ = product_of(Looks.apply(w).sin().sum() if layer == "custom" else fn(w), w)
+    vectors = torch.randn(9, 24, dtype=torch.float64)
+    expected = torch.func.jacrev(torch.func.jacrev(fn))(w.detach()).reshape(24, 24)
+    found = Together().rows(product, vectors, 2**26)
+    torch.testing.assert_close(found, vectors @ expected, rtol=1e-9, atol=1e-12)
