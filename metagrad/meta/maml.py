@@ -23,7 +23,6 @@ from metagrad.distributed.wrappers import refuse_wrapped
 from metagrad.hypergrad.implicit import ImplicitMethod
 from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.execution.executor import TaskExecutor
-from metagrad.meta.execution.executors import Executors
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
@@ -44,7 +43,7 @@ from metagrad.meta.objective.tasks import BatchLike, ExamplesLike, Tasks, read_b
 from metagrad.meta.selection import Adapt, select_parameters
 from metagrad.optim.rules import Params, Rule
 from metagrad.optim.transforms.chain import check_rule
-from metagrad.optim.walk import hyperparameters_in, is_constant, with_hyperparameters
+from metagrad.optim.walk import hyperparameters_in, with_hyperparameters
 
 
 class MAML(nn.Module):
@@ -56,11 +55,10 @@ class MAML(nn.Module):
         U_i(\phi) = \phi - \alpha \nabla L_i^{\mathrm{support}}(\phi)
 
     The tasks of a batch run together: the forward is vmapped over stacked parameters, and one ordinary
-    backward takes all their gradients. Where that cannot be done (LSTM, running statistics, backward hooks, buffers
-    and attributes that forward changes, operations that torch.vmap computes differently from a loop) the tasks run
-    one by one, with one warning that says why; where it would be slower (convolutions on CPU) they do so too. To find
-    out, two tasks of the first batch are computed both ways, and again when modules, hooks or flags of the model have
-    changed.
+    backward takes all their gradients. If that is not possible (LSTM, running statistics, backward hooks, buffers and
+    attributes that ``forward`` changes, operations that :func:`torch.vmap` does not take or computes differently from
+    a loop), the tasks run one by one, with one warning that says why. If it would be slower (convolutions on CPU),
+    they run one by one, too. A new model is called twice on one task, to see whether it changes from call to call.
 
     The arguments are attributes, which may be assigned; the next call uses the new values.
 
@@ -76,11 +74,8 @@ class MAML(nn.Module):
         adapt: Which parameters adapt to a task: a name (of a parameter, or of a module for all below it), a pattern
             such as ``"head.*"`` or ``"!head.*"`` (all but those), a module of the model, a list of these, or a
             predicate ``(name, parameter) -> bool``; None means all that require grad. The others that require
-            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. Where
-            the model is a chain (``nn.Sequential``, also nested), the features of its first layers without adapted
-            parameters are computed once for all inner steps, up to a layer that draws random numbers, keeps
-            statistics or has hooks; of classes other than torch's, those with ``is_function = True``. They are kept
-            beside what ``memory`` allows. The attribute is called ``adapted``.
+            grad are meta-learned and shared by all tasks: they are not stacked, and no inner step moves them. The
+            attribute is called ``adapted``.
         order: 2 differentiates through the inner gradients; 1 takes them as constants (first-order MAML), so that
             shared parameters get the gradient of the query loss at the adapted ones, and nothing by way of these.
         memory: What the inner loop keeps, see :func:`metagrad.unroll`. A budget is that of the whole batch.
@@ -324,8 +319,8 @@ class MAML(nn.Module):
         predict = functools.partial(_predicted, Slots([self.model]), predict)
         return Adapted(params, losses, used, skipped, predict, rows)
 
-    def keeping(self, memory: Memory) -> MAML:
-        """Return one of the same modules and arguments that keeps something else, and compiles nothing."""
+    def _probe(self, memory: Memory) -> MAML:
+        """Return one of the same modules and arguments that stores something else, and compiles nothing."""
         other = copy.copy(self)
         other.memory, other._compile = memory, None
         other._cache = _Cache(self.model, self.loss_fn, self.task_chunk, None)
@@ -334,10 +329,6 @@ class MAML(nn.Module):
     def _with_noise(self, tasks: Tasks) -> Tasks:
         """Return tasks with what an algorithm draws for each, so that a recomputation has the same."""
         return tasks
-
-    def _callable_model(self) -> nn.Module:
-        """Return the model as it is called for one task."""
-        return self.model
 
     def extra_repr(self) -> str:
         """Show what is not a submodule."""
@@ -352,26 +343,7 @@ class MAML(nn.Module):
             steps = self.steps
         check_steps("MAML(batch, steps)", steps)
         labels = label_bounds(self.loss_fn, *tasks.targets)
-        executors = self._cache.executors
-        if is_transformed() or executors is None or not executors.are_of(self):
-            executors = self._cache.executors = None if is_transformed() else self._executors()
-        if executors is None:
-            return self._new_executor(steps, tasks, labels)
-        form = steps, labels, tasks.are_tensors
-        return executors.of(form, functools.partial(self._new_executor, steps, tasks, labels))
-
-    def _executors(self) -> Executors | None:
-        """Return what keeps executors; None where they depend on more than it sees."""
-        names = [name for name in self._learned.names if name is not None]
-        is_kept = (
-            self.start is None
-            and self.norm is None
-            and not self.sparse
-            and is_constant((self.adapted, self.query_weights))
-            and all(name in self._parameters for name in names)
-            and (bool(names) or is_constant(self._learned.template))
-        )
-        return Executors(self) if is_kept else None
+        return self._new_executor(steps, tasks, labels)
 
     def _new_executor(self, steps: int, tasks: Tasks, labels: LabelBounds | None) -> TaskExecutor:
         """Return what runs tasks, after a check of all attributes."""
@@ -481,11 +453,6 @@ class _Cache:
         self.parameters = dict(model.named_parameters())
         self.stacking = Stacking(task_chunk)
         self.compiled = None if options is None else CompiledMAML(options)
-        self.executors: Executors | None = None
-
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out what is known by the identity of modules."""
-        return {**self.__dict__, "executors": None}
 
     def trained(self) -> Params:
         """Return the parameters of the model that require grad, with the values that they have now.

@@ -103,8 +103,6 @@ class Conv4(nn.Sequential):
 class _Images(nn.Module):
     """Refuses images of another shape."""
 
-    is_function = True
-
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
         self.shape = shape

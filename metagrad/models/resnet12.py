@@ -83,8 +83,6 @@ class ResNet12(nn.Sequential):
 class _Images(nn.Module):
     """Refuses images with other channels, and those too small to be halved by every block."""
 
-    is_function = True
-
     def __init__(self, channels: int, least_size: int) -> None:
         super().__init__()
         self.channels: int = channels
@@ -100,8 +98,6 @@ class _Images(nn.Module):
 
 
 class _Block(nn.Module):
-    is_function = True
-
     def __init__(self, in_channels: int, width: int, norm: str) -> None:
         super().__init__()
         layers: list[nn.Module] = []

@@ -288,9 +288,7 @@ def test_gradients_of_the_loss_that_are_not_finite_are_left_out(textbook, regres
     torch.testing.assert_close(list(got.values()), list(expected))
     maml.nonfinite = "raise"
     loss = maml(regression).loss
-    with pytest.raises(
-        FloatingPointError, match=r"task 1 is not finite: .* in the gradient of a hyper-parameter or of"
-    ):
+    with pytest.raises(FloatingPointError, match=r"task 1 is not finite"):
         loss.backward()
 
 

@@ -18,8 +18,7 @@ class ANIL(MAML):
     .. math:: \phi_{t+1} = \phi_t - \alpha \nabla_\phi L_i^{\mathrm{support}}(\theta, \phi_t)
 
     with :math:`\phi` the parameters of the head and :math:`\theta` those of the body. Both are learned by the loss of
-    the query examples. Where the model is a chain, the features that the head sees are computed once for all inner
-    steps. The paper takes the steps and the step size of MAML.
+    the query examples. The paper takes the steps and the step size of MAML.
 
     Args:
         model: As of :class:`MAML`.

@@ -1,28 +1,26 @@
-"""What is right, wrong, missing or costly about the derivatives of a model, before it is trained."""
+"""What is wrong, missing or costly about the derivatives of a model, before it is trained."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.checks.lint import HIGHEST_ORDER
-from metagrad.autograd.compile.compiled import Compile
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
+from metagrad.autograd.recompute.captured_tensors import unrecorded
+from metagrad.core.capture import RandomState
 from metagrad.core.checks import is_a, is_list_or_tuple, is_mapping
-from metagrad.core.modules import check_substitutable
+from metagrad.core.modules import WatchedModules, check_substitutable
 from metagrad.core.structured import restored, structured
+from metagrad.memory.tracker import MemoryTracker
 from metagrad.meta.algorithm import Algorithm, MetaOutput
-from metagrad.meta.checks.costs import Costs, meta_costs, plain_costs
-from metagrad.meta.checks.fixes import Remedy
-from metagrad.meta.checks.known import applied, known_defects
-from metagrad.meta.checks.measured import UnmeasurableError, measured_defects
-from metagrad.meta.checks.report import ModuleFinding, Preflight
-from metagrad.meta.checks.subject import Subject
-from metagrad.meta.checks.tasks import loss_of_a_task, task_defects
+from metagrad.meta.checks.derivatives import Subject, UnmeasurableError, known_defects, measured_defects
+from metagrad.meta.checks.report import MemoryCost, ModuleFinding, Preflight
 from metagrad.meta.maml import MAML, check_steps
 from metagrad.meta.objective.tasks import BatchLike, Tasks, read_batch, read_examples
 from metagrad.optim import rules
@@ -31,6 +29,10 @@ from metagrad.optim.rules import Rule
 LossFn = Callable[[Any, Any], Tensor]
 _CALL = "preflight(model, loss_fn, batch)"
 _FEW_TASKS = 2
+_MOST_EXAMPLES = 4  # on which derivatives are examined
+_MODES = ("full", "step")
+_UNKNOWN = 2  # meta-steps until the derivative of all that is recomputed is known, and needs less
+_MEASURED = 3  # the most inner steps of a loop that is measured as it is
 
 
 @overload
@@ -40,7 +42,6 @@ def preflight(
     /,
     *,
     order: int | None = ...,
-    fix: bool = ...,
 ) -> Preflight: ...
 @overload
 def preflight(
@@ -51,8 +52,6 @@ def preflight(
     order: int | None = ...,
     inner: Rule | None = ...,
     steps: int | None = ...,
-    compile: Compile = ...,
-    fix: bool = ...,
 ) -> Preflight: ...
 def preflight(
     model: Any,
@@ -62,25 +61,22 @@ def preflight(
     order: int | None = None,
     inner: Rule | None = None,
     steps: int | None = None,
-    compile: Compile = False,
-    fix: bool = False,
 ) -> Preflight:
-    r"""Say before training which derivatives of a model are right, wrong or missing, and what a step costs.
+    r"""Report before training which derivatives of a model are wrong or missing, and the memory of one step.
 
-    Two things are done to find out. The operations that the model records are looked up in the table of what is known
-    of torch (:func:`metagrad.autograd.lint`), and put down to its modules. And every derivative up to the order,
+    The operations that the model records are looked up in the table of known defects of torch
+    (:func:`metagrad.autograd.lint`). Every derivative up to the order,
 
     .. math:: \nabla_\theta^k L(\theta), \qquad k = 1, \dots, \mathrm{order},
 
-    is compared with finite differences of the one below, in float64, along random directions, on at most 4 examples
-    (:func:`metagrad.gradcheck`). Where that fails the modules are compared one after the other, and the innermost
-    that fails is named: so a wrong ``autograd.Function`` is found of which nobody knows. With a meta-batch it is also
-    found out whether tasks can be stacked and steps compiled. The model is left as it was: parameters, gradients,
-    buffers, flags and random generators.
+    is compared with finite differences of the one below (:func:`metagrad.gradcheck`): in float64, along random
+    directions, on at most 4 examples. If a derivative fails, the modules are compared one after the other, and the
+    innermost that fail are named. The model is left as it was: parameters, gradients, buffers, flags and random
+    generators.
 
     Args:
-        model: The model; or a :class:`MAML` or another algorithm, as in ``preflight(maml, batch)``. Of MAML the loss
-            of the support examples of a task is looked at, of others their own.
+        model: The model; or a :class:`MAML` or another algorithm, as in ``preflight(maml, batch)``. For MAML the
+            loss of the support examples of a task is examined, for other algorithms their own loss.
         loss_fn: ``loss_fn(prediction, target)``, a scalar.
         batch: Inputs and targets ``(x, y)``; or a meta-batch, in the forms that :class:`MAML` takes. A pair of pairs
             is a meta-batch; several inputs of plain data are a dict.
@@ -88,16 +84,12 @@ def preflight(
             products, 3 for the Hessian of MAML. None is 2, what a :class:`MAML` takes, or 1 for other algorithms.
         inner: With a meta-batch: the rule of the inner steps, whose memory is to be measured.
         steps: With a meta-batch: the number of inner steps.
-        compile: With a meta-batch: what :class:`MAML` will be given; a finding says if it is refused.
-        fix: Whether to apply the remedies that are safe: they change how a derivative is computed, and no value in
-            training mode. They stay until ``report.undo()``, or the end of a ``with`` block around the call; the
-            report says what they do. ``report.apply()`` applies them later.
 
     Returns:
-        A report with ``ok``, ``findings``, ``memory``, ``notes``, ``raise_for_errors()``; its ``str`` is a table.
-        Memory is that of one step on the whole batch, to the byte on CPU: of a meta-batch for ``memory="full"``,
-        ``"step"`` and ``"sqrt"``, measured on at most four inner steps, beyond which every step adds
-        the same; of plain data for each order.
+        A report with ``ok``, ``findings``, ``memory``, ``notes`` and ``raise_for_errors()``; its ``str`` is a table.
+        The memory of a meta-batch is that of one outer step for ``memory="full"`` and ``"step"``. It is measured on
+        at most three inner steps, and every further step adds what the third one adds. For plain data there is a row
+        for each order.
 
     Raises:
         ValueError: ``order`` is not 1 to 3, ``inner`` or ``steps`` is given alone or without a meta-batch, no
@@ -120,23 +112,23 @@ def preflight(
         >>> report = metagrad.preflight(model, torch.nn.functional.mse_loss, (torch.randn(5, 2), torch.randn(5, 1)))
         >>> [(finding.module, finding.verdict, finding.order) for finding in report.findings], report.ok
         ([('1', 'wrong', 2)], False)
-
-    References:
-        Griewank, Walther, "Evaluating Derivatives", 2nd ed., section 12 (memory of the modes).
     """
-    request = _request(model, loss_fn, batch, order, inner, steps, compile)
-    report = _report(request)
-    if not fix or not report.remedies:
-        return report
-    report.apply()
-    after = _report(request)
-    gone = {(f.module, f.order, f.reason) for f in report.findings} - {
-        (f.module, f.order, f.reason) for f in after.findings
-    }
-    fixed = [f for f in report.findings if (f.module, f.order, f.reason) in gone]
-    return Preflight(
-        after.title, after.order, after.findings, after.memory, after.notes, report.remedies, fixed
-    )
+    request = _request(model, loss_fn, batch, order, inner, steps)
+    with _untouched(request.subject):
+        return _report(request)
+
+
+@contextlib.contextmanager
+def _untouched(subject: Subject) -> Generator[None]:
+    """Leave buffers, attributes of modules and random generators as they were; look in grad mode."""
+    # As MAML itself does, second derivatives of attention are taken by the kernel that has them.
+    with unrecorded(), torch.inference_mode(False), torch.enable_grad():
+        state, generators = WatchedModules([subject.root]), RandomState()
+        try:
+            yield
+        finally:
+            state.put_back()
+            generators.restore()
 
 
 class _Request(NamedTuple):
@@ -168,7 +160,6 @@ def _request(
     order: int | None,
     inner: Rule | None,
     steps: int | None,
-    compile: Compile,
 ) -> _Request:
     """Read the arguments."""
     if isinstance(model, MAML):
@@ -189,20 +180,21 @@ def _request(
     if _is_meta_batch(batch):
         check_steps(_CALL, steps or 0)
         rule = rules.sgd(lr=0.1) if inner is None else inner
-        maml = MAML(model, loss_fn, inner=rule, steps=steps or 0, compile=compile)
+        maml = MAML(model, loss_fn, inner=rule, steps=steps or 0)
         return _of_maml(maml, batch, order, steps)
-    if inner is not None or compile is not False:
+    if inner is not None:
         raise ValueError(
-            f"{_CALL}: inner, steps and compile are of a meta-batch, ((support x, y), (query x, y)), got plain data."
+            f"{_CALL}: inner and steps are of a meta-batch, ((support x, y), (query x, y)), got plain data."
         )
     whole = Subject(model, loss_fn, *read_examples(batch, _CALL, "batch"))
-    return _Request(whole.part(), whole, _checked_order(order, 2))
+    return _Request(_part(whole), whole, _checked_order(order, 2))
 
 
 def _of_maml(maml: MAML, batch: Any, order: int | None, steps: int | None) -> _Request:
     tasks = read_batch(batch)
-    whole = loss_of_a_task(maml, tasks)
-    return _Request(whole.part(), whole, _checked_order(order, maml.order), maml, tasks, batch, steps)
+    first = tasks.select(0)
+    whole = Subject(maml.model, maml.loss_fn, first.support_x, first.support_y)
+    return _Request(_part(whole), whole, _checked_order(order, maml.order), maml, tasks, batch, steps)
 
 
 def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Request:
@@ -212,6 +204,14 @@ def _of_algorithm(algorithm: nn.Module, batch: Any, order: int | None) -> _Reque
         for part in (_batch(tasks.select(slice(0, _FEW_TASKS))), _batch(tasks))
     )
     return _Request(few, whole, _checked_order(order, 1), tasks=tasks)
+
+
+def _part(subject: Subject) -> Subject:
+    """Return the loss of a few examples, where these are the first axis of single tensors."""
+    x, y = subject.x, subject.y
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.ndim and y.ndim and len(x) == len(y):
+        return subject._replace(x=x[:_MOST_EXAMPLES], y=y[:_MOST_EXAMPLES])
+    return subject
 
 
 class _Examples(NamedTuple):
@@ -259,42 +259,94 @@ def _are_examples(part: Any) -> bool:
 
 def _report(request: _Request) -> Preflight:
     subject, order = request.subject, request.order
-    # As MAML itself does.
-    attention = contextlib.nullcontext() if request.maml is None else unfused_attention
-    with subject.untouched(), attention:
-        found, remedies, notes = _derivatives(subject, order)
-        if request.maml is not None and request.tasks is not None:
-            more, statistics = task_defects(request.maml, subject, request.tasks)
-            found += more
-            remedies += statistics
-        costs = _costs(request)
-    how = "looked up in the table of known defects" if notes else "compared with finite differences"
-    title = f"{_title(request, subject)}: {how}"
-    return Preflight(title, order, found, costs.memory, [*notes, *costs.notes], remedies)
+    with contextlib.nullcontext() if request.maml is None else unfused_attention:
+        found, notes = _derivatives(subject, order)
+        found += _slow(request)
+        memory: dict[str, MemoryCost] = {}
+        try:
+            memory |= {name: measure() for name, measure in _measures(request).items()}
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            notes.append(f"the memory was not measured: {line}")
+    name, orders = type(subject.model).__name__, "order 1" if order == 1 else f"orders 1 to {order}"
+    tasks = "" if request.tasks is None else f", {request.tasks.count} tasks"
+    return Preflight(f"Derivatives of {orders} of {name}{tasks}", order, tuple(found), memory, tuple(notes))
 
 
-def _derivatives(subject: Subject, order: int) -> tuple[list[ModuleFinding], list[Remedy], list[str]]:
-    found, remedies = known_defects(subject, order)
+def _derivatives(subject: Subject, order: int) -> tuple[list[ModuleFinding], list[str]]:
+    found = known_defects(subject, order)
     try:
-        with applied(remedies):
-            rest = [f for f in found if not f.fixable]
-            return [*found, *measured_defects(subject, order, rest)], remedies, []
+        return [*found, *measured_defects(subject, order, found)], []
     except UnmeasurableError as error:
-        return found, remedies, [f"nothing was compared with finite differences, since {error}."]
+        return found, [f"nothing was compared with finite differences, since {error}."]
 
 
-def _costs(request: _Request) -> Costs:
+def _slow(request: _Request) -> list[ModuleFinding]:
+    """Return what a meta-batch warns of: that its tasks run one by one."""
+    if request.maml is None:
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        request.maml._probe("full")(request.batch, steps=min(request.maml.steps, 1))
+    kind = type(request.maml.model).__name__
+    return [
+        ModuleFinding("", kind, 1, "slower", str(w.message), "")
+        for w in caught
+        if "one by one" in str(w.message)
+    ]
+
+
+def _measures(request: _Request) -> dict[str, Callable[[], MemoryCost]]:
+    """Return what measures each row of the memory table."""
     if request.maml is None or request.tasks is None:
-        return plain_costs(request.whole, request.order)
+        whole = request.whole
+        return {
+            f"order {k}": lambda k=k: _measured(lambda: _nested(whole, k), whole.params)
+            for k in range(1, request.order + 1)
+        }
     if request.steps is None:
-        return Costs({}, [])
-    return meta_costs(request.maml, request.batch, request.tasks, request.steps)
+        return {}
+    modes = _MODES if request.maml.hypergradient is None else _MODES[:1]
+    return {mode: lambda mode=mode: _meta_cost(request, mode) for mode in modes}
 
 
-def _title(request: _Request, subject: Subject) -> str:
-    name, order = type(subject.model).__name__, request.order
-    orders = "order 1" if order == 1 else f"orders 1 to {order}"
-    if request.tasks is None:
-        return f"Derivatives of {orders} of {name}"
-    steps = "" if request.steps is None else f", {request.steps} inner steps"
-    return f"Derivatives of {orders} of {name}, {request.tasks.count} tasks{steps}"
+def _nested(subject: Subject, order: int) -> Tensor:
+    """Return a scalar whose gradient is a derivative of an order."""
+    value = subject.loss()
+    for _ in range(order - 1):
+        grads = torch.autograd.grad(value, subject.params, create_graph=True, materialize_grads=True)
+        value = torch.stack([gradient.square().sum() for gradient in grads]).sum()
+    return value
+
+
+def _meta_cost(request: _Request, mode: Any) -> MemoryCost:
+    """Return the cost of an outer step, in which every inner step after the second adds what the third does."""
+    maml, steps = request.maml, request.steps
+    assert maml is not None
+    assert steps is not None
+    if steps <= _MEASURED:
+        return _meta_step(maml, mode, request.batch, steps)
+    second, third = (_meta_step(maml, mode, request.batch, n) for n in (2, 3))
+    more = (steps if maml.truncate is None else min(maml.truncate, steps)) - 2
+    return MemoryCost(*(two + more * (three - two) for two, three in zip(second, third, strict=True)))
+
+
+def _meta_step(maml: MAML, mode: Any, batch: Any, steps: int) -> MemoryCost:
+    probe, params = maml._probe(mode), [p for p in maml.parameters() if p.requires_grad]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        probe(batch, steps=min(steps, 1))
+        for _ in range(0 if mode == "full" else _UNKNOWN):
+            torch.autograd.grad(probe(batch, steps=steps).loss, params, allow_unused=True)
+        return _measured(lambda: probe(batch, steps=steps).loss, params)
+
+
+def _measured(forward: Callable[[], Tensor], params: Sequence[Any]) -> MemoryCost:
+    """Measure a scalar and its gradient, from what is in use before."""
+    with MemoryTracker(params[0].device) as tracker:
+        with tracker.phase("forward"):
+            value = forward()
+        with tracker.phase("backward"):
+            torch.autograd.grad(value, params, allow_unused=True)
+        before, *_ = (record for record in tracker.records() if not record.depth)
+    return MemoryCost(before.after - before.before, tracker.peak - before.before)

@@ -1,37 +1,30 @@
-"""What is said of a model before it is trained: findings, costs, and the remedies that can be applied."""
+"""The report of preflight: what is wrong or missing, and what a step costs."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from metagrad.autograd.checks.missing_derivatives import MissingDerivative
 from metagrad.memory.report import format_bytes
-from metagrad.meta.checks.fixes import Remedy
 
-Verdict: TypeAlias = Literal["wrong", "missing", "slower", "right"]
-VERDICTS: tuple[Verdict, ...] = ("wrong", "missing", "slower", "right")
+Verdict: TypeAlias = Literal["wrong", "missing", "slower"]
 _WIDTH = 118
-_MOST_NAMES = 3  # of modules of which the same is said
 
 
-@dataclass(frozen=True)
-class ModuleFinding:
-    """What :func:`preflight` knows of the derivatives of a module.
+class ModuleFinding(NamedTuple):
+    """One finding of :func:`preflight`.
 
     Attributes:
-        module: Its path, as ``model.named_modules()`` has it: empty for what the model computes between its
-            modules, ``"loss_fn(...)"`` for the loss.
-        kind: The class of the module, or the operation.
+        module: The path of the module, as in ``model.named_modules()``. It is empty for what the model computes
+            between its modules, and ``"loss_fn(...)"`` for the loss.
+        kind: The class of the module, or the name of the loss.
         order: The first derivative of the loss that is affected.
-        verdict: ``"wrong"`` (silently), ``"missing"`` (an error), ``"slower"`` (right at another cost) or ``"right"``
-            (for information).
-        reason: What happens, in a sentence.
-        remedy: What to do, in a sentence.
-        fixable: Whether ``fix=True`` does it.
+        verdict: ``"wrong"`` (silently), ``"missing"`` (an error) or ``"slower"`` (correct at another cost).
+        reason: What happens.
+        remedy: What to do.
     """
 
     module: str
@@ -40,65 +33,45 @@ class ModuleFinding:
     verdict: Verdict
     reason: str
     remedy: str
-    fixable: bool = False
 
     @property
     def is_error(self) -> bool:
         """Whether a derivative is wrong or missing."""
-        return self.verdict in ("wrong", "missing")
+        return self.verdict != "slower"
 
     def __str__(self) -> str:
-        where = f"{self.module or 'the model itself'} ({self.kind})"
-        return f"{where}: {self.reason} {self.remedy}"
+        return f"{self.module or 'the model itself'} ({self.kind}): {self.reason} {self.remedy}"
 
 
-@dataclass(frozen=True)
-class MemoryCost:
-    """Bytes of a step beside those of model and data, as :func:`preflight` counts them.
+class MemoryCost(NamedTuple):
+    """Bytes of a step in addition to those of model and data.
 
     Attributes:
-        held: When the forward pass is over: what is kept for the derivative.
-        peak: The most at any time.
-        extrapolated: Whether it was computed from fewer inner steps.
+        held: Bytes stored for the derivative at the end of the forward pass.
+        peak: The most bytes at any time.
     """
 
     held: int
     peak: int
-    extrapolated: bool = False
 
 
+@dataclass(frozen=True)
 class Preflight:
     """The report of :func:`metagrad.preflight`; its ``str`` is a table.
 
     Attributes:
-        title: What was looked at; the first line of the table.
-        order: The highest derivative that was looked at.
-        findings: One :class:`ModuleFinding` for each thing to be known, the worst first.
-        memory: What a step costs: by ``memory=`` mode for a meta-batch, by ``"order 1"`` and so on for plain data.
-        notes: What could not be found out, in sentences.
-        remedies: What mends findings; those that ``fix=True`` applies change no numbers.
-        fixed: The findings that the remedies have done away with, if they were applied by ``fix=True``.
+        title: What was examined.
+        order: The highest derivative that was examined.
+        findings: One :class:`ModuleFinding` for each defect.
+        memory: The cost of a step: by ``memory=`` mode for a meta-batch, by ``"order 1"`` and so on for plain data.
+        notes: What could not be examined.
     """
 
-    def __init__(
-        self,
-        title: str,
-        order: int,
-        findings: Sequence[ModuleFinding],
-        memory: Mapping[str, MemoryCost],
-        notes: Sequence[str],
-        remedies: Sequence[Remedy] = (),
-        fixed: Sequence[ModuleFinding] = (),
-    ) -> None:
-        self.title = title
-        self.order = order
-        self.findings: tuple[ModuleFinding, ...] = tuple(
-            sorted(findings, key=lambda finding: VERDICTS.index(finding.verdict))
-        )
-        self.memory: dict[str, MemoryCost] = dict(memory)
-        self.notes: tuple[str, ...] = tuple(notes)
-        self.remedies: tuple[Remedy, ...] = tuple(remedies)
-        self.fixed: tuple[ModuleFinding, ...] = tuple(fixed)
+    title: str
+    order: int
+    findings: tuple[ModuleFinding, ...]
+    memory: Mapping[str, MemoryCost]
+    notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -115,78 +88,18 @@ class Preflight:
         if errors:
             raise MissingDerivative("\n".join(errors))
 
-    def apply(self) -> Preflight:
-        """Apply the remedies that are safe, until :meth:`undo` or the end of a ``with`` block.
-
-        The forward of a module that needs it runs within a context, by a pair of hooks; layers with running
-        statistics get rid of them. Nothing else changes, and :attr:`remedies` says what does.
-        """
-        for remedy in self.remedies:
-            remedy.apply()
-        return self
-
-    def undo(self) -> None:
-        """Leave the model as it was before the remedies were applied."""
-        for remedy in reversed(self.remedies):
-            remedy.undo()
-
-    def __enter__(self) -> Preflight:
-        """Return the report."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Undo the remedies."""
-        self.undo()
-
     def __str__(self) -> str:
-        parts = [self.title, *_findings_text(self.findings)]
-        applied = [remedy for remedy in self.remedies if remedy.is_applied]
-        if applied:
-            parts += ["Applied, until undo():", *(f"  {remedy}" for remedy in applied)]
-        elif self.remedies:
-            parts += ["fix=True, or apply(), would change:", *(f"  {remedy}" for remedy in self.remedies)]
+        parts = [self.title]
+        for f in self.findings:
+            parts.append(f"{f.verdict:<8} {f.order}  {f.module or '(the model)'}  {f.kind}")
+            parts.append(_wrapped(f"{f.reason} {f.remedy}", "    "))
+        if not self.findings:
+            parts.append("No finding.")
         if self.memory:
-            parts += ["Memory of a step beside the model and the data:", *_memory_text(self.memory)]
+            parts.append("Memory of a step in addition to the model and the data:")
+        for name, cost in self.memory.items():
+            parts.append(f"  {name:<8} held {format_bytes(cost.held)}, peak {format_bytes(cost.peak)}")
         return "\n".join([*parts, *(_wrapped(f"Note: {note}", "  ") for note in self.notes)])
-
-
-def _findings_text(findings: Sequence[ModuleFinding]) -> list[str]:
-    if not findings:
-        return ["No finding."]
-    alike: dict[ModuleFinding, list[str]] = {}
-    for finding in findings:
-        alike.setdefault(replace(finding, module=""), []).append(finding.module or "(the model)")
-    rows = [("verdict", "from order", "module", "kind")]
-    rows += [(f.verdict, str(f.order), _listed(modules), f.kind) for f, modules in alike.items()]
-    texts = [_wrapped(f"{f.reason} {f.remedy}{' [fix=True]' if f.fixable else ''}", "    ") for f in alike]
-    head, *lines = _aligned(rows)
-    return [head, *(line for pair in zip(lines, texts, strict=True) for line in pair)]
-
-
-def _listed(modules: list[str]) -> str:
-    shown = ", ".join(modules[:_MOST_NAMES])
-    return shown if len(modules) <= _MOST_NAMES else f"{shown} and {len(modules) - _MOST_NAMES} more"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-
-
-def _memory_text(memory: Mapping[str, MemoryCost]) -> list[str]:
-    rows = [("", "held", "peak", "")]
-    for name, cost in memory.items():
-        how = "from fewer steps" if cost.extrapolated else "measured"
-        rows.append((name, format_bytes(cost.held), format_bytes(cost.peak), how))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"  {name.ljust(widths[0])}  {held.rjust(widths[1])}  {peak.rjust(widths[2])}  {how}".rstrip()
-        for name, held, peak, how in rows
-    ]
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -7,28 +7,37 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
+from metagrad.autograd.recompute.captured_tensors import unrecorded
+from metagrad.core import _torch
+from metagrad.core.capture import RandomState
+from metagrad.core.modules import WatchedModules, buffer_versions
 from metagrad.core.structured import Nested
 from metagrad.core.substitution import Slots
 from metagrad.memory import allocator
-from metagrad.meta.execution.nonfinite import Buffers, GradientCheck, Learned, LossCheck, Nonfinite
-from metagrad.meta.execution.stacking import Attempt, Comparison, Stacking, has_convolutions, structure_of
+from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
+from metagrad.meta.execution.stacking import (
+    Stacking,
+    loop_reason,
+    may_be_of_vmap,
+    prefers_loop,
+    structure_of,
+)
 from metagrad.meta.execution.tables import find_rows
 from metagrad.meta.inner.compiled import refuse_model
-from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, phase, start_values
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, start_values
 from metagrad.meta.inner.shared import SharingCall, shared_slots
-from metagrad.meta.objective.features import SplitLayers, split_layers
 from metagrad.meta.objective.task_loss import TaskLoss
 from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.optim.rules import Params, Rule
 
-T = TypeVar("T")
+_SAME = 1e-3  # how far two computations of a loss may be apart
 
 
 class Outcome(NamedTuple):
@@ -69,63 +78,85 @@ class TaskExecutor:
         """Run the tasks, in these steps.
 
         1. An outer phase of the memory tracker is opened.
-        2. Losses that are not finite raise, or the other tasks run once more.
-        3. It is decided how many tasks run together; two are compared once, stacked and one by one.
-        4. Gradients are looked at where they enter parameters, hyper-parameters and modules.
-        5. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
+        2. It is decided how many tasks run together.
+        3. Gradients are looked at where they enter parameters, hyper-parameters and modules.
+        4. The tasks run, each part eagerly or compiled; one by one if torch.vmap cannot take the model after all.
+        5. Losses that are not finite raise, or the other tasks run once more.
         """
-        model, _ = self.inner.objective.model, self._slots
-        losses, chunk = LossCheck(self.nonfinite, tasks, model, self.name), 1
-        skipped = losses.skipped if self.nonfinite == "skip" else None
-        with (
-            outer_phase(),
-            unfused_attention if self.inner.differentiates_gradients else contextlib.nullcontext(),
-        ):
-            while (part := losses.remaining) is not None:
-                chunk = self._chunk_size(part)
-                check = GradientCheck(self._learned, part, losses.numbers, skipped, self._again, self.name)
-                if (kept := self._kept_batch(part, chunk, check)) is not None:
-                    losses.record(kept[0], are_finite=kept[1])
-                    continue
-                with check.inputs() as (params, rule):
-                    results = self._begin()
-                    with Attempt(self.stacking, model, chunk) as attempt:
-                        results = self.compute(params, rule, part, chunk)
-                    if results is None:
-                        chunk, _ = 1, self._begin()
-                        results = self.compute(params, rule, part, chunk)
-                        self.stacking.give_up(attempt.reason)
-                losses.record(check.outputs(results))
+        skipped = torch.zeros(tasks.count, dtype=torch.bool, device=tasks.device)
+        marks = skipped if self.nonfinite == "skip" else None
+        buffers = None if marks is None else _Buffers(self.inner.objective.model)
+        with outer_phase(), self._attention():
+            results, chunk = found, _ = self._attempt(tasks, None, marks)
+            kept = torch.arange(tasks.count, device=tasks.device)
+            while (finite := finite_tasks(found, self.nonfinite, self.name)) is not None:
+                assert buffers is not None
+                buffers.restore()
+                kept = kept[finite]
+                found, chunk = self._attempt(tasks.select(kept), kept, marks)
+        if found is not results:
+            results = merged(results, found, kept)
+            skipped.fill_(True).index_fill_(0, kept, False)
         if self.inner.objective.norms is not None:
             self.inner.objective.norms.norms.finish()
-        return Outcome(losses.results, losses.skipped, chunk)
+        return Outcome(results, skipped, chunk)
+
+    def _attempt(
+        self, tasks: Tasks, numbers: Tensor | None, marks: Tensor | None
+    ) -> tuple[Evaluation | Adaptation, int]:
+        """Run tasks together, or one by one if torch.vmap raises; return how many ran together, too."""
+        structure, model = self._structure(), self.inner.objective.model
+        chunk = self.stacking.chunk_size(tasks.count, structure, functools.partial(self._examined, tasks))
+        check = GradientCheck(self._learned(), tasks, numbers, marks, self._again, self.name)
+        random = None if chunk == 1 or self.stacking.is_tried(structure) else RandomState()
+        versions = buffer_versions(model)
+        with check.inputs() as (params, rule):
+            self._begin()
+            try:
+                results = self.compute(params, rule, tasks, chunk)
+            except Exception as error:
+                if random is None or not may_be_of_vmap(error):
+                    raise
+                random.restore()
+                self._begin()
+                results, chunk = self.compute(params, rule, tasks, 1), 1
+                self.stacking.give_up(structure, error)
+        if chunk != 1:
+            self.stacking.note(structure)
+            self._refuse_written(versions)
+        return check.outputs(results), chunk
 
     def _begin(self) -> None:
         """Collect running statistics from here on."""
         if self.inner.objective.norms is not None:
             self.inner.objective.norms.norms.begin()
 
+    def _refuse_written(self, versions: list[tuple[int, int]]) -> None:
+        if buffer_versions(self.inner.objective.model) != versions:
+            raise RuntimeError(
+                f"{self.name}: the model writes into a buffer, which it did not do when it was examined on its "
+                "first batch. Stacked tasks did so once for all of them; pass task_chunk=1, and they run one by one."
+            )
+
+    def _attention(self) -> contextlib.AbstractContextManager[object]:
+        return unfused_attention if self.inner.differentiates_gradients else contextlib.nullcontext()
+
     def compute(self, params: Params, rule: Rule, tasks: Tasks, chunk: int) -> Evaluation | Adaptation:
         """Compute tasks, ``chunk`` at a time; 1 means one by one, without vmap."""
-        objective = self.inner.objective
-        if self.sparse:
-            rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
-            tasks = tasks._replace(rows=rows)
-        parts = list(tasks.split(chunk))
+        parts = list(self._with_rows(tasks, chunk).split(chunk))
         if len(parts) > 1:
             allocator.advise(f"{self.name}(...), by {len(parts)} parts of the tasks", params.values())
-        inner = self._loop(rule, len(parts), tasks.device, stacked=chunk != 1)
-        inner, parts = self._with_features(inner, parts)
+        inner = self.inner if rule is self.inner.rule else dataclasses.replace(self.inner, rule=rule)
+        inner = inner.of_parts(len(parts), tasks.device, stacked=chunk != 1)
         run = inner.adapt if tasks.query_x is None else inner.evaluate
         run = run if inner.compiled is None else functools.partial(self._compiled, inner)
         return concatenated(list(map(functools.partial(run, params), parts)))  # without a frame of its own
 
-    def _loop(self, rule: Rule, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
-        """Return the inner loop of one of several parts of the tasks."""
-        if rule is not self.inner.rule:
-            return dataclasses.replace(self.inner, rule=rule).of_parts(num_parts, device, stacked=stacked)
-        make = functools.partial(self.inner.of_parts, num_parts, device, stacked=stacked)
-        return self._once(("loop", stacked), make) if num_parts == 1 else make()
+    def _with_rows(self, tasks: Tasks, chunk: int) -> Tasks:
+        """Find the rows of tables that the tasks look up."""
+        objective = self.inner.objective
+        rows = find_rows(objective.model, self.sparse, tasks.inputs, chunk, objective.norms)
+        return tasks._replace(rows=rows)
 
     def _compiled(self, inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
         """Run an inner loop compiled, or eagerly as fallback."""
@@ -138,11 +169,11 @@ class TaskExecutor:
             return loop.adapt if tasks.query_x is None else loop.evaluate
 
         def attempt() -> Evaluation | Adaptation:
-            self._once(_described(tasks), lambda: refuse_uncompilable(inner, tasks))
+            refuse_uncompilable(inner, tasks)
             if compiled.output_shape is not None:
                 objective.check_predictions(compiled.output_shape)
             # Guards look at the parameters of modules; gradients flow to the tensors that are handed over.
-            with self._slots.restored({}):
+            with self._slots().restored({}):
                 if not inner.may_be_one_graph or tasks.query_x is None:
                     return of(inner)(params, tasks)
                 count = tasks.count if inner.stacked else None
@@ -158,76 +189,9 @@ class TaskExecutor:
             attempt, lambda: of(dataclasses.replace(inner, compiled=None, shared={}))(params, tasks)
         )
 
-    def _kept_batch(self, tasks: Tasks, chunk: int, check: GradientCheck) -> tuple[Evaluation, bool] | None:
-        """Evaluate all tasks by code that was compiled before, and look at gradients where it computes them.
-
-        That is a call of a graph, once the guards of its code have passed; None where there is no such code. The
-        results may be known to be finite, with their gradient.
-        """
-        compiled, described = self.inner.compiled, _described(tasks)
-        if (
-            described not in self._made
-            or chunk < max(tasks.count, 2)
-            or not check.is_on
-            or self._split is not None
-        ):
-            return None
-        if (
-            compiled is None
-            or not self.inner.may_be_one_graph
-            or tasks.query_x is None
-            or not compiled.meta_batch.gradient.has_kept
-            or not compiled.is_available
-        ):
-            return None
-        if compiled.output_shape is not None:
-            self.inner.objective.check_predictions(compiled.output_shape)
-        inner = self._loop(self.inner.rule, 1, tasks.device, stacked=True)
-        evaluate = self._once("whole", lambda: _evaluation(inner))
-        start = functools.partial(start_values, self.params, tasks.rows, tasks.count)
-        rule = compiled.rule(inner.rule, next(iter(self.params.values())), start, inner.steps)
-        args = self._shared(inner.objective), self.params, tasks, rule
-        if (found := compiled.kept_batch(evaluate, args, check.looking_at)) is None:
-            return None
-        (*results, mean), are_finite = found
-        return Evaluation(*results, mean=mean if self.nonfinite == "raise" else None), are_finite
-
-    def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
-        """Replace inputs by features, where the first layers compute the same at every inner step."""
-        # Functions of start= are handed the inputs.
-        if inner.start is not None and inner.start.functions:
-            return inner, parts
-        if not all(isinstance(x, Tensor) for x in parts[0].inputs):
-            return inner, parts
-        split = self._split
-        if split is None:
-            return inner, parts
-        first = TaskLoss(
-            inner.objective.model,
-            inner.objective.loss_fn,
-            layers=split.shared,
-            tables=inner.objective.tables,
-        )
-        is_convolved = parts[0].device.type == "cpu" and has_convolutions(split.shared)
-        call = (
-            first.call
-            if not inner.stacked
-            else functools.partial(first.predict, chunk=1 if is_convolved else 0)
-        )
-        with phase("features"):
-            featured = [
-                part._replace(
-                    support_x=call({}, x=part.support_x),
-                    query_x=None if part.query_x is None else call({}, x=part.query_x),
-                )
-                for part in parts
-            ]
-        objective = dataclasses.replace(inner.objective, layers=split.adapted)
-        return dataclasses.replace(inner, objective=objective), featured
-
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
         """Compute a task eagerly, with all graphs, and leave buffers as they were."""
-        buffers = Buffers(self.inner.objective.model)
+        buffers = _Buffers(self.inner.objective.model)
         inner = dataclasses.replace(self.inner, memory="full", compiled=None)
         results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
         buffers.restore()
@@ -235,58 +199,61 @@ class TaskExecutor:
 
     def _shared(self, objective: TaskLoss) -> Params:
         """Return the parameters that are learned and do not adapt, as compiled code is handed them."""
-        slots = self._once(("shared", objective.layers), lambda: shared_slots(objective, self.params))
-        return {name: kept[key] for name, kept, key in slots}
+        return {name: kept[key] for name, kept, key in shared_slots(objective, self.params)}
 
-    def _chunk_size(self, tasks: Tasks) -> int:
-        return self.stacking.chunk_size(
-            tasks.count, self._structure, functools.partial(self.comparison, tasks)
-        )
+    def _examined(self, tasks: Tasks) -> str | None:
+        """Return why tasks must run one by one, None if they may be stacked, and "" if a loop is faster."""
+        objective = self.inner.objective
+        if self.stacking.task_chunk is None and prefers_loop(objective.model, tasks.device.type, self.params):
+            return ""
+        reason = loop_reason(objective.model, objective.norms is not None)
+        return self._changes(tasks) if reason is None and not _torch.functorch_is_active() else reason
 
-    def comparison(self, tasks: Tasks) -> Comparison:
-        """Return what shows whether tasks may be stacked."""
-        inner = self.inner
-        return Comparison(inner.compared, self.params, tasks, self.sparse, inner.order, inner.start)
+    def _changes(self, tasks: Tasks) -> str | None:
+        """Return what changes from call to call, of modules or random generators, and put it back."""
+        (task,) = self._with_rows(tasks.select(slice(0, 1)), 1).split(1)
+        with unrecorded(), torch.no_grad():
+            state, generators = WatchedModules(self._modules), RandomState()
+            try:
+                with generators.watched():
+                    first = self.probe(task)
+                    state.note_attributes()  # the first call may prepare the others
+                    drawn = generators.moved() - {"torch"}
+                    generators.restore()
+                    second = self.probe(task)
+                if drawn:
+                    return f"the model draws from {min(drawn)}, which stacked tasks would do once for all of them"
+                is_same = torch.allclose(first, second, rtol=_SAME, atol=_SAME, equal_nan=True)
+                return state.changed() or (
+                    None if is_same else "its loss is another one when it is called again"
+                )
+            except Exception:
+                return None  # the loop raises it again
+            finally:
+                state.put_back()
+                generators.restore()
 
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what was made under a key, by the first call with it."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def probe(self, task: Tasks) -> Tensor:
+        """Return the loss of one task, without a task axis."""
+        start = self.inner.start_of(self.params, task)
+        objective = dataclasses.replace(self.inner.objective, rows=task.rows)
+        return objective.single(start, task.support_x, task.support_y)[0]
 
-    # What follows depends on the modules as they were when this was made.
-
-    @functools.cached_property
-    def _made(self) -> dict[Hashable, Any]:
-        """What :meth:`_once` has made."""
-        return {}
-
-    @functools.cached_property
     def _learned(self) -> Learned:
-        """The tensors that gradients are taken of."""
+        """Return the tensors that gradients are taken of."""
         return Learned(self.params, self.inner.rule, self._modules)
 
-    @functools.cached_property
     def _structure(self) -> Hashable:
-        """What changes when the tasks must be examined again."""
+        """Return what changes when the tasks must be examined again."""
         objective, start = self.inner.objective, self.inner.start
         policy = None if objective.norms is None else objective.norms.norms.policy
         functions = () if start is None else tuple(id(function) for _, function in start.functions)
         return structure_of(objective.model), tuple(self.params), functions, policy
 
-    @functools.cached_property
-    def _split(self) -> SplitLayers | None:
-        """The layers whose features are computed once, and the others; None if there are none of the former."""
-        objective = self.inner.objective
-        own = {id(p) for p in self.params.values()}
-        return split_layers(objective.model, own, None if objective.norms is None else objective.norms.norms)
-
-    @functools.cached_property
     def _slots(self) -> Slots:
-        """The parameters of the model and the loss, before others take their places."""
+        """Return the parameters of the model and the loss."""
         objective = self.inner.objective
-        parts = () if self.inner.compiled is None else (objective.model, objective.loss_fn)
-        return Slots([part for part in parts if isinstance(part, nn.Module)])
+        return Slots([part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)])
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -294,6 +261,19 @@ class TaskExecutor:
         objective = self.inner.objective
         parts = (objective.model, objective.loss_fn, *self.inner.modules)
         return [part for part in parts if isinstance(part, nn.Module)]
+
+
+class _Buffers:
+    """The buffers of a model as they are, to be restored: running statistics, say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back."""
+        for buffer, value in self._values:
+            buffer.copy_(value)
 
 
 def _evaluation(inner: InnerLoop) -> SharingCall:
@@ -312,11 +292,6 @@ class _WithMean(NamedTuple):
         """Call the function."""
         results = self.evaluate(*args)
         return (*results[:-1], results.query_losses.mean())
-
-
-def _described(tasks: Tasks) -> Hashable:
-    """Return the key under which it is kept that such tasks can be compiled."""
-    return "compilable", tasks.are_tensors, tuple(tasks.rows)
 
 
 def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:

@@ -217,11 +217,6 @@ class InnerLoop:
         norms = None if self.objective.norms is None else self.objective.norms.norms.per_step
         return [*([] if norms is None else [norms]), *([] if self.start is None else self.start.modules)]
 
-    @property
-    def compared(self) -> TaskLoss:
-        """The loss of what tasks start from, by which it is found out whether they may be stacked."""
-        return self.objective
-
     def to_query(self, tasks: Tasks) -> InnerLoop:
         """Return the loop with the objective as it is for query examples after the steps."""
         if self.objective.norms is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,7 +15,7 @@ from metagrad.optim.rules import Params
 
 
 def shared_slots(objective: TaskLoss, adapted: Collection[str]) -> list[tuple[str, dict[str, Any], str]]:
-    """Return where the parameters are that the layers and the loss read, require grad and do not adapt.
+    """Return where the parameters of the model and the loss are that require grad and do not adapt.
 
     Each has all of its names, with the dict that it is in and the key there.
 
@@ -24,14 +24,12 @@ def shared_slots(objective: TaskLoss, adapted: Collection[str]) -> list[tuple[st
         adapted: The names of the parameters that adapt.
     """
     own = {id(p) for name, p in objective.model.named_parameters() if name in adapted}
-    modules = (objective.model,) if objective.layers is None else objective.layers
-    read = {id(p) for module in (*modules, objective.loss_fn) for p in _parameters(module)}
     return [
         (f"{root}.{path}.{key}" if path else f"{root}.{key}", module._parameters, key)
         for root, top in _roots(objective)
         for path, module in top.named_modules(remove_duplicate=False)
         for key, p in module._parameters.items()
-        if p is not None and p.requires_grad and id(p) in read and id(p) not in own
+        if p is not None and p.requires_grad and id(p) not in own
     ]
 
 
@@ -65,7 +63,3 @@ class SharingCall(NamedTuple):
 def _roots(objective: TaskLoss) -> list[tuple[str, nn.Module]]:
     pairs = (("model", objective.model), ("loss_fn", objective.loss_fn))
     return [(name, module) for name, module in pairs if isinstance(module, nn.Module)]
-
-
-def _parameters(module: object) -> Iterator[nn.Parameter]:
-    return module.parameters() if isinstance(module, nn.Module) else iter(())

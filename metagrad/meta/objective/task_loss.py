@@ -63,7 +63,6 @@ class TaskLoss:
         rows: Which rows of a table its value holds, by the name of the table.
         norms: Whose statistics normalise; None leaves that to the model.
         name: Of the algorithm, in errors.
-        layers: The last layers of the model, where inputs are the features that they take; None is the model.
         tables: The names of tables whose gradients are rows, where tasks share them.
     """
 
@@ -73,7 +72,6 @@ class TaskLoss:
     rows: Params = field(default_factory=dict)
     norms: NormPass | None = None
     name: str = "MAML"
-    layers: tuple[nn.Module, ...] | None = None
     tables: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -118,11 +116,11 @@ class TaskLoss:
 
     def call(self, params: Params, x: Nested) -> Any:
         """Return what the model makes of the inputs of one task."""
-        return call_with(self.model, self._values(params), x, self.norms, self.layers)
+        return call_with(self.model, self._values(params), x, self.norms)
 
     def call_stacked(self, params: Params, x: Nested) -> Nested:
         """Return the predictions ``[tasks, n, ...]`` of stacked parameters."""
-        return forward_stacked(self.model, self._values(params), x, self.norms, self.layers)
+        return forward_stacked(self.model, self._values(params), x, self.norms)
 
     def _values(self, params: Params) -> Values:
         return values_for(self.model, params, self.rows, self.tables)

@@ -71,38 +71,28 @@ def call_with(
     values: Values,
     x: Nested,
     norms: NormPass | None = None,
-    layers: Sequence[nn.Module] | None = None,
 ) -> Any:
     """Call a model with other values for some of its parameters.
 
     Args:
         model: The model.
         values: Of parameters, by their ids.
-        x: The inputs, or what the first of ``layers`` takes.
+        x: The inputs.
         norms: The policy of normalisation layers; None leaves that to the model.
-        layers: Some layers of the model, to be called one after the other; None calls the model.
     """
     if norms is None:
         with substituted(model, values):
-            return _called(model, x, layers)
+            return call_on(model, x)
     given = None
     with substituted(model, values), norms.without_counters():
         if norms.reference is not None:
             with NormCalls(norms, measures=True) as calls:
-                _called(model, norms.reference, layers)
+                call_on(model, norms.reference)
             given = calls.moments
         with NormCalls(norms, given) as calls:
-            result = _called(model, x, layers)
+            result = call_on(model, x)
     norms.collect(calls.found, calls.moments)
     return result
-
-
-def _called(model: nn.Module, x: Nested, layers: Sequence[nn.Module] | None) -> Any:
-    if layers is None:
-        return call_on(model, x)
-    for layer in layers:
-        x = layer(x)
-    return x
 
 
 def forward_stacked(
@@ -110,7 +100,6 @@ def forward_stacked(
     values: Values,
     x: Nested,
     norms: NormPass | None = None,
-    layers: Sequence[nn.Module] | None = None,
     call: Callable[..., Nested] | None = None,
 ) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with stacked values for some parameters, as :func:`call_with` does.
@@ -122,18 +111,17 @@ def forward_stacked(
         values: Of parameters, by their ids, ``[tasks, ...]`` each.
         x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
         norms: The policy of normalisation layers; None leaves that to the model.
-        layers: Some layers of the model, to be called one after the other; None calls the model.
         call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
     """
     if norms is not None:
-        return _forward_normalised(model, values, x, norms, layers)
+        return _forward_normalised(model, values, x, norms)
     if isinstance(x, Structured):
         return _vmapped([model], values, x) if call is None else call(model, values, x)
     result: Nested = x
-    for run in _runs(layers_of(model) if layers is None else layers, is_grouped=call is None):
+    for run in _runs(layers_of(model), is_grouped=call is None):
         form = _stacked_form(run[0], values, result) if len(run) == 1 else None
         # A layer takes what the one before it returned as one argument, whatever that is.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
@@ -144,18 +132,16 @@ def forward_stacked(
     return result
 
 
-def _forward_normalised(
-    model: nn.Module, values: Values, x: Nested, norms: NormPass, layers: Sequence[nn.Module] | None
-) -> Nested:
+def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: NormPass) -> Nested:
     """Call a model on stacked tasks, with its normalisation layers under a policy."""
     given = None
     with norms.without_counters():
         if norms.reference is not None:
             measured = _NormalisedLayers(norms, measures=True)
-            forward_stacked(model, values, norms.reference, layers=layers, call=measured)
+            forward_stacked(model, values, norms.reference, call=measured)
             given = measured.moments
         normalised = _NormalisedLayers(norms, given)
-        result = forward_stacked(model, values, x, layers=layers, call=normalised)
+        result = forward_stacked(model, values, x, call=normalised)
     norms.collect(normalised.found, normalised.moments)
     return result
 

@@ -138,38 +138,8 @@ def test_a_meta_gradient_that_is_not_finite_names_its_task(task_chunk, memory):
     options = {"inner": sgd(lr=0.1), "steps": 3, "task_chunk": task_chunk, "memory": memory}
     out = mg.MAML(Slope(), steep, **options)(slopes(zero_task=2))
     assert out.support_losses.isfinite().all()
-    with pytest.raises(
-        FloatingPointError, match=r"meta-gradient of task 2 is not finite.*at inner step 2.*1 of 4 tasks"
-    ):
+    with pytest.raises(FloatingPointError, match=r"meta-gradient of task 2 is not finite.*1 of 4 tasks"):
         out.loss.backward()
-
-
-def test_the_step_is_the_one_at_which_it_happens():
-    """From w = 1 one step leads to exactly 0, where the second derivative is infinite."""
-
-    def output(steps):
-        loss_fn = lambda prediction, target: steep(prediction, target) / 1.5  # noqa: E731
-        return mg.MAML(Slope(), loss_fn, inner=sgd(lr=1.0), steps=steps)(batch)
-
-    x = torch.ones(2, 1, dtype=torch.float64)
-    batch = Batch(Examples(x, torch.tensor([[0.0], [0.3]]).double()), Examples(x, x + 1))
-    out = output(4)
-    assert out.support_losses[0, 1:].tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*at inner step 3"):
-        out.loss.backward()
-    out = output(2)
-    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*at inner step 1"):
-        out.loss.backward()
-    output(1).loss.backward()
-
-
-def test_the_query_is_named():
-    """The root of the query loss has no derivative where a prediction is exactly right."""
-    x = torch.ones(2, 1, dtype=torch.float64)
-    batch = Batch(Examples(x, 2 * x), Examples(torch.tensor([[0.0], [1.0]]).double(), 0 * x))
-    maml = mg.MAML(Slope(), lambda p, y: (p - y).abs().sqrt().mean(), inner=sgd(lr=0.1), steps=2)
-    with pytest.raises(FloatingPointError, match=r"task 0 is not finite.*after the last inner step"):
-        maml(batch).loss.backward()
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -292,41 +292,6 @@ def test_a_task_whose_start_has_no_finite_gradient(regression):
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_what_vmap_cannot_take_or_computes_otherwise_runs_one_by_one(textbook, regression):
-    def branches(model, x, y):
-        return mean_feature(model, x, y) if float(x.sum()) > 0 else zeros(model, x, y)
-
-    def rolled(model, x, y):
-        return mean_feature(model, x, y) + torch.roll(y.sum(), 1)
-
-    calls = []
-
-    def remembers(model, x, y):
-        calls.append(1)
-        return mean_feature(model, x, y) * (1 + len(calls) % 2)
-
-    for function, reason in (
-        (branches, "vmap cannot take"),
-        (rolled, "rolls a scalar"),
-        (remembers, "by torch.vmap"),
-    ):
-        calls.clear()
-        maml, _ = make()
-        maml.start = {"context": function}
-        with pytest.warns(UserWarning, match=f"run one by one, because .*{reason}"):
-            loss = maml(regression).loss
-        if function is not remembers:
-            expected = textbook(
-                maml.model,
-                F.mse_loss,
-                regression,
-                start=lambda *args, f=function: {"context": f(*args)},
-                lr=0.1,
-                steps=3,
-            )
-            torch.testing.assert_close(loss, expected.mean())
-
-
 def test_the_memory_tracker_shows_it(regression):
     maml, _ = make("two")
     maml(regression)

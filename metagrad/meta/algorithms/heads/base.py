@@ -17,7 +17,7 @@ from metagrad.meta.algorithm import Adapted, MetaOutput
 from metagrad.meta.algorithms.heads.classes import PADDING, Classes, described, one_hot, read_classes
 from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
-from metagrad.meta.execution.stacking import Comparison, Stacking
+from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, phase
 from metagrad.meta.maml import check_arguments
 from metagrad.meta.objective.norms import Norm, NormPass, Norms, check_norm
@@ -243,26 +243,16 @@ class _HeadLoop(InnerLoop):
 class _HeadExecutor(TaskExecutor):
     """Runs tasks whose heads are fitted, and which share all parameters."""
 
-    def comparison(self, tasks: Tasks) -> Comparison:
-        """Return what shows whether tasks may be stacked: the embedding alone, which they share."""
+    def probe(self, task: Tasks) -> Tensor:
+        """Return the embedding of one task."""
         objective = self.inner.objective
-        embedding = TaskLoss(objective.model, _probe, name=objective.name, norms=objective.norms)
-        return Comparison(embedding, {}, tasks, self.sparse, order=2)
-
-    def _with_features(self, inner: InnerLoop, parts: list[Tasks]) -> tuple[InnerLoop, list[Tasks]]:
-        """Change nothing: the embedding is computed once anyway."""
-        return inner, parts
+        return call_with(objective.model, {}, task.support_x, objective.norms)
 
     @property
     def _modules(self) -> list[nn.Module]:
         """The algorithm: the embedding, what is learned of the head, and a loss that is a module."""
         assert isinstance(self.inner.objective, _HeadObjective)
         return [self.inner.objective.head]
-
-
-def _probe(features: Tensor, y: Nested) -> Tensor:
-    """Return a loss that depends on every feature, also where these are normalised."""
-    return features.sin().mean()
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
