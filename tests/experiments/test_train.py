@@ -155,10 +155,7 @@ def test_anomaly_mode_is_on_for_its_run_only(run, tmp_path, recwarn):
 def test_preflight_reports_and_changes_nothing(run, fast_run, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = run(tmp_path, "preflight=true")
-    assert (
-        "Derivatives of orders 1 to 2 of MLP, 2 tasks, 5 inner steps: compared with finite differences"
-        in caplog.text
-    )
+    assert "Derivatives of orders 1 to 2 of MLP, 2 tasks" in caplog.text
     assert (folder / "metrics.jsonl").read_text() == (fast_run / "metrics.jsonl").read_text()
 
 
