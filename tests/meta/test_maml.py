@@ -162,7 +162,13 @@ def test_the_hessian_through_a_norm_is_right(regression, norm, memory):
 
     def product(task_chunk):
         maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=2, memory=memory, task_chunk=task_chunk)
-        with mg.hessian(lambda: maml(regression).loss, params) as H:
+
+        def loss(p):
+            return torch.func.functional_call(
+                maml, {f"model.{k}": v for k, v in p.items()}, (regression,)
+            ).loss
+
+        with mg.hessian(loss, params) as H:
             return H @ vector
 
     with mg.models.composite_norms():
