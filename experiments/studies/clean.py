@@ -35,6 +35,7 @@ from experiments.studies import characters as omniglot
 from experiments.studies.characters import Examples
 from experiments.studies.study import Cell, Result, Study, StudyConfig, Work, by_cell, spread
 from metagrad.hypergrad import CG, FiniteDifference, FirstOrder, Method, Neumann, Nystrom, Unroll
+from metagrad.hypergrad.bilevel import BilevelResult
 from metagrad.tasks.omniglot.splits import SPLITS
 
 Params = Mapping[str, Any]
@@ -241,7 +242,7 @@ class Found(NamedTuple):
 def learn_weights(data: Data, config: CleanConfig, method: Method, watch: Watch) -> Found:
     """Learn a weight for each training example."""
 
-    def run(params: Params, logits: Tensor, steps: int, callback: Any) -> mg.hypergrad.BilevelResult:
+    def run(params: Params, logits: Tensor, steps: int, callback: Any) -> BilevelResult:
         return mg.bilevel(
             lambda params, hyper: losses(data.validation, params).mean(),
             weighted(data, config.penalty),

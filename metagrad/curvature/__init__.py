@@ -9,50 +9,34 @@ from metagrad.curvature.operators.averaged import Averaged
 from metagrad.curvature.operators.fisher import fisher
 from metagrad.curvature.operators.ggn import ggn
 from metagrad.curvature.operators.hessian import hessian
-from metagrad.curvature.operators.operator import Identity, Operator
+from metagrad.curvature.operators.operator import Operator
 from metagrad.curvature.operators.space import ParameterSpace
-from metagrad.curvature.solvers.cg import CG
-from metagrad.curvature.solvers.dense import Dense
-from metagrad.curvature.solvers.iteration import Solver
-from metagrad.curvature.solvers.neumann import Neumann
-from metagrad.curvature.solvers.nystrom import Nystrom, nystrom
-from metagrad.curvature.solvers.preconditioner import diagonal_preconditioner
-from metagrad.curvature.solvers.solution import Result, Solution, SolveError, Stats
+from metagrad.curvature.solvers.nystrom import nystrom
+from metagrad.curvature.solvers.solution import Result, Solution, SolveError
 from metagrad.curvature.solvers.solve import solve
 from metagrad.curvature.spectrum.density import Density, density
 from metagrad.curvature.spectrum.eigenvalues import Eigenpairs, eigenvalues
-from metagrad.curvature.spectrum.lanczos import LanczosState, lanczos
 from metagrad.curvature.spectrum.log_determinant import log_determinant
 from metagrad.curvature.spectrum.quadrature import trace_of
 
 __all__ = [
-    "CG",
     "Averaged",
-    "Dense",
     "Density",
     "Eigenpairs",
     "Estimate",
-    "Identity",
-    "LanczosState",
     "LinearMap",
-    "Neumann",
-    "Nystrom",
     "Operator",
     "ParameterSpace",
     "Result",
     "Solution",
     "SolveError",
-    "Solver",
-    "Stats",
     "density",
     "diagonal",
-    "diagonal_preconditioner",
     "draw",
     "eigenvalues",
     "fisher",
     "ggn",
     "hessian",
-    "lanczos",
     "log_determinant",
     "nystrom",
     "solve",

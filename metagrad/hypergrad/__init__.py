@@ -1,24 +1,21 @@
 """Hypergradients: derivatives of a loss at the minimum of another one."""
 
 from metagrad.hypergrad.attach import attach
-from metagrad.hypergrad.bilevel import BilevelResult, bilevel
+from metagrad.hypergrad.bilevel import bilevel
 from metagrad.hypergrad.differences import FiniteDifference
 from metagrad.hypergrad.hypergradient import hypergradient
 from metagrad.hypergrad.inverses import CG, Exact, FirstOrder, Neumann, Nystrom
-from metagrad.hypergrad.problem import Derivative, Method, Problem
+from metagrad.hypergrad.problem import Method
 from metagrad.hypergrad.unroll import Unroll
 
 __all__ = [
     "CG",
-    "BilevelResult",
-    "Derivative",
     "Exact",
     "FiniteDifference",
     "FirstOrder",
     "Method",
     "Neumann",
     "Nystrom",
-    "Problem",
     "Unroll",
     "attach",
     "bilevel",

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from metagrad.autograd.checks.missing_derivatives import refuse_missing
-from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.recorded import recorded_gradient
 from metagrad.core._torch import Function
 from metagrad.core.checks import check_function, is_a
 from metagrad.core.tape import graph_nodes, is_transformed
@@ -19,7 +18,6 @@ from metagrad.core.tree import zeros_for_none
 from metagrad.curvature.operators.space import check_params
 from metagrad.curvature.solvers.implicit import refuse_derivatives
 from metagrad.hypergrad.implicit import ImplicitMethod, check_solution, relative_residual
-from metagrad.hypergrad.problem import gradients
 from metagrad.optim.rule import Params
 
 CALL = "attach(inner_loss, params)"
@@ -144,14 +142,12 @@ class _TaskHessians:
         self.device: torch.device = self.leaves[0].device
         self._sizes = [leaf.numel() // self.num_matrices for leaf in self.leaves]
         self.shape: tuple[int, int] = (sum(self._sizes), sum(self._sizes))
-        total = losses.sum()
-        refuse_missing(call, total, order=2, behind=[get_gradient_edge(leaf).node for leaf in self.leaves])
-        self.slopes = zeros_for_none(gradients(total, self.leaves, create_graph=True), self.leaves)
+        self._recorded = recorded_gradient(call, losses.sum(), params)
+        self.slopes = zeros_for_none(self._recorded.outputs, self.leaves)
 
     def products(self, vectors: Tensor) -> Tensor:
         """Multiply each row with its own matrix."""
-        found = graph_vjp(self.slopes, self.leaves, self.split(vectors), retain_graph=True)
-        return self.join(zeros_for_none(found, self.leaves))
+        return self.join(self._recorded.pull(self.split(vectors)))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return tensors like the parameters as rows ``[tasks, n]``."""

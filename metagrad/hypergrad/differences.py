@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -19,7 +19,6 @@ from metagrad.hypergrad.problem import (
     gradients,
     minus,
     refuse_sparse,
-    slopes,
 )
 from metagrad.optim.rule import Params
 
@@ -72,32 +71,42 @@ class FiniteDifference:
         _check(problem)
         values, hyper = problem.variables(), problem.hyper_leaves()
         if self.lr == 0:
-            return Derivative(zeros_for_none(problem.direct(values, hyper)[1], hyper))
-        inner = slopes(problem.inner, values, hyper)
-        moved = {name: _leaf(v - self.lr * inner[name]) for name, v in values.items()}
-        direction, direct = problem.direct(moved, hyper)
+            direct = _gradients(problem.outer, values, hyper)[len(values) :]
+            return Derivative(zeros_for_none(direct, hyper))
+        inner = zeros_for_none(_gradients(problem.inner, values, hyper)[: len(values)], values.values())
+        refuse_sparse(dict(zip(values, inner, strict=True)))
+        pairs = zip(values.items(), inner, strict=True)
+        moved = {name: (v - self.lr * g).detach().requires_grad_() for (name, v), g in pairs}
+        found = _gradients(problem.outer, moved, hyper)
+        direction = dict(zip(values, zeros_for_none(found[: len(values)], values.values()), strict=True))
         refuse_sparse(direction)
-        mixed = mixed_difference(problem, values, hyper, direction, self.length)
+        mixed = self._mixed(problem, values, hyper, direction)
         scaled = [None if g is None else self.lr * g for g in mixed]
-        return Derivative([minus(a, b) for a, b in zip(direct, scaled, strict=True)])
+        return Derivative([minus(a, b) for a, b in zip(found[len(values) :], scaled, strict=True)])
+
+    def _mixed(
+        self, problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params
+    ) -> Sequence[Tensor | None]:
+        r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
+        norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
+        if not bool(norm > 0):
+            return zeros_for_none([None] * len(hyper), hyper)
+        epsilon = self.length / norm
+        ends: list[list[Tensor | None]] = []
+        for sign in (1, -1):
+            at = {name: v.detach() + sign * epsilon * direction[name] for name, v in values.items()}
+            ends.append(_gradients(problem.inner, at, hyper)[len(values) :])
+        differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
+        return [None if d is None else d / (2 * epsilon) for d in differences]
 
 
-def mixed_difference(
-    problem: Problem, values: Params, hyper: Sequence[Tensor], direction: Params, length: float
-) -> Sequence[Tensor | None]:
-    r"""Return :math:`\frac{\partial^2 g}{\partial\lambda \partial\phi} v` by two gradients beside here."""
-    norm = linalg.vector_norm(torch.stack([linalg.vector_norm(v) for v in direction.values()]))
-    if not bool(norm > 0):
-        return zeros_for_none([None] * len(hyper), hyper)
-    epsilon = length / norm
-    ends: list[list[Tensor | None]] = []
-    for sign in (1, -1):
-        at = {name: v.detach() + sign * epsilon * direction[name] for name, v in values.items()}
-        with torch.enable_grad():
-            loss = problem.inner(at, hyper)
-        ends.append(gradients(loss, hyper))
-    differences = [minus(a, b) for a, b in zip(*ends, strict=True)]
-    return [None if d is None else d / (2 * epsilon) for d in differences]
+def _gradients(
+    loss: Callable[[Params, Sequence[Tensor]], Tensor], values: Params, hyper: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Differentiate a loss in the parameters and in ``hyper``; None where it does not depend on one."""
+    values = {name: v if v.requires_grad else v.requires_grad_() for name, v in values.items()}
+    with torch.enable_grad():
+        return gradients(loss(values, hyper), [*values.values(), *hyper])
 
 
 def _check(problem: Problem) -> None:
@@ -113,7 +122,3 @@ def _check(problem: Problem) -> None:
                 f"{CALL}: FiniteDifference takes differences that are below the rounding of {value.dtype}, which "
                 f"{name!r} has. Pass float32, or take CG or Unroll."
             )
-
-
-def _leaf(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_()

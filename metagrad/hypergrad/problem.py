@@ -17,7 +17,6 @@ from metagrad.core.tree import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
-    zeros_for_none,
 )
 from metagrad.curvature.operators.space import check_params, values_of, with_values
 from metagrad.curvature.solvers.solution import Solution
@@ -32,10 +31,6 @@ Parameters: TypeAlias = "Mapping[str, Tensor | SparseTensor]"
 
 BilevelLoss: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss(params, hyper)``, a tensor with one element."""
-
-
-Loss: TypeAlias = Callable[[Params, Sequence[Tensor]], Tensor]
-"""Leaves of the parameters and of ``hyper``, to one number."""
 
 
 class Derivative(NamedTuple):
@@ -128,14 +123,6 @@ class Problem:
         """Return leaves in the tree of ``hyper``."""
         return tree_unflatten(list(leaves), tree_flatten(self.hyper)[1])
 
-    def direct(self, values: Params, hyper: Sequence[Tensor]) -> tuple[Params, list[Tensor | None]]:
-        """Differentiate the outer loss with respect to parameters and ``hyper``, each taken by itself."""
-        with torch.enable_grad():
-            loss = self.outer(values, hyper)
-        found = gradients(loss, [*values.values(), *hyper])
-        of_params = zeros_for_none(found[: len(values)], values.values())
-        return dict(zip(values, of_params, strict=True)), found[len(values) :]
-
     def _one_number(
         self, what: str, function: BilevelLoss, values: Params, hyper: Sequence[Tensor]
     ) -> Tensor:
@@ -157,16 +144,6 @@ def gradients(
             loss, inputs, create_graph=create_graph, retain_graph=retain_graph, allow_unused=True
         )
     )
-
-
-def slopes(loss: Loss, values: Params, hyper: Sequence[Tensor]) -> Params:
-    """Differentiate a loss with respect to the parameters, as a whole."""
-    with torch.enable_grad():
-        value = loss(values, [leaf.detach() for leaf in hyper])
-    found = zeros_for_none(gradients(value, list(values.values())), values.values())
-    by_name = dict(zip(values, found, strict=True))
-    refuse_sparse(by_name)
-    return by_name
 
 
 def refuse_sparse(slopes: Params) -> None:

@@ -43,10 +43,6 @@ class OutputLoss(ABC):
         r"""Multiply by :math:`F_L = \sum_n s_n\, \mathbb{E}_{y \sim p(y | z_n)} \nabla\ell_n \nabla\ell_n^\top`."""
 
     @abstractmethod
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
-        r"""Multiply by a square root :math:`S`, or its transpose: :math:`S S^\top = F_L`."""
-
-    @abstractmethod
     def score(self, generator: torch.Generator | None) -> Tensor:
         r"""Draw labels from the predictive distribution, and return :math:`\sqrt{s_n} \nabla\ell_n` for them."""
 
@@ -107,13 +103,6 @@ class Categorical(_ClosedForm):
         """Multiply by the Fisher matrix, which is the Hessian."""
         return self.hessian_product(vectors)
 
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
-        """Multiply by the square root."""
-        p, root = self.probabilities, self.probabilities.sqrt()
-        left, right = (root, p) if transpose else (p, root)
-        inner = (right * vectors).sum(self._dim, keepdim=True)
-        return self.scale.sqrt() * (root * vectors - left * inner)
-
     def score(self, generator: torch.Generator | None) -> Tensor:
         """Draw classes."""
         p = self.probabilities.detach().movedim(self._dim, -1)
@@ -139,10 +128,6 @@ class _Elementwise(_ClosedForm):
     def fisher_product(self, vectors: Tensor) -> Tensor:
         """Multiply by the Fisher matrix, a diagonal one."""
         return self.scale * self._information() * vectors
-
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> Tensor:
-        """Multiply by the square root, which is its own transpose."""
-        return (self.scale * self._information()).sqrt() * vectors
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,13 +59,6 @@ def recognized(loss: Callable[[], Tensor]) -> Evaluated:
     return Evaluated(value, _MAKERS[call.function](call.arguments))
 
 
-def argument_of(loss_fn: Callable[[Tree, Tree], Tensor], output: Tree, target: Tree) -> Tensor:
-    """Return what the known function that a loss ends in was called with."""
-    with _Watch() as watch:
-        value = loss_fn(output, target)
-    return watch.calls[id(value)].arguments["input"]
-
-
 # Linear maps: a loss of their result has the same Gauss-Newton matrix as of the output of the model.
 _LINEAR = {
     *("Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -252,7 +253,9 @@ class Operator:
 
     def _refuse_nonfinite(self, vectors: Tensor, products: Tensor) -> None:
         # Inside a transform values cannot be read.
-        if _torch.functorch_is_active() or bool(products.isfinite().all()):
+        if _torch.functorch_is_active() or math.isfinite(products.detach().sum().item()):
+            return
+        if bool(products.isfinite().all()):  # the sum overflowed
             return
         if not bool(vectors.isfinite().all()):
             raise ValueError(f"H @ v: v has nan or inf in the entry of {self._first_nonfinite(vectors)}.")
@@ -341,8 +344,9 @@ class Identity(Operator):
         space: The parameters.
 
     Example:
+        >>> from metagrad.curvature.operators.operator import Identity
         >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
-        >>> (0.5 * metagrad.curvature.Identity(space)).to_dense()
+        >>> (0.5 * Identity(space)).to_dense()
         tensor([[0.5000, 0.0000],
                 [0.0000, 0.5000]])
     """

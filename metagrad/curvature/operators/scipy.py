@@ -26,8 +26,9 @@ def to_scipy(operator: LinearMap) -> LinearOperator:
         ValueError: NumPy does not have the dtype, as bfloat16.
 
     Example:
-        >>> space = metagrad.curvature.ParameterSpace({"w": torch.zeros(2)})
-        >>> (3 * metagrad.curvature.Identity(space)).to_scipy() @ [1.0, 2.0]
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with metagrad.curvature.hessian(1.5 * (w**2).sum(), {"w": w}) as H:
+        ...     H.to_scipy() @ [1.0, 2.0]
         array([3., 6.], dtype=float32)
     """
     from scipy.sparse.linalg import LinearOperator

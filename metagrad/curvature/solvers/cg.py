@@ -233,8 +233,6 @@ class CG(Solver):
         "Deep learning via Hessian-free optimization", ICML 2010, section 4.4.
     """
 
-    name = "cg"
-    summary = "positive definite; meets negative curvature and says so"
     progress: float | None = None
     radius: float | None = None
 

@@ -46,8 +46,6 @@ class Dense(Solver):
         Golub, Van Loan, "Matrix computations", 2013, section 4.2.
     """
 
-    name = "dense"
-    summary = "positive definite; n products and a Cholesky factor, for few parameters"
     no_preconditioner = "a factorization needs none. Leave it out."
 
     def run(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from metagrad.curvature.linear_map import OwnMatrices, Rows
-from metagrad.curvature.methods import with_methods
 from metagrad.curvature.rows import norm
 from metagrad.curvature.solvers.solution import Result
 from metagrad.curvature.solvers.system import LinearSystem
@@ -36,29 +35,16 @@ class Run(NamedTuple):
 class Solver:
     """Base of the methods of solution: each is a frozen dataclass of its hyper-parameters.
 
-    Defining a subclass with a ``name`` registers it with :func:`solve`.
-
-    Methods:
-    - "auto": positive definite; that of "cg", which is called "pcg" where there is a preconditioner
+    Attributes:
+        no_preconditioner: Why it takes no preconditioner, and what to do instead; None if it takes one.
     """
 
-    known: ClassVar[dict[str, type[Solver]]] = {}
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    """For which operators it is, and what it does."""
     no_preconditioner: ClassVar[str | None] = None
-    """Why it takes no preconditioner, and what to do instead; empty if it takes one."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "name" in vars(cls):
-            Solver.known[cls.name] = cls
-            Solver.__doc__ = with_methods(Solver.__doc__, {cls.name: cls.summary})
 
     def set_up(self, system: LinearSystem, precondition: Rows | None) -> tuple[Solver, Rows | None]:
         """Choose what depends on the operator alone; return solver and preconditioner to run."""
         if precondition is not None and self.no_preconditioner is not None:
-            raise ValueError(f'solve(..., method="{self.name}", preconditioner): {self.no_preconditioner}')
+            raise ValueError(f"solve(..., preconditioner): {self.no_preconditioner}")
         return self, precondition
 
     def run(

@@ -65,8 +65,6 @@ class Neumann(Solver):
         section 2.3 and algorithm 3.
     """
 
-    name = "neumann"
-    summary = "positive definite; gradient descent, slow, for its truncation in hypergradients"
     no_preconditioner = 'the series has no preconditioner. Use method="pcg", or scale the operator.'
     scale: float | None = None
 

@@ -13,6 +13,7 @@ from metagrad.core.checks import warn
 from metagrad.core.tree import HALF
 from metagrad.curvature.linear_map import LinearMap, Rows, checked_size
 from metagrad.curvature.solvers.cg import CG
+from metagrad.curvature.solvers.dense import Dense
 from metagrad.curvature.solvers.implicit import (
     Inverse,
     attach,
@@ -22,6 +23,7 @@ from metagrad.curvature.solvers.implicit import (
     transforms,
 )
 from metagrad.curvature.solvers.iteration import RESULTS, Limits, Run, Solver, length
+from metagrad.curvature.solvers.neumann import Neumann
 from metagrad.curvature.solvers.preconditioner import (
     Preconditioner,
     check_symmetric,
@@ -37,6 +39,8 @@ from metagrad.curvature.solvers.system import (
     check_vector,
     checked_damping,
 )
+
+SOLVERS: dict[str, type[Solver]] = {"auto": CG, "cg": CG, "pcg": CG, "dense": Dense, "neumann": Neumann}
 
 _APPROXIMATE = (Result.CONVERGED, Result.PROGRESS, Result.MAX_STEPS, Result.STAGNATED)
 """Results whose value approximates a solution, so that the implicit function theorem holds approximately."""
@@ -63,8 +67,16 @@ def solve(
 
     A right-hand side ends when :math:`|b - (A + \mu I) x| \le \max(\mathrm{rtol} |b|, \mathrm{atol})`.
 
-    :class:`Solver` lists the methods by their names. "auto" is "cg", conjugate gradients, which are called "pcg" if
-    there is a preconditioner. A solver in place of its name has options of its own, such as ``CG(radius=0.1)``.
+    =========== ====================================================================================================
+    method      for which operators
+    =========== ====================================================================================================
+    "cg"        positive definite: conjugate gradients, which meet negative curvature and say so; "pcg" with a
+                preconditioner, and "auto" with or without
+    "dense"     positive definite, few parameters: n products and a Cholesky factor
+    "neumann"   positive definite: the series of gradient descent, slow, for its truncation
+    =========== ====================================================================================================
+
+    A solver of ``metagrad.curvature.solvers`` in place of its name has options of its own, as ``CG(radius=0.1)``.
 
     **Derivatives.** With gradients enabled, the value is differentiable with respect to ``b``, ``damping`` and every
     tensor that the products depend on. Those must be on the tape: operators of metagrad put them there with
@@ -261,9 +273,8 @@ def _of_one(stats: Stats) -> Stats:
 def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
     if not isinstance(method, str):
         return method
-    solvers = {"auto": CG, "cg": CG, "pcg": CG, **Solver.known}
-    if method not in solvers:
-        known = ", ".join(f'"{name}"' for name in solvers)
+    if method not in SOLVERS:
+        known = ", ".join(f'"{name}"' for name in SOLVERS)
         raise ValueError(f"solve(..., method): expected one of {known} or a solver, got {method!r}.")
     if method == "cg" and has_preconditioner:
         raise ValueError('solve(..., method="cg", preconditioner): that is method="pcg".')
@@ -272,4 +283,4 @@ def _solver(method: str | Solver, has_preconditioner: bool) -> Solver:
             'solve(..., method="pcg"): preconditioner is missing. Pass the diagonal [n] or a map of rows, such as '
             "nystrom(operator).preconditioner(damping)."
         )
-    return solvers[method]()
+    return SOLVERS[method]()

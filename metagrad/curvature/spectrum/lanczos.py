@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -95,91 +94,54 @@ def lanczos(
 
 def _run(operator: LinearMap, starts: Tensor, steps: int, call: str) -> LanczosState:
     count = len(starts)
-    vectors = LanczosVectors(starts, capacity=steps)
+    basis = pad(starts.detach()[:, None], (0, 0, 0, steps - 1))
     diagonal, off_diagonal = (torch.zeros(count, steps, dtype=torch.float64) for _ in range(2))
     scales = torch.zeros(count, dtype=torch.float64)
-    state = LanczosState(vectors.buffer, diagonal, off_diagonal, [steps] * count, scales, starts, 0)
+    state = LanczosState(basis, diagonal, off_diagonal, [steps] * count, scales, starts, 0)
     for j in range(steps):
         active = [i for i, size in enumerate(state.sizes) if size > j]
         if not active:
             break
-        state = _step(operator, vectors, state, j, active, call)
+        state = _step(operator, state, j, active, call)
     return state
 
 
-def _step(
-    operator: LinearMap, vectors: LanczosVectors, state: LanczosState, j: int, active: list[int], call: str
-) -> LanczosState:
+def _step(operator: LinearMap, state: LanczosState, j: int, active: list[int], call: str) -> LanczosState:
     """Multiply the j-th vectors; fill in column j of the projections and the vectors after, in place."""
-    products = checked_products(call, operator, vectors.last[active])
-    images = torch.zeros_like(vectors.last)
+    products = checked_products(call, operator, state.basis[active, j])
+    images = torch.zeros_like(state.basis[:, j])
     images[active] = products.detach()
-    rest, large, above = orthogonalise(images, vectors.rows)
-    alpha = large[:, 0, -1] + above[:, 0, -1]
-    above[:, 0, -1] = 0  # and the others are zero if A is symmetric
+    rest, parts = orthogonalise(images, state.basis[:, : j + 1], 2)
+    alpha = parts[:, -1].clone()
+    parts[:, -1] = 0  # and the others are zero if A is symmetric
     if j > 0:
-        above[:, 0, -2] += large[:, 0, 0] - state.off_diagonal[:, j - 1].to(large)
-    lengths = [scaled_norm(images), scaled_norm(rest), scaled_norm(above[:, 0])]
+        parts[:, -2] -= state.off_diagonal[:, j - 1].to(parts)
+    lengths = [scaled_norm(images), scaled_norm(rest), scaled_norm(parts)]
     report = torch.stack([*lengths, alpha]).cpu().double()
     scales = torch.maximum(state.scales, report[0])
     check_symmetric(report[2], scales, operator.dtype, call)
     state.diagonal[:, j] = report[3]
     state.off_diagonal[:, j] = torch.where(report[1] > negligible(operator.dtype) * scales, report[1], 0.0)
-    ends = to_list(state.off_diagonal[:, j] == 0)
+    goes_on = state.off_diagonal[:, j] > 0
     if j + 1 < state.basis.shape[1]:
-        vectors.append(rest, lengths[1], [not end for end in ends])
-    sizes = [min(size, j + 1) if end else size for size, end in zip(state.sizes, ends, strict=True)]
+        where = goes_on.to(rest.device).unsqueeze(1)
+        state.basis[:, j + 1] = divide(rest, lengths[1].unsqueeze(1), where)
+    ends = zip(state.sizes, to_list(goes_on), strict=True)
+    sizes = [size if moves else min(size, j + 1) for size, moves in ends]
     first = products if j == 0 else state.first
     return state._replace(sizes=sizes, scales=scales, first=first, matvecs=state.matvecs + len(active))
 
 
-class LanczosVectors:
-    r"""Orthonormal vectors of Krylov spaces, of which each row has its own, by the recurrence of Lanczos.
+def orthogonalise(vectors: Tensor, rows: Tensor, near: int) -> tuple[Tensor, Tensor]:
+    """Take from vectors [k, n] their parts in orthonormal rows [k, m, n]; return the rest, and the parts [k, m].
 
-    .. math:: \beta_j q_{j+1} = A q_j - \alpha_j q_j - \beta_{j-1} q_{j-1}
-
-    :func:`orthogonalise` computes the right side, without what rounding leaves along earlier vectors. Off the tape
-    the vectors are in a buffer, since a copy at each step would cost as much as a product.
-
-    Attributes:
-        rows: The vectors, [k, m, n]; zero from where a row has ended.
-        last: The last of them, [k, n].
-        buffer: The rows, and zeros in the places of those to come.
-    """
-
-    def __init__(self, first: Tensor, capacity: int = 1) -> None:
-        self.buffer: Tensor = pad(first[:, None], (0, 0, 0, capacity - 1))
-        self.rows, self.last = self.buffer[:, :1], first
-
-    def append(self, rest: Tensor, lengths: Tensor, alive: Sequence[bool]) -> None:
-        """Add a vector to each row: what a product adds to the space, divided by its length."""
-        self.last, size = divided(rest, lengths, alive), self.rows.shape[1]
-        if self.last.requires_grad or self.rows.requires_grad:
-            self.rows = torch.cat([self.rows, self.last[:, None]], 1)
-            return
-        if size == self.buffer.shape[1]:
-            self.buffer = pad(self.buffer, (0, 0, 0, size))
-        self.buffer[:, size] = self.last
-        self.rows = self.buffer[:, : size + 1]
-
-
-def divided(rows: Tensor, lengths: Tensor, alive: Sequence[bool]) -> Tensor:
-    """Divide rows by their lengths; those that have ended become 0."""
-    if all(alive):
-        return rows / lengths[:, None]
-    return divide(rows, lengths[:, None], where=torch.tensor(alive, device=rows.device)[:, None])
-
-
-def orthogonalise(vectors: Tensor, rows: Tensor, near: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """Take from vectors [k, n] their parts in orthonormal rows [k, m, n], on the tape if there is one.
-
-    Returns:
-        The rest; the parts in the last rows, [k, 1, near], which alone are large and were taken first; and what was
-        then left in all, [k, 1, m].
+    Only the parts in the last rows, ``near`` of them, are large, and are taken first. What is left in all is then
+    rounding.
     """
     large, rest = _without(rows[:, -near:], vectors.unsqueeze(1))
-    left, rest = _without(rows, rest)
-    return rest.squeeze(1), large, left
+    parts, rest = _without(rows, rest)
+    parts[:, :, -large.shape[2] :] += large
+    return rest.squeeze(1), parts.squeeze(1)
 
 
 def _without(rows: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def gauss_rule(state: LanczosState, start: int, size: int | None = None) -> Gaus
     exactly for polynomials f of degree up to 2 m - 1, and for every f after a breakdown.
 
     Args:
-        state: What :func:`metagrad.curvature.lanczos` returned.
+        state: What :func:`~metagrad.curvature.spectrum.lanczos.lanczos` returned.
         start: Which start.
         size: Use fewer steps than were taken.
 

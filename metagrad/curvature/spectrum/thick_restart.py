@@ -226,11 +226,9 @@ def _extend(
     """Multiply the next vector; what the product adds to the space is the one after."""
     basis, projected, j = space.basis, space.projected, space.size
     image = checked_products(call, operator, basis[j : j + 1]).detach()
-    rest, large, parts = orthogonalise(image, basis[None, : j + 1], space.coupled)
-    coefficients = parts[0, 0]
-    coefficients[-large.shape[2] :] += large[0, 0]
+    rest, parts = orthogonalise(image, basis[None, : j + 1], space.coupled)
     norm = scaled_norm(rest)
-    report = torch.cat([coefficients, norm, scaled_norm(image)]).cpu().double()
+    report = torch.cat([parts[0], norm, scaled_norm(image)]).cpu().double()
     scale, beta = max(space.scale, float(report[-1])), float(report[-2])
     mismatch = (report[space.locked : j] - projected[j, space.locked : j]).abs()
     if mismatch.numel():

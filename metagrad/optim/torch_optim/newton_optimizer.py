@@ -77,10 +77,6 @@ class WrittenLoss(OutputLoss):
         """Refuse."""
         self._refuse("Fisher matrix", "Use GaussNewton, whose matrix it is where z are natural parameters")
 
-    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
-        """Refuse."""
-        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
-
     def score(self, generator: torch.Generator | None) -> NoReturn:
         """Refuse."""
         self._refuse("distribution of labels", "Set preconditioner=None")

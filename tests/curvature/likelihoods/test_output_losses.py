@@ -136,15 +136,6 @@ def test_the_hessian_is_that_of_torch(name, loss_fn, output, target, kind):
 
 
 @every_loss
-def test_the_square_root_is_one(name, loss_fn, output, target, kind):
-    loss = known(loss_fn, output, target)
-    basis = identity_like(output)
-    root, transpose = matrix(loss.root_product(basis)), matrix(loss.root_product(basis, transpose=True))
-    torch.testing.assert_close(transpose, root.t())
-    torch.testing.assert_close(root @ root.t(), matrix(loss.fisher_product(basis)))
-
-
-@every_loss
 def test_scores_have_the_fisher_matrix_for_covariance(name, loss_fn, output, target, kind):
     loss = known(loss_fn, output, target)
     generator, count = torch.Generator().manual_seed(0), 800
