@@ -9,7 +9,6 @@ and says which of these names an installed torch lacks.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import operator
 import sys
@@ -145,19 +144,6 @@ excluded_dispatch_keys = _C._dispatch_tls_local_exclude_set
 force_dispatch_keys = _C._ForceDispatchKeyGuard
 DispatchKey = _C.DispatchKey
 """The dispatch keys, set so that an operation on zero tensors finds the same kernel below a mode as without one."""
-
-get_in_thread_state = _C._get_obj_in_tls
-is_in_thread_state = _C._is_key_in_tls
-
-
-def _put_with_a_reference(key: str, value: object) -> None:
-    """Put a value there on torch 2.11, which releases a reference to it later that it did not take."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _C._stash_obj_in_tls(key, value)
-
-
-put_in_thread_state = _C._stash_obj_in_tls if torch.__version__ >= "2.12" else _put_with_a_reference
-"""Thread-local values that torch copies to the threads of its backward passes."""
 
 # The tape
 

@@ -34,17 +34,6 @@ def check_count(call: str, name: str, size: int) -> int:
     return int(size)
 
 
-def check_block(call: str, block: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
-    """Return the size of blocks that tile a matrix."""
-    p, q = _two_integers(f"{call}: a block", block)
-    if p < 1 or q < 1 or shape[0] % p or shape[1] % q:
-        raise ValueError(
-            f"{call}: the matrix is ({shape[0]}, {shape[1]}), so blocks must be of positive sizes that divide it, "
-            f"got ({p}, {q})."
-        )
-    return p, q
-
-
 def check_indices(call: str, row: Tensor, col: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the indices of entries as int64, all inside the shape."""
     check_ids(call, "row", row)

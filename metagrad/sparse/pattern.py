@@ -15,7 +15,7 @@ from metagrad.core import _torch
 from metagrad.core._torch import distinct_and_places
 from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_count, check_index, check_indices, check_shape
-from metagrad.sparse.statistics import count_merge, timed
+from metagrad.sparse.policy import count_merge, timed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,7 +179,6 @@ class Pattern:
         self._merges: dict[str, weakref.WeakKeyDictionary[Pattern, Any]] = {}  # see _without_owner
         self._copies: weakref.WeakValueDictionary[torch.device, Pattern] = weakref.WeakValueDictionary()
         self._repeat: tuple[int, Pattern] | None = None
-        self._unblocked: dict[tuple[int, int], tuple[Pattern, Segments]] = {}
         self._frozen = True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -292,6 +291,7 @@ class Pattern:
         return Segments.grouped(self.col, self.shape[1], order)
 
     @cached_property
+    @structural
     @timed("conversion")
     def cells(self) -> Tensor:
         """The number of the cell of each entry, counted row by row, int64 [nnz]; dense products ask for it."""
@@ -369,13 +369,6 @@ class Pattern:
             self._repeat = (num, repeated)
         return self._repeat[1]
 
-    @structural
-    def unblocked(self, block: tuple[int, int]) -> tuple[Pattern, Segments]:
-        """Return the pattern of the cells of p x q blocks, and where in the blocks each of its values is (cached)."""
-        if block not in self._unblocked:
-            self._unblocked[block] = self._of_blocks(block)
-        return self._unblocked[block]
-
     @timed("conversion")
     def _united(self, other: Pattern) -> Merge:
         both = torch.cat([_keys(self.row, self.col, self.shape), _keys(other.row, other.col, other.shape)])
@@ -414,15 +407,6 @@ class Pattern:
             Segments.grouped(right, other.nnz),
             Segments.grouped(cell, pattern.nnz),
         )
-
-    @timed("conversion")
-    def _of_blocks(self, block: tuple[int, int]) -> tuple[Pattern, Segments]:
-        p, q = block
-        shape = check_shape("SparseTensor(pattern, values)", (self.shape[0] * p, self.shape[1] * q))
-        row = self.row[:, None, None] * p + torch.arange(p, device=self.device)[:, None]
-        col = self.col[:, None, None] * q + torch.arange(q, device=self.device)
-        keys, order = torch.sort((row * shape[1] + col).reshape(-1))
-        return Pattern._of_keys(keys, shape), Segments.grouped(order, len(order))
 
     def find(self, row: Tensor, col: Tensor) -> Tensor:
         """Return the entry that each cell is stored in, or -1: int64 in the shape of ``row``."""

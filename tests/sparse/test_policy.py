@@ -9,7 +9,7 @@ import torch
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor, calibrate
 from metagrad.sparse.policy import DEFAULT, SparsePolicy, current_policy, use_policy
-from metagrad.sparse.statistics import stats
+from metagrad.sparse.policy import stats
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)
 SPARSE = SparsePolicy(threshold=math.inf)

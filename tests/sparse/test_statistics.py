@@ -8,7 +8,7 @@ import torch
 
 from metagrad.sparse import Pattern, SparseTensor
 from metagrad.sparse.policy import SparsePolicy, use_policy
-from metagrad.sparse.statistics import current_stats, stats, timed
+from metagrad.sparse.policy import current_stats, stats, timed
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 DENSE = SparsePolicy(threshold=0.0, min_nnz=0)

@@ -8,9 +8,9 @@ policy may choose otherwise, and where it prefers a dense product the result is 
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,76 +18,46 @@ from torch import Tensor
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.pattern import Pattern, Segments
-from metagrad.sparse.policy import current_policy
-from metagrad.sparse.statistics import count_densified, current_stats, timed
+from metagrad.sparse.policy import count_densified, count_product, current_policy, timed, timing
 
 CSR_DTYPES = (torch.float32, torch.float64)
 DEVICES = ("cpu", "cuda")  # with CSR kernels, and where a policy is asked
 VECTOR = 8  # numbers of float32 in a vector of a CPU
 SLICE_NUMBERS = 1 << 18  # numbers gathered at a time where no CSR kernel exists
+_NOTHING = contextlib.nullcontext()
 
 
-def has_csr_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Say whether torch multiplies CSR matrices of this dtype on this device."""
-    return dtype in CSR_DTYPES and device.type in DEVICES
-
-
-def _counted(
-    kernel: Callable[[Pattern, Tensor, Tensor], Tensor],
-) -> Callable[[Pattern, Tensor, Tensor], Tensor]:
-    """Time a product kernel, and compare its result with a dense one, while statistics are open."""
-
-    @functools.wraps(kernel)
-    def counted(pattern: Pattern, first: Tensor, second: Tensor) -> Tensor:
-        found = current_stats()
-        if found is None:
-            return kernel(pattern, first, second)
-        with found.timing("product"):
-            result = kernel(pattern, first, second)
-        found.count_product(pattern.shape, second.shape[1], result)
-        return result
-
-    return counted
-
-
-@_counted
 def matmul(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
     """Multiply a sparse matrix, values [nnz], by a dense one: [m, K] to [n, K]."""
-    shape = (pattern.shape[0], dense.shape[1])
-    if not pattern.nnz or not shape[1]:
-        return dense.new_zeros(shape)
-    if _prefers_dense(pattern, dense):
-        result = _times(_made_dense(pattern, values), dense)
-        # An infinity or NaN times a cell that is not stored is nothing in a sparse product, and NaN in this one.
-        if result.isfinite().all():
-            return result
-    if _uses_csr(dense):
-        return _times(_csr(pattern.crow, pattern.col, values, pattern.shape), dense.contiguous())
-    result = widened(dense.new_zeros(shape))
-    for part in _slices(pattern.nnz, shape[1]):
-        result.index_add_(0, pattern.row[part], _scaled_rows(dense, pattern.col[part], values[part, None]))
-    return result.to(dense.dtype)
+    with timing("product"), _own_dtype(dense):
+        if not pattern.nnz or not dense.shape[1]:
+            result = dense.new_zeros(pattern.shape[0], dense.shape[1])
+        elif (result := _dense_product(pattern, values, dense)) is None:
+            if _uses_csr(dense):
+                result = _csr(pattern.crow, pattern.col, values, pattern.shape) @ dense.contiguous()
+            else:
+                result = _gathered_product(pattern, values, dense)
+    count_product(pattern.shape, dense.shape[1], result)
+    return result
 
 
-@_counted
 def sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """Compute ``a[row] . b[col]`` at every entry: [n, K] and [m, K] to [nnz]."""
-    if not pattern.nnz or not a.shape[1]:
-        return a.new_zeros(pattern.nnz)
-    if _prefers_dense(pattern, a):
-        product = _times(a, b.t())
-        count_densified(product.nbytes)
-        return product.view(-1).index_select(0, pattern.cells)
-    if _uses_csr(a):
-        target = _csr(pattern.crow, pattern.col, a.new_zeros(pattern.nnz), pattern.shape)
-        a, b = _whole_vector(a), _whole_vector(b)
-        return torch.sparse.sampled_addmm(target, a.contiguous(), b.contiguous().t(), beta=0.0).values()
-    return torch.cat(
-        [
-            _scaled_rows(a, pattern.row[part], b.index_select(0, pattern.col[part])).sum(1)
-            for part in _slices(pattern.nnz, a.shape[1])
-        ]
-    ).to(a.dtype)
+    with timing("product"), _own_dtype(a):
+        if not pattern.nnz or not a.shape[1]:
+            result = a.new_zeros(pattern.nnz)
+        elif _prefers_dense(pattern, a):
+            product = a @ b.t()
+            count_densified(product.nbytes)
+            result = product.view(-1).index_select(0, pattern.cells)
+        elif _uses_csr(a):
+            target = _csr(pattern.crow, pattern.col, a.new_zeros(pattern.nnz), pattern.shape)
+            left, right = _whole_vector(a).contiguous(), _whole_vector(b).contiguous().t()
+            result = torch.sparse.sampled_addmm(target, left, right, beta=0.0).values()
+        else:
+            result = _gathered_sample(pattern, a, b)
+    count_product(pattern.shape, a.shape[1], result)
+    return result
 
 
 @timed("segment sum")
@@ -100,7 +70,8 @@ def segment_sum(values: Tensor, segments: Segments) -> Tensor:
         return index_sum(values, segments.ids, shape[0]).to(values.dtype)
     ones = values.new_ones(len(segments))
     sums = _csr(segments.pointers, segments.order, ones, (shape[0], len(segments)))
-    return _times(sums, values.flatten(1) if values.ndim > 1 else values).reshape(shape)
+    with _own_dtype(values):
+        return (sums @ (values.flatten(1) if values.ndim > 1 else values)).reshape(shape)
 
 
 def _announce_csr() -> None:
@@ -118,21 +89,35 @@ def _prefers_dense(pattern: Pattern, operand: Tensor) -> bool:
 
 
 def _uses_csr(operand: Tensor) -> bool:
-    layout = current_policy().layout
-    exists = has_csr_kernels(operand.dtype, operand.device)
-    if layout == "csr" and not exists:
-        raise TypeError(
-            f"SparsePolicy(layout='csr'): torch has no CSR products of {operand.dtype} on {operand.device}. "
-            "Use layout='auto', which takes gathers there."
-        )
-    return exists and layout != "gather"
+    """Return whether torch multiplies CSR matrices of this dtype on this device, and may."""
+    exists = operand.dtype in CSR_DTYPES and operand.device.type in DEVICES
+    return exists and current_policy().layout == "auto"
 
 
-def _made_dense(pattern: Pattern, values: Tensor) -> Tensor:
+def _dense_product(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor | None:
+    """Multiply densely if the policy says so and the result is that of a sparse product."""
+    if not _prefers_dense(pattern, dense):
+        return None
     matrix = values.new_zeros(pattern.shape)
     count_densified(matrix.nbytes)
-    matrix.view(-1).scatter_(0, pattern.cells, values)
-    return matrix
+    result = matrix.view(-1).scatter_(0, pattern.cells, values).view(pattern.shape) @ dense
+    # An infinity or NaN times a cell that is not stored is nothing in a sparse product, and NaN in this one.
+    return result if result.isfinite().all() else None
+
+
+def _gathered_product(pattern: Pattern, values: Tensor, dense: Tensor) -> Tensor:
+    result = widened(dense.new_zeros(pattern.shape[0], dense.shape[1]))
+    for part in _slices(pattern.nnz, dense.shape[1]):
+        result.index_add_(0, pattern.row[part], _scaled_rows(dense, pattern.col[part], values[part, None]))
+    return result.to(dense.dtype)
+
+
+def _gathered_sample(pattern: Pattern, a: Tensor, b: Tensor) -> Tensor:
+    parts = [
+        _scaled_rows(a, pattern.row[part], b.index_select(0, pattern.col[part])).sum(1)
+        for part in _slices(pattern.nnz, a.shape[1])
+    ]
+    return torch.cat(parts).to(a.dtype)
 
 
 def _whole_vector(x: Tensor) -> Tensor:
@@ -144,12 +129,10 @@ def _whole_vector(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, VECTOR - x.shape[1])) if is_slow else x
 
 
-def _times(matrix: Tensor, dense: Tensor) -> Tensor:
-    """Multiply in the dtype of the operands: autocast would cast one of them, to a dtype without CSR products."""
-    if not torch.is_autocast_enabled(dense.device.type):
-        return matrix @ dense
-    with torch.autocast(dense.device.type, enabled=False):
-        return matrix @ dense
+def _own_dtype(operand: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off, which would cast one of the operands, to a dtype without CSR products."""
+    kind = operand.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def _scaled_rows(x: Tensor, index: Tensor, factors: Tensor) -> Tensor:

@@ -1,51 +1,36 @@
-"""The other forms of a sparse matrix: its parts, its blocks, torch's and SciPy's."""
+"""The other forms of a sparse matrix: coordinates, dense ones, torch's layouts and SciPy's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metagrad.sparse.checks import check_block, check_floating
-from metagrad.sparse.matrix import assemble, interchange
+from metagrad.core._torch import from_numpy
+from metagrad.sparse.checks import check_floating, check_indices, check_real, check_shape
+from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.operations.entries import Entries
-from metagrad.sparse.pattern import Pattern
+from metagrad.sparse.pattern import Pattern, Segments
+from metagrad.sparse.policy import timed
 
 if TYPE_CHECKING:
     from scipy.sparse import sparray, spmatrix
     from typing_extensions import Self
 
+ScipyFormat: TypeAlias = Literal["bsr", "coo", "csc", "csr", "dia", "dok", "lil"]
 
-class COO(NamedTuple):
-    """Entries with their coordinates, row by row."""
-
-    row: Tensor  # int64 [nnz]
-    col: Tensor  # int64 [nnz]
-    values: Tensor  # [nnz], or [nnz, p, q] for blocks
-
-
-class CSR(NamedTuple):
-    """Compressed rows: row i holds the entries from ``crow[i]`` to ``crow[i + 1]``."""
-
-    crow: Tensor  # int64 [rows + 1]
-    col: Tensor  # int64 [nnz]
-    values: Tensor  # [nnz], or [nnz, p, q] for blocks
-
-
-class CSC(NamedTuple):
-    """Compressed columns: column j holds the entries from ``ccol[j]`` to ``ccol[j + 1]``."""
-
-    ccol: Tensor  # int64 [columns + 1]
-    row: Tensor  # int64 [nnz]
-    values: Tensor  # [nnz], or [nnz, p, q] for blocks
+SCIPY_FORMATS = get_args(ScipyFormat)
+SCIPY_DTYPES = (torch.float32, torch.float64)
+TARGETS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
+LAYOUTS = (*TARGETS, torch.sparse_bsr, torch.sparse_bsc)
 
 
 class Conversions(Entries):
     """The conversions of :class:`SparseTensor`, from and to other forms.
 
-    A shape is always that of the matrix; where entries are p x q blocks, rows and columns are counted in blocks.
     Strided values stay on the tape, and are shared, not copied, if their order is the pattern's.
     """
 
@@ -60,15 +45,14 @@ class Conversions(Entries):
         Args:
             row: The row of each entry, integers of shape [entries].
             col: The column of each entry.
-            values: Floating point, [entries], or [entries, p, q] for blocks; they stay on the tape.
+            values: Floating point, [entries]; they stay on the tape.
             shape: Rows and columns of the matrix.
 
         Returns:
             The matrix. It shares ``values`` if the entries are in row-major order and no cell occurs twice.
 
         Raises:
-            ValueError: An index is out of range, lengths or devices differ, blocks do not divide the shape, or
-                there are more than 2^63 - 1 cells.
+            ValueError: An index is out of range, lengths or devices differ, or there are more than 2^63 - 1 cells.
             TypeError: Indices are not integers, values are not real floating point, or the shape is not two integers.
 
         Example:
@@ -78,94 +62,7 @@ class Conversions(Entries):
             SparseTensor(shape=(2, 2), nnz=2, values=tensor([2., 4.]))
         """
         call = "SparseTensor.from_coo(row, col, values, shape)"
-        return cls._of(*assemble.from_entries(call, row, col, values, shape))
-
-    @classmethod
-    def from_csr(cls, crow: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]) -> Self:
-        """Make a matrix of compressed rows; the columns within one may be in any order.
-
-        Args:
-            crow: The pointers, integers of shape [rows + 1] that ascend from 0 to the number of entries.
-            col: The column of each entry, integers of shape [entries].
-            values: Floating point, [entries], or [entries, p, q] for blocks; they stay on the tape.
-            shape: Rows and columns of the matrix.
-
-        Returns:
-            The matrix. It shares ``crow``, ``col`` and ``values`` if they are int64 and the columns ascend.
-
-        Raises:
-            ValueError: As :meth:`from_coo`; ``crow`` does not ascend or has a wrong length; a cell occurs twice.
-            TypeError: As :meth:`from_coo`.
-
-        Example:
-            >>> crow, col = torch.tensor([0, 1, 1]), torch.tensor([1])
-            >>> metagrad.sparse.SparseTensor.from_csr(crow, col, torch.tensor([5.0]), (2, 2)).to_dense()
-            tensor([[0., 5.],
-                    [0., 0.]])
-        """
-        call = "SparseTensor.from_csr(crow, col, values, shape)"
-        return cls._of(*assemble.from_compressed(call, crow, col, values, shape))
-
-    @classmethod
-    def from_csc(cls, ccol: Tensor, row: Tensor, values: Tensor, shape: Sequence[int]) -> Self:
-        """Make a matrix of compressed columns; as :meth:`from_csr`, with rows and columns exchanged.
-
-        Example:
-            >>> ccol, row = torch.tensor([0, 0, 2]), torch.tensor([0, 1])
-            >>> metagrad.sparse.SparseTensor.from_csc(ccol, row, torch.tensor([5.0, 6.0]), (2, 2)).to_dense()
-            tensor([[0., 5.],
-                    [0., 6.]])
-        """
-        call = "SparseTensor.from_csc(ccol, row, values, shape)"
-        return cls._of(*assemble.from_compressed(call, ccol, row, values, shape, columns=True))
-
-    @classmethod
-    def from_bsr(cls, crow: Tensor, col: Tensor, blocks: Tensor, shape: Sequence[int]) -> Self:
-        """Make a matrix of compressed rows of blocks; as :meth:`from_csr`, with ``blocks`` [entries, p, q].
-
-        Example:
-            >>> crow, col, blocks = torch.tensor([0, 1]), torch.tensor([1]), torch.ones(1, 2, 2)
-            >>> metagrad.sparse.SparseTensor.from_bsr(crow, col, blocks, (2, 4)).to_dense()
-            tensor([[0., 0., 1., 1.],
-                    [0., 0., 1., 1.]])
-        """
-        call = "SparseTensor.from_bsr(crow, col, blocks, shape)"
-        check_floating(call, "blocks", blocks)
-        if blocks.ndim != 3:
-            raise ValueError(f"{call}: blocks must have shape [entries, p, q], got {list(blocks.shape)}.")
-        return cls._of(*assemble.from_compressed(call, crow, col, blocks, shape))
-
-    @classmethod
-    def from_edges(cls, edge_index: Tensor, values: Tensor | None = None, *, shape: Sequence[int]) -> Self:
-        """Make the adjacency matrix of an edge list: edge e goes from row ``edge_index[0, e]`` to a column.
-
-        Where messages flow along the edges, from source to target, they are summed by ``a.t() @ x``.
-
-        Args:
-            edge_index: The ends of each edge, integers of shape [2, edges], in any order; parallel edges are added.
-            values: The weight of each edge, [edges], which stays on the tape; None is 1 for each.
-            shape: Rows and columns, both the number of nodes for a graph on one set of them.
-
-        Returns:
-            The matrix.
-
-        Raises:
-            ValueError: ``edge_index`` is not [2, edges]; and as :meth:`from_coo`.
-            TypeError: As :meth:`from_coo`.
-
-        Example:
-            >>> edges = torch.tensor([[0, 0, 1], [1, 2, 2]])
-            >>> a = metagrad.sparse.SparseTensor.from_edges(edges, shape=(3, 3))
-            >>> a.t() @ torch.tensor([1.0, 10.0, 100.0])
-            tensor([ 0.,  1., 11.])
-        """
-        call = "SparseTensor.from_edges(edge_index, values, shape=...)"
-        if not isinstance(edge_index, Tensor) or edge_index.ndim != 2 or len(edge_index) != 2:
-            what = list(edge_index.shape) if isinstance(edge_index, Tensor) else type(edge_index).__name__
-            raise ValueError(f"{call}: edge_index must be a tensor of shape [2, edges], got {what}.")
-        row, col = edge_index.unbind()
-        weights = torch.ones(len(row), device=row.device) if values is None else values
-        return cls._of(*assemble.from_entries(call, row, col, weights, shape))
+        return cls._of(*from_entries(call, row, col, values, shape))
 
     @classmethod
     def from_dense(cls, tensor: Tensor, mask: Tensor | None = None) -> Self:
@@ -200,14 +97,15 @@ class Conversions(Entries):
         return cls._of(pattern, tensor[pattern.row, pattern.col])
 
     @classmethod
+    @timed("conversion")
     def from_torch(cls, tensor: Tensor) -> Self:
-        """Convert a torch sparse tensor of any of the five layouts; blocks of BSR and BSC stay blocks.
+        """Convert a torch sparse tensor of any of the five layouts; of a block every number is an entry.
 
         Args:
             tensor: COO, coalesced or not, CSR, CSC, BSR or BSC, of two dimensions.
 
         Returns:
-            The matrix, which shares the memory of ``tensor`` where the order is row-major; it is off the tape.
+            The matrix, which shares the values of ``tensor`` where the order is row-major; it is off the tape.
 
         Raises:
             ValueError: ``tensor`` requires grad: torch cuts the graph of its values at order 2. Or it has more
@@ -218,11 +116,17 @@ class Conversions(Entries):
             >>> metagrad.sparse.SparseTensor.from_torch(torch.eye(2).to_sparse())
             SparseTensor(shape=(2, 2), nnz=2, values=tensor([1., 1.]))
         """
-        return cls._of(*interchange.from_torch(tensor))
+        call = "SparseTensor.from_torch(tensor)"
+        _check_torch(call, tensor)
+        coo = tensor.to_sparse_coo()
+        # Not the public indices(), which raises for a tensor that is not coalesced.
+        row, col = coo._indices()
+        return cls._of(*from_entries(call, row, col, coo._values(), tuple(tensor.shape)))
 
     @classmethod
+    @timed("conversion")
     def from_scipy(cls, matrix: sparray | spmatrix) -> Self:
-        """Convert a SciPy sparse array or matrix of any format; blocks of BSR stay blocks, duplicates are added.
+        """Convert a SciPy sparse array or matrix of any format; duplicates are added.
 
         The memory of the values is shared where their order is row-major and it is writeable.
 
@@ -235,79 +139,64 @@ class Conversions(Entries):
             >>> metagrad.sparse.SparseTensor.from_scipy(scipy.sparse.eye_array(2, format="csc"))
             SparseTensor(shape=(2, 2), nnz=2, values=tensor([1., 1.], dtype=torch.float64))
         """
-        return cls._of(*interchange.from_scipy(matrix))
+        import scipy.sparse
 
-    def coo(self) -> COO:
-        """Return the rows, columns and values, differentiable and without a copy.
+        call = "SparseTensor.from_scipy(matrix)"
+        if not scipy.sparse.issparse(matrix):
+            raise TypeError(
+                f"{call}: matrix must be a SciPy sparse array or matrix, got {type(matrix).__name__}."
+            )
+        shape: tuple[int, ...] = matrix.shape  # type: ignore[reportAttributeAccessIssue]
+        if len(shape) != 2:
+            raise ValueError(f"{call}: matrix must have two dimensions, got shape {shape}.")
+        # Not coo_array(matrix), which copies in SciPy 1.15.
+        parts = matrix.tocoo(copy=False)  # type: ignore[reportAttributeAccessIssue]
+        _check_numbers(call, parts.data.dtype)
+        return cls._of(*from_entries(call, *map(_tensor, (parts.row, parts.col, parts.data)), shape))
 
-        Example:
-            >>> metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 5.0], [6.0, 0.0]])).coo()
-            COO(row=tensor([0, 1]), col=tensor([1, 0]), values=tensor([5., 6.]))
-        """
-        return COO(self.pattern.row, self.pattern.col, self.values)
-
-    def csr(self) -> CSR:
-        """Return the row pointers, columns and values, differentiable and without a copy.
-
-        Example:
-            >>> metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 5.0], [6.0, 0.0]])).csr()
-            CSR(crow=tensor([0, 1, 2]), col=tensor([1, 0]), values=tensor([5., 6.]))
-        """
-        return CSR(self.pattern.crow, self.pattern.col, self.values)
-
-    def csc(self) -> CSC:
-        """Return the column pointers, rows and values in the order of columns, differentiable.
-
-        Example:
-            >>> metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 5.0], [6.0, 0.0]])).csc()
-            CSC(ccol=tensor([0, 1, 2]), row=tensor([1, 0]), values=tensor([6., 5.]))
-        """
-        values = self.values.index_select(0, self.pattern.csc_order)
-        return CSC(self.pattern.ccol, self.pattern.t().col, values)
-
-    def to_blocks(self, block: tuple[int, int]) -> Self:
-        """Gather the entries in p x q blocks, zero where no entry is; differentiable.
-
-        Each call finds the blocks and makes a new pattern: call it once, and train the blocks.
-
-        Raises:
-            ValueError: The blocks do not divide the matrix.
-            TypeError: ``block`` is not two integers.
-
-        Example:
-            >>> a = metagrad.sparse.SparseTensor.from_dense(torch.tensor([[0.0, 5.0, 0.0, 0.0]]))
-            >>> a.to_blocks((1, 2))
-            SparseTensor(shape=(1, 4), nnz=2, blocks=(1, 2), values=tensor([[[0., 5.]]]))
-        """
-        scalar = self.scalar()
-        sizes = check_block("SparseTensor.to_blocks(block)", block, scalar.pattern.shape)
-        return self._of(*assemble.to_blocks(scalar.pattern, scalar.values, sizes))
-
+    @timed("conversion")
     def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:
         """Make a torch sparse tensor, off the tape; its memory is shared where the order is the same.
 
         Args:
-            layout: COO, CSR or CSC, of numbers; or BSR or BSC, of the blocks, 1 x 1 where the entries are numbers.
+            layout: COO, CSR or CSC; blocks are made by torch, as in ``a.to_torch().to_sparse_bsr((2, 2))``.
 
         Raises:
-            ValueError: The values require grad, which would end silently: detach first. Or the layout is not sparse.
+            ValueError: The values require grad, which would end silently: detach first. Or the layout is another.
 
         Example:
             >>> a = metagrad.sparse.SparseTensor.from_dense(torch.eye(2))
             >>> a.to_torch(torch.sparse_csr).values()
             tensor([1., 1.])
         """
-        call = "SparseTensor.to_torch(layout)"
-        interchange.check_layout(call, layout)
-        interchange.check_leaving(call, self.values)
-        a = self if layout in interchange.BLOCK_LAYOUTS else self.scalar()
-        return interchange.to_torch(a.pattern, a.values, layout)
+        call, pattern, values = "SparseTensor.to_torch(layout)", self.pattern, self.values
+        if layout not in TARGETS:
+            raise ValueError(
+                f"{call}: layout must be one of {', '.join(map(str, TARGETS))}, got {layout}. For a strided tensor "
+                "use .to_dense(), for blocks .to_torch().to_sparse_bsr(size)."
+            )
+        _check_leaving(call, values)
+        if layout == torch.sparse_coo:
+            return torch.sparse_coo_tensor(
+                torch.stack([pattern.row, pattern.col]),
+                values,
+                pattern.shape,
+                is_coalesced=True,
+                check_invariants=False,
+            )
+        pointers, index = pattern.crow, pattern.col
+        if layout == torch.sparse_csc:
+            pointers, index, values = pattern.ccol, pattern.t().col, values[pattern.csc_order]
+        return torch.sparse_compressed_tensor(
+            pointers, index, values, pattern.shape, layout=layout, check_invariants=False
+        )
 
-    def to_scipy(self, format: interchange.ScipyFormat = "csr") -> sparray:
-        """Make a SciPy sparse array, off the tape; CSR and BSR share the memory of the values.
+    @timed("conversion")
+    def to_scipy(self, format: ScipyFormat = "csr") -> sparray:
+        """Make a SciPy sparse array, off the tape; CSR shares the memory of the values.
 
         Args:
-            format: "coo", "csr", "csc", "dia", "dok" or "lil", of numbers; or "bsr", of the blocks.
+            format: One of SciPy's names.
 
         Raises:
             ValueError: The values require grad, or are not on the CPU; or SciPy has no such format.
@@ -317,8 +206,94 @@ class Conversions(Entries):
             >>> metagrad.sparse.SparseTensor.from_dense(torch.eye(2)).to_scipy().sum().item()
             2.0
         """
-        call = "SparseTensor.to_scipy(format)"
-        interchange.check_scipy_target(call, self.values, format)
-        interchange.check_leaving(call, self.values)
-        a = self if format == "bsr" else self.scalar()
-        return interchange.to_scipy(a.pattern, a.values, format)
+        import scipy.sparse
+
+        call, pattern, values = "SparseTensor.to_scipy(format)", self.pattern, self.values
+        if format not in SCIPY_FORMATS:
+            raise ValueError(f"{call}: format must be one of {', '.join(SCIPY_FORMATS)}, got {format!r}.")
+        if values.device.type != "cpu":
+            raise ValueError(f"{call}: a is on {values.device}, SciPy on the CPU. Use a.to('cpu') first.")
+        if values.dtype not in SCIPY_DTYPES:
+            raise TypeError(
+                f"{call}: SciPy's sparse arrays are float32 or float64, and a is {values.dtype}. Use a.float() first."
+            )
+        _check_leaving(call, values)
+        parts = values.numpy(), pattern.col.numpy(), pattern.crow.numpy()
+        return scipy.sparse.csr_array(parts, shape=pattern.shape).asformat(format)
+
+
+@timed("conversion")
+def from_entries(
+    call: str, row: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]
+) -> tuple[Pattern, Tensor]:
+    """Make a pattern and its values of entries in any order; those of one cell are added.
+
+    Entries that are in order already are taken as they are: nothing is copied but indices that are not int64.
+    The order and the sums are on the tape of ``values``.
+    """
+    check_floating(call, "values", values)
+    size = check_shape(call, shape)
+    row, col = check_indices(call, row, col, size)
+    if values.shape != row.shape:
+        raise ValueError(
+            f"{call}: values must have one number for each of {len(row)} entries, got {list(values.shape)}."
+        )
+    if values.device != row.device:
+        raise ValueError(
+            f"{call}: the indices are on {row.device} and the values on {values.device}. Move one with .to(device)."
+        )
+    if _in_order(row, col):
+        return Pattern._trusted(row, col, size), values
+    pattern, place = Pattern._coalesced(row, col, size)
+    return pattern, rules.segment_sum(values, Segments.grouped(place, pattern.nnz))
+
+
+def _in_order(row: Tensor, col: Tensor) -> bool:
+    later, same = row[1:] > row[:-1], row[1:] == row[:-1]
+    return bool((later | (same & (col[1:] > col[:-1]))).all())
+
+
+def _check_leaving(call: str, values: Tensor) -> None:
+    """Raise ``ValueError`` rather than detach values unasked."""
+    if values.requires_grad:
+        raise ValueError(
+            f"{call}: a requires grad, and its derivatives would end here, for torch cuts the graph of its own "
+            "sparse tensors and SciPy has none. Use a.detach() first; .to_dense() and .values are differentiable."
+        )
+
+
+def _check_torch(call: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{call}: tensor must be a torch sparse tensor, got {type(tensor).__name__}.")
+    if tensor.layout not in LAYOUTS:
+        raise TypeError(
+            f"{call}: tensor must have a sparse layout, got {tensor.layout}. "
+            "SparseTensor.from_dense(tensor) takes the cells that are not zero."
+        )
+    check_real(call, "tensor", tensor.dtype)
+    if tensor.requires_grad:
+        raise ValueError(
+            f"{call}: tensor requires grad, and torch gives no values of a sparse tensor that keep their graph "
+            "at order 2. Use tensor.detach(), or SparseTensor.from_coo(row, col, values, shape) with the "
+            "strided values it was made of, which stay on the tape."
+        )
+    if tensor.ndim != 2:
+        raise ValueError(
+            f"{call}: tensor must have two dimensions and numbers as entries, got shape {tuple(tensor.shape)}."
+        )
+    if tensor.layout == torch.sparse_coo and tensor.sparse_dim() != 2:
+        raise ValueError(
+            f"{call}: the entries of tensor are whole rows, as in the gradient of an embedding table. "
+            "metagrad.sparse.RowSparse is the form for these."
+        )
+
+
+def _check_numbers(call: str, dtype: np.dtype) -> None:
+    if dtype.kind != "f" or dtype.itemsize > 8:
+        remedy = "the .real and the .imag part" if dtype.kind == "c" else "matrix.astype('float64')"
+        raise TypeError(f"{call}: matrix must be float32 or float64, got {dtype}. Use {remedy}.")
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """Share an array with torch, which warns of read-only memory and knows no negative strides."""
+    return from_numpy(np.require(array, requirements=("C", "W")))

@@ -81,8 +81,7 @@ class Parameter(Operators, Module):
 
     def extra_repr(self) -> str:
         """Describe the matrix without its values."""
-        blocks = f", blocks={self.tensor.block_shape}" if self.tensor.is_blocked else ""
-        return f"shape={tuple(self.shape)}, nnz={self.tensor.nnz}{blocks}, dtype={self.values.dtype}"
+        return f"shape={self.pattern.shape}, nnz={self.pattern.nnz}, dtype={self.values.dtype}"
 
     def get_extra_state(self) -> Tensor:
         """Return the pattern as one tensor, int64 [2, 1 + nnz]: its shape, then the row and column of each entry."""

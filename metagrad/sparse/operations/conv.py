@@ -21,15 +21,15 @@ from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels.derivatives import shown
 from metagrad.sparse.kernels.tangents import Bilinear
-from metagrad.sparse.operations.rulebook import Routes, Rulebook, StridedRulebook
+from metagrad.sparse.operations.rulebook import Rulebook
 
 _CALL = "conv(x, weight, rulebook, bias)"
 
-_Gradients: TypeAlias = tuple[None, None, Tensor | None, Tensor | None]
+_Gradients: TypeAlias = tuple[None, Tensor | None, Tensor | None]
 
 
 def conv(
-    x: Tensor, weight: Tensor, rulebook: Rulebook | StridedRulebook, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None
 ) -> Tensor:
     r"""Convolve features on the sites of a sparse grid; the rulebook says on which sites the output is.
 
@@ -70,22 +70,21 @@ def conv(
     """
     _check_arguments(x, weight, rulebook, bias)
     kernels = weight.flatten(2).permute(2, 1, 0).contiguous()
-    y = _Convolve.apply(rulebook, False, *shown(x, kernels))
+    y = _Convolve.apply(rulebook, *shown(x, kernels))
     return y if bias is None else y + bias
 
 
 class _ConvContext(Context, Protocol):
-    """What a derivative has of a rule: along which pairs, and whether from the output to the input."""
+    """What a derivative has of a rule."""
 
-    structure: tuple[Routes, bool]
+    structure: tuple[Rulebook]
 
 
 def _each(
     rule: type[Bilinear],
     info: VmapInfo,
     in_dims: Sequence[int | None],
-    rulebook: Routes,
-    backwards: bool,
+    rulebook: Rulebook,
     *operands: Tensor,
 ) -> tuple[Tensor, int]:
     """Apply a rule to each member of a vmapped batch."""
@@ -96,7 +95,7 @@ def _each(
         ),
         strict=True,
     )
-    return torch.stack([rule.apply(rulebook, backwards, *member) for member in members]), 0
+    return torch.stack([rule.apply(rulebook, *member) for member in members]), 0
 
 
 class _Rule(Bilinear):
@@ -108,65 +107,60 @@ class _Rule(Bilinear):
 
 
 class _Convolve(_Rule):
-    """x [sites, C_in], w [positions, C_in, C_out] to [outputs, C_out]; backwards, x is on the sites of the output."""
+    """x [sites, C_in], w [positions, C_in, C_out] to [sites, C_out]."""
 
     @staticmethod
-    def forward(rulebook: Routes, backwards: bool, x: Tensor, w: Tensor) -> Tensor:
-        num = rulebook.num_sites if backwards else rulebook.num_outputs
-        y = widened(x.new_zeros(num, w.shape[2]))
+    def forward(rulebook: Rulebook, x: Tensor, w: Tensor) -> Tensor:
+        y = widened(x.new_zeros(rulebook.num_sites, w.shape[2]))
         for route, kernel in zip(rulebook.routes(), w, strict=True):
             if route is None:
                 y += x @ kernel
             else:
-                to, of = route[::-1] if backwards else route
+                to, of = route
                 y.index_add_(0, to, widened(x[of] @ kernel))
         return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: _ConvContext, grad: Tensor) -> _Gradients:
         x, w = ctx.saved_tensors
-        rulebook, backwards = ctx.structure
-        d_x = _Convolve.apply(rulebook, not backwards, grad, _adjoint(w)) if ctx.needs_input_grad[2] else None
-        d_w = _Correlate.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
-        return None, None, d_x, d_w
+        (rulebook,) = ctx.structure
+        d_x = _Convolve.apply(rulebook, grad, _adjoint(w)) if ctx.needs_input_grad[1] else None
+        d_w = _Correlate.apply(rulebook, x, grad) if ctx.needs_input_grad[2] else None
+        return None, d_x, d_w
 
 
 class _Correlate(_Rule):
-    """x [sites, C_in], g [outputs, C_out] to [positions, C_in, C_out]: the sum of x g^T over the pairs of each."""
+    """x [sites, C_in], g [sites, C_out] to [positions, C_in, C_out]: the sum of x g^T over the pairs of each."""
 
     @staticmethod
-    def forward(rulebook: Routes, backwards: bool, x: Tensor, g: Tensor) -> Tensor:
+    def forward(rulebook: Rulebook, x: Tensor, g: Tensor) -> Tensor:
         routes = rulebook.routes()
         w = x.new_empty(len(routes), x.shape[1], g.shape[1])
         for i, route in enumerate(routes):
-            if route is None:
-                w[i] = x.mT @ g
-            else:
-                to, of = route[::-1] if backwards else route
-                w[i] = x[of].mT @ g[to]
+            w[i] = x.mT @ g if route is None else x[route[1]].mT @ g[route[0]]
         return w
 
     @staticmethod
     def backward(ctx: _ConvContext, grad: Tensor) -> _Gradients:
         x, g = ctx.saved_tensors
-        rulebook, backwards = ctx.structure
-        d_x = _Convolve.apply(rulebook, not backwards, g, _adjoint(grad)) if ctx.needs_input_grad[2] else None
-        d_g = _Convolve.apply(rulebook, backwards, x, grad) if ctx.needs_input_grad[3] else None
-        return None, None, d_x, d_g
+        (rulebook,) = ctx.structure
+        d_x = _Convolve.apply(rulebook, g, _adjoint(grad)) if ctx.needs_input_grad[1] else None
+        d_g = _Convolve.apply(rulebook, x, grad) if ctx.needs_input_grad[2] else None
+        return None, d_x, d_g
 
 
 def _adjoint(w: Tensor) -> Tensor:
-    """Return the kernel that moves cotangents back along the pairs."""
-    return w.mT.contiguous()
+    """Return the kernel that moves cotangents back: mirrored positions join the same pairs of sites."""
+    return w.flip(0).mT.contiguous()
 
 
 def _check_arguments(
-    x: Tensor, weight: Tensor, rulebook: Rulebook | StridedRulebook, bias: Tensor | None
+    x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None
 ) -> None:
-    if not is_a(rulebook, Rulebook, StridedRulebook):
+    if not is_a(rulebook, Rulebook):
         raise TypeError(
             f"{_CALL}: rulebook must be a Rulebook, got {type(rulebook).__name__}. "
-            "Rulebook(coords, kernel_size) or StridedRulebook(coords, kernel_size, stride) makes one."
+            "Rulebook(coords, kernel_size) makes one."
         )
     for name, tensor in (("x", x), ("weight", weight)) + ((("bias", bias),) if bias is not None else ()):
         check_floating(_CALL, name, tensor)

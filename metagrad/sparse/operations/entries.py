@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from metagrad.sparse.kernels import derivatives as rules
 from metagrad.sparse.pattern import Pattern
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from metagrad.sparse.matrix.tensor import SparseTensor
 
 
 class Entries:
@@ -30,37 +31,13 @@ class Entries:
         return made
 
     @property
-    def _matrix(self) -> Self:
-        return self
-
-    @property
     def shape(self) -> torch.Size:
         """Rows and columns."""
-        rows, columns = self.pattern.shape
-        p, q = self.block_shape
-        return torch.Size((rows * p, columns * q))
-
-    @property
-    def block_shape(self) -> tuple[int, int]:
-        """The size of an entry: (1, 1) for scalars."""
-        return (1, 1) if self.values.ndim == 1 else (self.values.shape[1], self.values.shape[2])
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the entries are blocks."""
-        return self.values.ndim == 3
-
-    def scalar(self) -> Self:
-        """Return the same matrix with a number for each entry, where the entries are blocks."""
-        if not self.is_blocked:
-            return self
-        pattern, order = self.pattern.unblocked(self.block_shape)
-        return self._of(pattern, rules.gather(self.values.reshape(-1), order))
+        return torch.Size(self.pattern.shape)
 
     def t(self) -> Self:
         """Return the transpose, differentiable; its pattern is the cached transpose."""
-        values = self.values.index_select(0, self.pattern.csc_order)
-        return self._of(self.pattern.t(), values.transpose(1, 2) if self.is_blocked else values)
+        return self._of(self.pattern.t(), self.values.index_select(0, self.pattern.csc_order))
 
 
 Matrix = TypeVar("Matrix", bound=Entries)
@@ -71,15 +48,11 @@ def like(a: Matrix | type[Matrix], pattern: Pattern, values: Tensor) -> Matrix:
     return a._of(pattern, values)
 
 
-@overload
-def as_sparse(call: str, name: str, a: Matrix) -> Matrix: ...
-@overload
-def as_sparse(call: str, name: str, a: object) -> Any: ...
-def as_sparse(call: str, name: str, a: object) -> Any:
-    """Return the matrix that an argument is, or that a parameter holds, or refuse it."""
-    matrix = getattr(a, "_matrix", None)
+def as_sparse(call: str, name: str, a: object) -> SparseTensor:
+    """Return the matrix that an argument is, or that a parameter holds; raise ``TypeError`` for anything else."""
+    matrix: Any = getattr(a, "_matrix", None)
     if isinstance(matrix, Entries):
-        return matrix
+        return matrix  # type: ignore[reportReturnType]
     raise TypeError(
         f"{call}: {name} must be a SparseTensor, got {type(a).__name__}. "
         "SparseTensor.from_torch(tensor) and from_scipy(matrix) convert."

@@ -4,148 +4,95 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
+from metagrad.sparse.operations.entries import Entries, as_sparse, like
 from metagrad.sparse.operations.segments import exponentials, segment_max, segment_softmax, spread
 from metagrad.sparse.pattern import Pattern, Segments
 
+if TYPE_CHECKING:
+    from metagrad.sparse.matrix.parameter import Parameter
+    from metagrad.sparse.matrix.tensor import SparseTensor
 
-def sum(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
-    r"""Add all cells, or those of each row or column.
 
-    .. math:: y = \sum_{ij} a_{ij}, \qquad y_i = \sum_j a_{ij}\ (\mathrm{dim} = 1), \qquad
-        y_j = \sum_i a_{ij}\ (\mathrm{dim} = 0)
+class Reductions:
+    """Sums, means, maxima, norms and softmax.
 
-    Args:
-        a: Sparse, [n, m].
-        dim: None, everything; 1 or -1, each row; 0 or -2, each column.
-        keepdim: Keep the dimension summed over with size 1, so that the result broadcasts against ``a``.
-
-    Returns:
-        Dense: a scalar, [n] or [m].
-
-    Raises:
-        ValueError: ``dim`` is out of range.
-        TypeError: ``a`` is not a SparseTensor.
+    ``dim`` is None for everything, 1 or -1 for each row, 0 or -2 for each column; ``keepdim`` keeps the dimension that
+    is reduced with size 1, so that the result broadcasts against the matrix. Results are dense.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), (2, 3))
-        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([1.0, 2.0, 4.0]))
-        >>> a.sum(), a.sum(dim=1), a.sum(dim=0)
-        (tensor(7.), tensor([3., 4.]), tensor([1., 4., 2.]))
-        >>> (a / a.sum(dim=1, keepdim=True)).values
-        tensor([0.3333, 0.6667, 1.0000])
-    """
-    a = as_sparse("sum(a, dim)", "a", a)
-    return _summed("sum(a, dim)", a, dim, keepdim).to(a.values.dtype)
-
-
-def mean(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
-    r"""Average all cells, or those of each row or column, stored or not.
-
-    .. math:: y = \frac{1}{nm} \sum_{ij} a_{ij}, \qquad y_i = \frac{1}{m} \sum_j a_{ij}\ (\mathrm{dim} = 1)
-
-    This is the mean of the dense matrix. The mean of the stored entries of each row is
-    ``segment_mean(a.values, a.pattern.rows)``, that of all of them ``a.values.mean()``.
-
-    Args:
-        a: Sparse, [n, m].
-        dim: None, everything; 1 or -1, each row; 0 or -2, each column.
-        keepdim: Keep the dimension averaged over with size 1.
-
-    Returns:
-        Dense: a scalar, [n] or [m]; NaN where there are no cells at all.
-
-    Raises:
-        ValueError: ``dim`` is out of range.
-        TypeError: ``a`` is not a SparseTensor.
-
-    Example:
-        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), (2, 4))
         >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([1.0, 3.0, 4.0]))
-        >>> a.mean(), a.mean(dim=1)
-        (tensor(1.), tensor([1., 1.]))
-        >>> metagrad.sparse.segment_mean(a.values, a.pattern.rows)
-        tensor([2., 4.])
+        >>> a.sum(), a.sum(dim=1), a.sum(dim=0)
+        (tensor(8.), tensor([4., 4.]), tensor([1., 4., 3.]))
+        >>> (a / a.sum(dim=1, keepdim=True)).values
+        tensor([0.2500, 0.7500, 1.0000])
     """
-    a = as_sparse("mean(a, dim)", "a", a)
-    sums = _summed("mean(a, dim)", a, dim, keepdim)
-    return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.values.dtype)
+
+    __slots__ = ()
+
+    @property
+    def _matrix(self) -> SparseTensor:
+        raise NotImplementedError
+
+    def sum(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Add all cells, or the cells of each row or column."""
+        return _summed("a.sum(dim)", self._matrix, dim, keepdim).to(self._matrix.dtype)
+
+    def mean(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Average all cells, or the cells of each row or column, stored or not: the mean of the dense matrix."""
+        a = self._matrix
+        sums = _summed("a.mean(dim)", a, dim, keepdim)
+        return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.dtype)
+
+    def max(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+        """Take the largest stored entry of all, or of each row or column; 0 where nothing is stored.
+
+        Cells that are not stored do not take part: ``a.relu().max(dim)`` counts their zeros.
+        The gradient is the one of :func:`metagrad.sparse.segment_max`.
+        """
+        a = self._matrix
+        if dim is None:
+            return _kept(a.values.amax() if a.nnz else a.values.sum(), dim, keepdim)
+        return _kept(segment_max(a.values, _along("a.max(dim)", a.pattern, dim)), dim, keepdim)
+
+    def norm(self, p: float = 2) -> Tensor:
+        """Compute the p-norm of the entries, for ``p`` of 1 or more or ``math.inf``.
+
+        The norm has a corner at the zero matrix, and for a ``p`` that is not an even number it may have one at an
+        entry that is zero. Derivatives of every order are 0 there, never NaN.
+        """
+        given = self._matrix.values
+        values = widened(given)
+        if not p >= 1:
+            raise ValueError(f"a.norm(p): p must be 1 or more, got {p}.")
+        if p == math.inf:
+            return given.abs().amax() if given.numel() else given.sum()
+        powers = values**p if p % 2 == 0 else _without_zeros(values, lambda x: x.abs() ** p)
+        return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
+
+    def softmax(self, dim: int = -1) -> SparseTensor:
+        """Normalise the exponentials of each row or column: :func:`metagrad.sparse.softmax`."""
+        return softmax(self._matrix, dim)
+
+    def log_softmax(self, dim: int = -1) -> SparseTensor:
+        """Compute the logarithm of :meth:`softmax`, without the underflow of its two steps.
+
+        A cell that is not stored has a weight of 0, so its log-weight is minus infinity, and not the 0 that
+        :meth:`SparseTensor.to_dense` writes there.
+        """
+        a = self._matrix
+        index = _along("a.log_softmax(dim)", a.pattern, dim)
+        shifted, _, sums = exponentials(widened(a.values), index, index.num_segments)
+        return like(a, a.pattern, (shifted - spread(sums.log(), index)).to(a.dtype))
 
 
-def max(a: Entries, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
-    r"""Take the largest stored entry of all, or of each row or column.
-
-    .. math:: y = \max_{ij \text{ stored}} a_{ij}, \qquad y_i = \max_{j \text{ stored in row } i} a_{ij}
-
-    Cells that are not stored do not take part: a row of one entry, -2, has the maximum -2, and 0 in the dense
-    matrix. ``a.relu().max(dim)`` counts their zeros. The gradient is that of :func:`segment_max`.
-
-    Args:
-        a: Sparse, [n, m]; blocks become scalars.
-        dim: None, everything; 1 or -1, each row; 0 or -2, each column.
-        keepdim: Keep the dimension reduced with size 1.
-
-    Returns:
-        Dense: a scalar, [n] or [m]; 0 where nothing is stored.
-
-    Raises:
-        ValueError: ``dim`` is out of range.
-        TypeError: ``a`` is not a SparseTensor.
-
-    Example:
-        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), (3, 3))
-        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([1.0, 3.0, -2.0]))
-        >>> a.max(), a.max(dim=1)
-        (tensor(3.), tensor([ 3., -2.,  0.]))
-    """
-    scalar = as_sparse("max(a, dim)", "a", a).scalar()
-    if dim is None:
-        return _kept(scalar.values.amax() if scalar.pattern.nnz else scalar.values.sum(), dim, keepdim)
-    index = _along("max(a, dim)", scalar.pattern, dim)
-    return _kept(segment_max(scalar.values, index), dim, keepdim)
-
-
-def norm(a: Entries, p: float = 2) -> Tensor:
-    r"""Compute the p-norm of the entries; by default the Frobenius norm of the matrix.
-
-    .. math:: y = \Big( \sum_{ij} |a_{ij}|^p \Big)^{1/p}, \qquad y = \max_{ij} |a_{ij}|\ (p = \infty)
-
-    The norm has a corner at the zero matrix, and for a ``p`` that is not an even number :math:`|a|^p` may have one at
-    an entry that is zero. Derivatives of every order are taken to be 0 there, never NaN.
-
-    Args:
-        a: Sparse, [n, m].
-        p: The order, 1 or more; ``math.inf`` is the largest magnitude.
-
-    Returns:
-        Dense, a scalar.
-
-    Raises:
-        ValueError: ``p`` is below 1.
-        TypeError: ``a`` is not a SparseTensor.
-
-    Example:
-        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 1]), torch.tensor([1, 0]), (2, 2))
-        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([3.0, -4.0]))
-        >>> a.norm(), a.norm(p=1), a.norm(p=float("inf"))
-        (tensor(5.), tensor(7.), tensor(4.))
-    """
-    given = as_sparse("norm(a, p)", "a", a).values
-    values = widened(given)
-    if not p >= 1:
-        raise ValueError(f"norm(a, p): p must be 1 or more, got {p}.")
-    if p == math.inf:
-        return given.abs().amax() if given.numel() else given.sum()
-    powers = values**p if p % 2 == 0 else _without_zeros(values, lambda x: x.abs() ** p)
-    return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
-
-
-def softmax(a: Matrix, dim: int = -1) -> Matrix:
+def softmax(a: SparseTensor | Parameter, dim: int = -1) -> SparseTensor:
     r"""Normalise the exponentials of the stored entries of each row, or of each column.
 
     .. math:: y_{ij} = e^{a_{ij}} \Big/ \sum_{k \text{ stored in row } i} e^{a_{ik}}
@@ -153,7 +100,7 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
     A cell that is not stored counts as minus infinity, as in ``torch.sparse.softmax``.
 
     Args:
-        a: Sparse, [n, m]; blocks become scalars.
+        a: Sparse, [n, m].
         dim: 1 or -1, each row; 0 or -2, each column.
 
     Returns:
@@ -170,39 +117,9 @@ def softmax(a: Matrix, dim: int = -1) -> Matrix:
         tensor([[0.5000, 0.0000, 0.5000],
                 [0.0000, 1.0000, 0.0000]])
     """
-    scalar = as_sparse("softmax(a, dim)", "a", a).scalar()
-    index = _along("softmax(a, dim)", scalar.pattern, dim)
-    return like(scalar, scalar.pattern, segment_softmax(scalar.values, index))
-
-
-def log_softmax(a: Matrix, dim: int = -1) -> Matrix:
-    r"""Compute the logarithm of :func:`softmax`, without the underflow of its two steps.
-
-    .. math:: y_{ij} = a_{ij} - \log \sum_{k \text{ stored in row } i} e^{a_{ik}}
-
-    Args:
-        a: Sparse, [n, m]; blocks become scalars.
-        dim: 1 or -1, each row; 0 or -2, each column.
-
-    Returns:
-        Log-weights on the same pattern. A cell that is not stored has a weight of 0, so its log-weight is minus
-        infinity, and not the 0 that :meth:`SparseTensor.to_dense` writes there.
-
-    Raises:
-        ValueError: ``dim`` is out of range.
-        TypeError: ``a`` is not a SparseTensor.
-
-    Example:
-        >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0]), torch.tensor([0, 2]), (1, 3))
-        >>> a = metagrad.sparse.SparseTensor(pattern, torch.tensor([0.0, 1000.0]))
-        >>> metagrad.sparse.log_softmax(a).values
-        tensor([-1000.,     0.])
-    """
-    scalar = as_sparse("log_softmax(a, dim)", "a", a).scalar()
-    index = _along("log_softmax(a, dim)", scalar.pattern, dim)
-    shifted, _, sums = exponentials(widened(scalar.values), index, index.num_segments)
-    values = shifted - spread(sums.log(), index)
-    return like(scalar, scalar.pattern, values.to(scalar.values.dtype))
+    matrix = as_sparse("softmax(a, dim)", "a", a)
+    index = _along("softmax(a, dim)", matrix.pattern, dim)
+    return like(matrix, matrix.pattern, segment_softmax(matrix.values, index))
 
 
 def _along(call: str, pattern: Pattern, dim: int) -> Segments:
@@ -220,9 +137,7 @@ def _summed(call: str, a: Entries, dim: int | None, keepdim: bool) -> Tensor:
     if dim is None:
         return _kept(values.sum(), dim, keepdim)
     index = _along(call, a.pattern, dim)
-    # The numbers of a block in one row, or one column, are added first: a block is never taken apart.
-    values = values.sum(2 if index is a.pattern.rows else 1) if a.is_blocked else values
-    return _kept(rules.segment_sum(values, index).reshape(-1), dim, keepdim)
+    return _kept(rules.segment_sum(values, index), dim, keepdim)
 
 
 def _kept(result: Tensor, dim: int | None, keepdim: bool) -> Tensor:

@@ -19,7 +19,7 @@ from metagrad.core import _torch
 from metagrad.core._torch import Context, TensorSubclass, VmapInfo
 from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.kernels.tangents import Kernel, nestable
-from metagrad.sparse.statistics import count_densified
+from metagrad.sparse.policy import count_densified
 
 R = TypeVar("R", bound="Rows")
 
