@@ -2,7 +2,7 @@
 
 What is differentiated is t_0 = sum(sin(A x)) with respect to the values v of A on a fixed pattern, and from then on
 t_k = sum((d t_{k-1} / dv)^2), which no cut gradient survives; likewise for lookups in a table, attention with dropout
-and convolution with a stride. Of the product of 2M entries it is the forward alone, beside SciPy and MKL. First every
+and convolution. Of the product of 2M entries it is the forward alone, beside SciPy and MKL. First every
 method is compared with dense tensors in float64 on a small problem; then the methods take turns, and medians are
 printed with their ratios to ours. Ratios within one run are what to quote: 1.00 is ours, 40 is forty times slower or
 larger. Structure that a training loop makes once (patterns, compiled programs) is made in a first call, which is not

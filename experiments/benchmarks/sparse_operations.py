@@ -117,21 +117,21 @@ def attend_to_all(q: Tensor, k: Tensor, v: Tensor, *, pattern: sparse.Pattern, d
 
 
 def strokes(side: int, channels: int, part: float) -> Problem:
-    """Draw the sites of a square grid, their features, and the weights of a convolution with stride 2."""
+    """Draw the sites of a square grid, their features, and the weights of a convolution."""
     source = torch.Generator().manual_seed(0)
     sites = (torch.rand(1, side, side, generator=source) < part).nonzero()
     weight = torch.randn(channels, channels, 3, 3, generator=source)
-    rulebook = sparse.StridedRulebook(sites, 3, 2, padding=1, grid=side)
+    rulebook = sparse.Rulebook(sites, 3)
     return Problem(
         [weight, torch.randn(len(sites), channels, generator=source)], {"rulebook": rulebook, "side": side}
     )
 
 
-def on_the_grid(weight: Tensor, x: Tensor, *, rulebook: sparse.StridedRulebook, side: int) -> Tensor:
+def on_the_grid(weight: Tensor, x: Tensor, *, rulebook: sparse.Rulebook, side: int) -> Tensor:
     """Convolve the whole grid, and read the result at the same sites."""
     image = x.new_zeros(1, side, side, x.shape[1]).index_put(rulebook.coords.unbind(1), x).movedim(-1, 1)
-    y = F.conv2d(image, weight, stride=2, padding=1).movedim(1, -1)
-    return y[rulebook.out_coords.unbind(1)]
+    y = F.conv2d(image, weight, padding=1).movedim(1, -1)
+    return y[rulebook.coords.unbind(1)]
 
 
 def check_cells(shape: Sequence[int]) -> None:
@@ -169,7 +169,7 @@ OPERATIONS = {
         },
         (1, 2, 3),
     ),
-    "strided": Operation(
+    "convolution": Operation(
         strokes,
         (9, 2, 0.3),
         (512, 16, 0.02),

@@ -185,7 +185,9 @@ class KernelStats:
             f"{'merges':14}{self.merges['done']:8} done, {self.merges['avoided']} avoided",
             f"{'densified':14}{sum(made.count for made in self.densified.values()):8} times",
         ]
-        lines += [f"    {made.count} x {_size(made.nbytes)} {place}" for place, made in self.densified.items()]
+        lines += [
+            f"    {made.count} x {_size(made.nbytes)} {place}" for place, made in self.densified.items()
+        ]
         return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """The operations on sparse matrices, each with what it is on dense ones: one table for all invariants.
 
 An operation added to ``CASES`` is tested at every order against the dense oracle and finite differences, in float32,
-under ``torch.func``, ``checkpoint`` and ``unroll``, with blocks, and for what it allocates on a large matrix.
+under ``torch.func``, ``checkpoint`` and ``unroll``, and for what it allocates on a large matrix.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from metagrad.sparse import Pattern, SparseTensor, sddmm, spgemm, spmm
-from metagrad.sparse.matrix.tensor import Elementwise
-from metagrad.sparse.operations.arithmetic import add, mul
-from metagrad.sparse.operations.reduce import log_softmax, softmax
+from metagrad.sparse.operations.reduce import softmax
 from metagrad.sparse.operations.segments import (
     gather,
     segment_max,
@@ -35,8 +33,6 @@ class Case:
     dense: Callable[..., Tensor]  # (mask, a, *operands), all dense
     operands: tuple[str, ...] = ()  # see OPERANDS
     positive: bool = False  # values above zero alone
-    scale: float = 1.0  # of values between 0.15 and 0.85 in magnitude
-    blocks: bool = True  # works on values of any shape
     is_dense: bool = False  # an operand or the result is as large as the matrix
 
     def __str__(self) -> str:
@@ -44,21 +40,20 @@ class Case:
 
 
 def arguments(
-    case: Case, pattern: Pattern, *, seed: int = 0, dtype=torch.float64, block: tuple[int, ...] = ()
+    case: Case, pattern: Pattern, *, seed: int = 0, dtype=torch.float64
 ) -> list[SparseTensor | Tensor]:
     """Make a matrix on the pattern and the other operands; their tensors require grad."""
     generator = torch.Generator().manual_seed(seed)
-    values = _spread_out((pattern.nnz, *block), case, generator)
+    values = _spread_out(pattern.nnz, case, generator)
     a = SparseTensor(pattern, values.to(dtype).requires_grad_())
     return [a, *(OPERANDS[name](a, generator) for name in case.operands)]
 
 
-def _spread_out(shape: tuple[int, ...], case: Case, generator: torch.Generator) -> Tensor:
+def _spread_out(size: int, case: Case, generator: torch.Generator) -> Tensor:
     """Numbers of distinct magnitudes away from 0, 1/2 and 1, where functions have kinks."""
-    size = math.prod(shape)
     unit = (torch.randperm(size, generator=generator) + 1).double() / (size + 1)
     sign = 1 if case.positive else torch.randint(0, 2, (size,), generator=generator) * 2 - 1
-    return (case.scale * sign * (0.15 + 0.7 * unit)).reshape(shape)
+    return sign * (0.15 + 0.7 * unit)
 
 
 def _dense(*shape: int) -> Callable[[SparseTensor, torch.Generator], Tensor]:
@@ -82,7 +77,7 @@ def _on_other_pattern(a: SparseTensor, generator: torch.Generator) -> SparseTens
     new = [torch.randint(0, max(size, 1), (min(n, m),), generator=generator) for size in (n, m)]
     row, col = torch.cat([a.pattern.row[kept], new[0]]), torch.cat([a.pattern.col[kept], new[1]])
     pattern = Pattern.coalesce(row, col, (n, m))[0]
-    values = torch.randn((pattern.nnz, *a.values.shape[1:]), generator=generator, dtype=torch.float64)
+    values = torch.randn(pattern.nnz, generator=generator, dtype=torch.float64)
     return SparseTensor(pattern, values.to(a.dtype).requires_grad_())
 
 
@@ -143,10 +138,7 @@ def _norm(p: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda mask, a: torch.linalg.vector_norm(a[mask], p) if mask.any() else a.sum()
 
 
-def zero_keeping() -> list[str]:
-    """The functions of :class:`Elementwise` that are not refused."""
-    names = [name for name in vars(Elementwise) if not name.startswith("_")]
-    return [name for name in names if getattr(torch, name)(torch.zeros(())) == 0]
+ELEMENTWISE = ("abs", "expm1", "log1p", "neg", "relu", "sign", "sin", "sqrt", "square", "tanh")
 
 
 def _elementwise(name: str) -> Case:
@@ -156,7 +148,6 @@ def _elementwise(name: str) -> Case:
         lambda a: getattr(a, name)(),
         lambda _, a: function(torch.where(a == 0, 0, a)),
         positive=name == "sqrt",
-        scale=0.5 if name == "round" else 1.0,
     )
 
 
@@ -181,25 +172,20 @@ PRODUCTS = [
         lambda a, x, y: a * sddmm(x, y, a.pattern),
         lambda _, a, x, y: a * (x @ y),
         ("tall [n]", "wide [m]"),
-        blocks=False,
     ),
 ]
 
 MERGES = [
     Case("a + b, one pattern", lambda a, b: a + b, lambda _, a, b: a + b, ("same",)),
-    Case("a + b, two patterns", add, lambda _, a, b: a + b, ("other",)),
-    Case("a - b, two patterns", lambda a, b: a - b, lambda _, a, b: a - b, ("other",)),
+    Case("a + b, two patterns", lambda a, b: a + b, lambda _, a, b: a + b, ("other",)),
     Case("a + dense", lambda a, x: a + x, lambda _, a, x: a + x, ("matrix",), is_dense=True),
     Case("dense - a", lambda a, x: x - a, lambda _, a, x: x - a, ("matrix",), is_dense=True),
-    Case("a - dense", lambda a, x: a - x, lambda _, a, x: a - x, ("matrix",), is_dense=True),
     Case("a * b, one pattern", lambda a, b: a * b, lambda _, a, b: a * b, ("same",)),
-    Case("a * b, two patterns", mul, lambda _, a, b: a * b, ("other",)),
-    Case("a * scalar", lambda a, x: a * x, lambda _, a, x: a * x, ("scalar",)),
+    Case("a * b, two patterns", lambda a, b: a * b, lambda _, a, b: a * b, ("other",)),
     Case("row * a", lambda a, x: x * a, lambda _, a, x: x * a, ("row",)),
     Case("column * a", lambda a, x: x * a, lambda _, a, x: x * a, ("column",)),
     Case("a * dense", lambda a, x: a * x, lambda _, a, x: a * x, ("matrix",), is_dense=True),
     Case("a / scalar", lambda a, x: a / x, lambda _, a, x: a / x, ("scalar",)),
-    Case("a / row", lambda a, x: a / x, lambda _, a, x: a / x, ("row",)),
     Case("a / column", lambda a, x: a / x, lambda _, a, x: a / x, ("column",)),
     Case("a / dense", lambda a, x: a / x, lambda _, a, x: a / x, ("matrix",), is_dense=True),
     Case("-2 * a / 4", lambda a: -2 * a / 4, lambda _, a: -2 * a / 4),
@@ -210,18 +196,15 @@ REDUCTIONS = [
     Case("sum of rows", lambda a: a.sum(1), lambda _, a: a.sum(1)),
     Case("sum of columns", lambda a: a.sum(-2, keepdim=True), lambda _, a: a.sum(-2, keepdim=True)),
     Case("mean", lambda a: a.mean(), lambda _, a: a.mean()),
-    Case("mean of rows", lambda a: a.mean(-1, keepdim=True), lambda _, a: a.mean(-1, keepdim=True)),
     Case("mean of columns", lambda a: a.mean(0), lambda _, a: a.mean(0)),
     Case("max", lambda a: a.max(), _max(None)),
     Case("max of rows", lambda a: a.max(1), _max(1)),
     Case("max of columns", lambda a: a.max(0), _max(0)),
     Case("norm", lambda a: a.norm(), _norm(2)),
-    Case("norm, p=1", lambda a: a.norm(1), _norm(1)),
     Case("norm, p=3", lambda a: a.norm(3), _norm(3)),
     Case("norm, p=inf", lambda a: a.norm(math.inf), _norm(math.inf)),
     Case("softmax of rows", softmax, _softmax(1)),
-    Case("softmax of columns", lambda a: a.softmax(0), _softmax(0)),
-    Case("log_softmax of rows", log_softmax, _log_softmax(1)),
+    Case("log_softmax of rows", lambda a: a.log_softmax(), _log_softmax(1)),
     Case("log_softmax of columns", lambda a: a.log_softmax(-2), _log_softmax(0)),
 ]
 
@@ -231,44 +214,31 @@ SEGMENTS = [
         lambda a, x: a.with_values(a.values * gather(x, a.pattern.rows).square()),
         lambda _, a, x: a * x.square()[:, None],
         ("vector [n]",),
-        blocks=False,
     ),
     Case(
         "gather by ids",
         lambda a, x: a.with_values(a.values * gather(x, a.pattern.col).prod(1)),
         lambda _, a, x: a * x.prod(1),
         ("tall [m]",),
-        blocks=False,
     ),
     Case(
         "segment_sum by ids",
         lambda a, x: segment_sum(a.values[:, None] * gather(x, a.pattern.cols), a.pattern.row, a.shape[0]),
         lambda _, a, x: a @ x,
         ("tall [m]",),
-        blocks=False,
     ),
-    Case("segment_mean", lambda a: segment_mean(a.values, a.pattern.rows), _mean_of_stored, blocks=False),
-    Case(
-        "segment_mean by ids",
-        lambda a: segment_mean(
-            a.values[:, None] * a.values.new_tensor([1.0, 2.0]), a.pattern.row, a.shape[0]
-        ),
-        lambda mask, a: _mean_of_stored(mask, a)[:, None] * a.new_tensor([1.0, 2.0]),
-        blocks=False,
-    ),
+    Case("segment_mean", lambda a: segment_mean(a.values, a.pattern.rows), _mean_of_stored),
     Case(
         "segment_max by ids",
         lambda a: segment_max(
             a.values[:, None] * a.values.new_tensor([1.0, -2.0]), a.pattern.row, a.shape[0]
         ),
         lambda mask, a: torch.stack([_max(1)(mask, a), _max(1)(mask, -2 * a)], 1),
-        blocks=False,
     ),
     Case(
         "segment_softmax by ids",
         lambda a: a.with_values(segment_softmax(a.values, a.pattern.col, a.shape[1])),
         _softmax(0),
-        blocks=False,
     ),
 ]
 
@@ -279,4 +249,4 @@ FORMS = [
 
 POWERS = [_pow(1), _pow(2), _pow(3), _pow(1.5, positive=True)]
 
-CASES = [*PRODUCTS, *MERGES, *REDUCTIONS, *SEGMENTS, *FORMS, *POWERS, *map(_elementwise, zero_keeping())]
+CASES = [*PRODUCTS, *MERGES, *REDUCTIONS, *SEGMENTS, *FORMS, *POWERS, *map(_elementwise, ELEMENTWISE)]

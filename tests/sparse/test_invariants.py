@@ -89,12 +89,6 @@ def test_every_derivative_is_that_of_the_dense_operation(case, pattern, seed):
     check_against_dense(case, arguments(case, pattern, seed=seed))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.blocks], ids=str)
-def test_blocks_are_what_their_numbers_are(case):
-    pattern = Pattern(torch.tensor([0, 0, 2]), torch.tensor([0, 1, 1]), (3, 2))
-    check_against_dense(case, arguments(case, pattern, block=(2, 3)))
-
-
 @every_case
 def test_float32_agrees_and_stays_float32(case):
     args = arguments(case, SMALL, dtype=torch.float32)

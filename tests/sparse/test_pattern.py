@@ -109,7 +109,6 @@ def test_maps_are_computed_once():
     assert A.product(B.t()) is A.product(B.t())
     assert A.t() is A.t()
     assert A.repeat(2) is A.repeat(2)
-    assert A.unblocked((2, 2))[0] is A.unblocked((2, 2))[0]
     assert A.to("meta") is A.to("meta")
     assert A.to("cpu") is A
 
@@ -129,17 +128,6 @@ def test_a_pattern_and_what_it_caches_are_freed_without_a_collection():
 
 def test_repeat_is_block_diagonal():
     assert torch.equal(A.repeat(3).to_mask(), torch.block_diag(*[A.to_mask()] * 3))
-
-
-def test_blocks_are_taken_apart_into_rows():
-    blocks = torch.arange(3 * 2 * 2).reshape(3, 2, 2)
-    pattern, order = A.unblocked((2, 2))
-    dense = torch.full((6, 8), -1)
-    for k in range(3):
-        i, j = 2 * A.row[k], 2 * A.col[k]
-        dense[i : i + 2, j : j + 2] = blocks[k]
-    assert torch.equal(pattern.to_mask(), dense >= 0)
-    assert torch.equal(blocks.reshape(-1)[order.ids], dense[dense >= 0])
 
 
 @pytest.mark.parametrize(("below", "above"), [(0, 0), (1, 0), (1, 2), (9, 0), (10**12, 1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -133,9 +134,9 @@ OPERATIONS: Sequence[MatrixOperation | StridedOperation] = (
     StridedOperation("v -> A(v) @ x", _constructor("COO"), ("COO",)),
     StridedOperation("v -> A(v) @ x", _constructor("CSR"), ("CSR",)),
     MatrixOperation("A @ B", "AB", torch.matmul, torch.matmul, sparse.spgemm),
-    MatrixOperation("A + B", "AB", torch.add, torch.add, sparse.add),
-    MatrixOperation("A * B", "AB", torch.mul, torch.mul, sparse.mul),
-    MatrixOperation("A.sum(1)", "A", lambda a: a.sum(1), _row_sums, lambda a: sparse.sum(a, 1)),
+    MatrixOperation("A + B", "AB", torch.add, torch.add, operator.add),
+    MatrixOperation("A * B", "AB", torch.mul, torch.mul, operator.mul),
+    MatrixOperation("A.sum(1)", "A", lambda a: a.sum(1), _row_sums, lambda a: a.sum(1)),
     MatrixOperation(
         "softmax(A, 1)",
         "A",

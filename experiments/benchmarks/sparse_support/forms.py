@@ -68,7 +68,11 @@ class Setting:
         size = self.n // BLOCK[0]
         diagonal = torch.arange(size, device=self.device)
         row, col = (torch.cat([diagonal, self.indices(size, size, seed + k)]) for k in range(2))
-        return Pattern.coalesce(row, col, (size, size))[0].unblocked(BLOCK)[0]
+        within = torch.cartesian_prod(*map(torch.arange, BLOCK)).to(self.device)
+        cells = (
+            torch.stack([row, col], 1)[:, None] * torch.tensor(BLOCK, device=self.device) + within
+        ).flatten(0, 1)
+        return Pattern.coalesce(*cells.unbind(1), (self.n, self.n))[0]
 
 
 @dataclass(frozen=True)
@@ -121,16 +125,19 @@ def _operand(setting: Setting, name: str, layout: torch.layout) -> tuple[Leaf, L
     def read(gradient: Tensor) -> Tensor:
         return gradient.to_dense()[cells]
 
-    stored = made.to_blocks(BLOCK) if layout == torch.sparse_bsr else made
-    matrix = stored.to_torch(layout)
-    ones = stored.with_values(torch.ones_like(stored.values)).to_torch(layout)
+    matrix = _stored(made, layout)
+    ones = _stored(made.with_values(torch.ones_like(made.values)), layout)
     ours = SparseTensor.from_torch(matrix)
     return (
         Leaf(made.to_dense(), read, cells),
         Leaf(matrix, read, cells, ones),
-        Leaf(ours.values, lambda gradient: SparseTensor._of(ours.pattern, gradient).scalar().values),
+        Leaf(ours.values, lambda gradient: gradient),
         ours.pattern,
     )
+
+
+def _stored(a: SparseTensor, layout: torch.layout) -> Tensor:
+    return a.to_torch().to_sparse_bsr(BLOCK) if layout == torch.sparse_bsr else a.to_torch(layout)
 
 
 def _whole(tensor: Tensor) -> Leaf:

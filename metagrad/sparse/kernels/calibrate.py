@@ -10,8 +10,7 @@ from torch import Tensor
 
 from metagrad.sparse.kernels import products
 from metagrad.sparse.pattern import Pattern
-from metagrad.sparse.policy import WIDE, SparsePolicy, use_policy
-from metagrad.sparse.policy import seconds
+from metagrad.sparse.policy import WIDE, SparsePolicy, seconds, use_policy
 
 SIZES = (256, 512, 1024)
 LEAST_DENSITY = 1 / 512

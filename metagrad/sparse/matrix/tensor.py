@@ -32,7 +32,9 @@ def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], S
         return like(a, a.pattern, function(a.values))
 
     method.__name__ = function.__name__
-    method.__doc__ = f"Apply ``torch.{function.__name__}`` to every entry; cells that are not stored stay zero."
+    method.__doc__ = (
+        f"Apply ``torch.{function.__name__}`` to every entry; cells that are not stored stay zero."
+    )
     return method
 
 

@@ -1,9 +1,9 @@
-r"""Sparse convolution, submanifold or with a stride, as a family of rules closed under differentiation.
+r"""Submanifold sparse convolution, as a family of rules closed under differentiation.
 
-The convolution is linear in features and in weights. Its derivative in the features is the convolution backwards
-along the same pairs, with the channels of the kernel exchanged; that in the weights is :class:`_Correlate`, whose own
-derivatives are convolutions. Only features and weights are kept for a derivative, never the features of all pairs:
-those are gathered for one kernel position at a time.
+The convolution is linear in features and in weights. Its derivative with respect to the features is the convolution
+with the mirrored kernel and its channels exchanged. The derivative with respect to the weights is
+:class:`_Correlate`, whose own derivatives are convolutions. Only features and weights are kept for a derivative.
+Features of pairs are gathered for one kernel position at a time.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ _CALL = "conv(x, weight, rulebook, bias)"
 _Gradients: TypeAlias = tuple[None, Tensor | None, Tensor | None]
 
 
-def conv(
-    x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None
-) -> Tensor:
-    r"""Convolve features on the sites of a sparse grid; the rulebook says on which sites the output is.
+def conv(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None = None) -> Tensor:
+    r"""Convolve features on the sites of a sparse grid; the output is on the same sites.
 
     .. math:: y_p = b + \sum_{o \,:\, p + o \text{ is a site}} W_o \, x_{p + o}
 
-    With a :class:`Rulebook` these are the sites of the input; with a :class:`StridedRulebook` they are its
-    ``out_coords``, q, for which p is ``q * stride - padding``. Equal to ``torch.nn.functional.conv2d`` (or
-    ``conv1d``, ``conv3d``) of the grid, zero where there is no site, read at the sites: with padding
-    ``dilation * (kernel_size - 1) / 2``, or with the stride and padding of the rulebook. Time is in pairs of sites,
-    memory of every derivative in sites: no grid is made.
+    Equal to ``torch.nn.functional.conv2d`` (or ``conv1d``, ``conv3d``) of the grid, zero where there is no site, read
+    at the sites, with padding ``dilation * (kernel_size - 1) / 2``. Time is in pairs of sites, memory of every
+    derivative in sites: no grid is made.
 
     Args:
         x: Features, [sites, C_in], in the order of the rulebook's ``coords``.
@@ -48,7 +44,7 @@ def conv(
         bias: [C_out].
 
     Returns:
-        [sites, C_out], or [outputs, C_out] with a stride.
+        [sites, C_out].
 
     Raises:
         ValueError: Shapes do not fit the rulebook or each other, or two devices.
@@ -65,8 +61,7 @@ def conv(
         [[3.0], [3.0], [4.0]]
 
     References:
-        Graham, van der Maaten, "Submanifold sparse convolutional networks", arXiv:1706.01307; Graham, Engelcke,
-        van der Maaten, "3D semantic segmentation with submanifold sparse convolutional networks", arXiv:1711.10275.
+        Graham, van der Maaten, "Submanifold sparse convolutional networks", arXiv:1706.01307.
     """
     _check_arguments(x, weight, rulebook, bias)
     kernels = weight.flatten(2).permute(2, 1, 0).contiguous()
@@ -154,9 +149,7 @@ def _adjoint(w: Tensor) -> Tensor:
     return w.flip(0).mT.contiguous()
 
 
-def _check_arguments(
-    x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None
-) -> None:
+def _check_arguments(x: Tensor, weight: Tensor, rulebook: Rulebook, bias: Tensor | None) -> None:
     if not is_a(rulebook, Rulebook):
         raise TypeError(
             f"{_CALL}: rulebook must be a Rulebook, got {type(rulebook).__name__}. "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from metagrad.sparse.matrix.parameter import Parameter
     from metagrad.sparse.matrix.tensor import SparseTensor
 
+
 def spmm(a: SparseTensor | Parameter, b: Tensor) -> Tensor:
     r"""Multiply a sparse matrix by a dense one.
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Reductions:
     """Sums, means, maxima, norms and softmax.
 
-    ``dim`` is None for everything, 1 or -1 for each row, 0 or -2 for each column; ``keepdim`` keeps the dimension that
-    is reduced with size 1, so that the result broadcasts against the matrix. Results are dense.
+    ``dim`` is None for everything, 1 or -1 for each row, 0 or -2 for each column. ``keepdim`` keeps the reduced
+    dimension with size 1. Results are dense.
 
     Example:
         >>> pattern = metagrad.sparse.Pattern(torch.tensor([0, 0, 1]), torch.tensor([0, 2, 1]), (2, 3))

@@ -1,4 +1,4 @@
-"""Rulebooks of sparse convolutions: which site meets which at each position of the kernel."""
+"""The rulebook of a sparse convolution: which site meets which at each position of the kernel."""
 
 from __future__ import annotations
 

