@@ -158,6 +158,7 @@ class KernelStats:
         dense_nbytes: Bytes of the same results, had they been dense.
         merges: How many merges of patterns were "done", and how many "avoided".
         densified: Dense matrices by the line outside metagrad that called for them.
+        dense_work: Multiplications of dense products, by device and dtype.
     """
 
     def __init__(self) -> None:
@@ -167,11 +168,11 @@ class KernelStats:
         self.dense_nbytes: int = 0
         self.merges: Counter[Literal["done", "avoided"]] = Counter()
         self.densified: dict[str, Densified] = {}
-        self._dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()  # multiplications
+        self.dense_work: Counter[tuple[torch.device, torch.dtype]] = Counter()
 
     def dense_seconds(self) -> float:
         """Estimate the time of the products, had they been dense: their work at the rate measured here."""
-        return sum(work / dense_rate(*where) for where, work in self._dense_work.items())
+        return sum(work / dense_rate(*where) for where, work in self.dense_work.items())
 
     def __str__(self) -> str:
         dense, total = self.dense_seconds(), sum(self.seconds.values())
@@ -274,7 +275,7 @@ def count_product(shape: tuple[int, int], width: int, result: Tensor) -> None:
     for found in _STATS:
         found.nbytes += result.nbytes
         found.dense_nbytes += cells * result.itemsize if result.ndim == 1 else result.nbytes
-        found._dense_work[result.device, result.dtype] += cells * width
+        found.dense_work[result.device, result.dtype] += cells * width
 
 
 def count_merge(kind: Literal["done", "avoided"]) -> None:

@@ -152,7 +152,8 @@ class Conversions(Entries):
         # Not coo_array(matrix), which copies in SciPy 1.15.
         parts = matrix.tocoo(copy=False)  # type: ignore[reportAttributeAccessIssue]
         _check_numbers(call, parts.data.dtype)
-        return cls._of(*from_entries(call, *map(_tensor, (parts.row, parts.col, parts.data)), shape))
+        row, col, values = map(_tensor, (parts.row, parts.col, parts.data))
+        return cls._of(*from_entries(call, row, col, values, shape))
 
     @timed("conversion")
     def to_torch(self, layout: torch.layout = torch.sparse_coo) -> Tensor:

@@ -28,7 +28,7 @@ _CALL = "SparseTensor(pattern, values)"
 
 def _keeps_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], SparseTensor]:
     def method(self: Operators) -> SparseTensor:
-        a = self._matrix
+        a: SparseTensor = as_sparse(f"{function.__name__}(a)", "a", self)
         return like(a, a.pattern, function(a.values))
 
     method.__name__ = function.__name__
@@ -53,7 +53,7 @@ def _moves_zero(function: Callable[[Tensor], Tensor]) -> Callable[[Operators], N
     return method
 
 
-class Operators(Arithmetic, Reductions):
+class Operators(Arithmetic["SparseTensor"], Reductions["SparseTensor"]):
     """The operators and methods of :class:`SparseTensor`, which a :class:`Parameter` has too.
 
     Functions of one number are torch's, on the values of the same pattern, with torch's derivatives of every order

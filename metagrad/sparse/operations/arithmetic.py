@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import TYPE_CHECKING, overload
+from typing import Generic, overload
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,27 +12,24 @@ from metagrad.core._torch import at_least_2d
 from metagrad.core.checks import is_a
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.operations.entries import as_sparse, like
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 from metagrad.sparse.policy import count_merge
 
-if TYPE_CHECKING:
-    from metagrad.sparse.matrix.tensor import SparseTensor
 
-
-class Arithmetic:
+class Arithmetic(Generic[Matrix]):
     """Python's operators by elements, powers and dropout."""
 
     __slots__ = ()
 
     @property
-    def _matrix(self) -> SparseTensor:
+    def _matrix(self) -> Matrix:
         raise NotImplementedError
 
     @overload
-    def __add__(self, other: SparseTensor | float) -> SparseTensor: ...
+    def __add__(self, other: Matrix | float) -> Matrix: ...
     @overload
     def __add__(self, other: Tensor) -> Tensor: ...
-    def __add__(self, other: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+    def __add__(self, other: Matrix | Tensor | float) -> Matrix | Tensor:
         """Add a sparse matrix or a dense one of the same shape, or the number 0.
 
         Two matrices on the same Pattern add as vectors. For two patterns the union, and where each entry goes in it,
@@ -43,10 +40,10 @@ class Arithmetic:
     __radd__ = __add__
 
     @overload
-    def __sub__(self, other: SparseTensor | float) -> SparseTensor: ...
+    def __sub__(self, other: Matrix | float) -> Matrix: ...
     @overload
     def __sub__(self, other: Tensor) -> Tensor: ...
-    def __sub__(self, other: SparseTensor | Tensor | float) -> SparseTensor | Tensor:
+    def __sub__(self, other: Matrix | Tensor | float) -> Matrix | Tensor:
         """Subtract as :meth:`__add__` adds."""
         if isinstance(other, (Tensor, Real)):
             return _add("a - b", self._matrix, -other)
@@ -54,14 +51,14 @@ class Arithmetic:
         return _add("a - b", self._matrix, like(b, b.pattern, -b.values))
 
     @overload
-    def __rsub__(self, other: float) -> SparseTensor: ...
+    def __rsub__(self, other: float) -> Matrix: ...
     @overload
     def __rsub__(self, other: Tensor) -> Tensor: ...
-    def __rsub__(self, other: Tensor | float) -> SparseTensor | Tensor:
+    def __rsub__(self, other: Tensor | float) -> Matrix | Tensor:
         a = self._matrix
         return _add("b - a", like(a, a.pattern, -a.values), other)
 
-    def __mul__(self, other: SparseTensor | Tensor | float) -> SparseTensor:
+    def __mul__(self, other: Matrix | Tensor | float) -> Matrix:
         """Multiply by elements.
 
         The other one is sparse or dense, [n, m], [n, 1], [1, m], [m] or a scalar, or a number. Of a dense one only
@@ -83,7 +80,7 @@ class Arithmetic:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Tensor | float) -> SparseTensor:
+    def __truediv__(self, other: Tensor | float) -> Matrix:
         """Divide by a dense matrix, in the shapes that :meth:`__mul__` takes, or by a number.
 
         Cells that are not stored stay zero, also where ``b`` is zero: ``a / a.sum(dim=1, keepdim=True)`` leaves a
@@ -99,13 +96,13 @@ class Arithmetic:
             )
         return like(a, a.pattern, a.values / _at_entries(call, a, other))
 
-    def __rtruediv__(self, other: object) -> SparseTensor:
+    def __rtruediv__(self, other: object) -> Matrix:
         raise TypeError(
             "x / a: a is a SparseTensor, and its zeros would divide. Use a.with_values(1 / a.values) for the stored "
             "entries alone."
         )
 
-    def __pow__(self, exponent: float) -> SparseTensor:
+    def __pow__(self, exponent: float) -> Matrix:
         """Raise every entry to a positive power."""
         a = self._matrix
         if not is_a(exponent, int, float):
@@ -117,7 +114,7 @@ class Arithmetic:
             )
         return like(a, a.pattern, a.values**exponent)
 
-    def dropout(self, p: float = 0.5, *, training: bool = True) -> SparseTensor:
+    def dropout(self, p: float = 0.5, *, training: bool = True) -> Matrix:
         r"""Set entries to zero with probability ``p``, and divide the others by ``1 - p``; the pattern stays.
 
         Example:
@@ -132,7 +129,7 @@ class Arithmetic:
         return like(a, a.pattern, F.dropout(a.values, p, training)) if training else a
 
 
-def _add(call: str, a: SparseTensor, b: object) -> SparseTensor | Tensor:
+def _add(call: str, a: Matrix, b: object) -> Matrix | Tensor:
     if isinstance(b, Tensor):
         return _onto_dense(call, a, b)
     if isinstance(b, Real):
@@ -152,7 +149,7 @@ def _add(call: str, a: SparseTensor, b: object) -> SparseTensor | Tensor:
     return like(a, both.pattern, values)
 
 
-def _onto_dense(call: str, a: SparseTensor, b: Tensor) -> Tensor:
+def _onto_dense(call: str, a: Entries, b: Tensor) -> Tensor:
     check_floating(call, "b", b)
     check_same(call, "a and b", a.values, b)
     if b.shape != a.shape:
@@ -163,14 +160,14 @@ def _onto_dense(call: str, a: SparseTensor, b: Tensor) -> Tensor:
     return b.index_put((a.pattern.row, a.pattern.col), a.values, accumulate=True)
 
 
-def _fitting(call: str, a: SparseTensor, b: SparseTensor) -> SparseTensor:
+def _fitting(call: str, a: Matrix, b: Matrix) -> Matrix:
     check_same(call, "a and b", a.values, b.values)
     if a.shape != b.shape:
         raise ValueError(f"{call}: a is {tuple(a.shape)}, so b must be too, got {tuple(b.shape)}.")
     return b
 
 
-def _at_entries(call: str, a: SparseTensor, b: Tensor) -> Tensor:
+def _at_entries(call: str, a: Entries, b: Tensor) -> Tensor:
     """Return the number of a dense matrix for each entry of a sparse one."""
     check_floating(call, "b", b)
     check_same(call, "a and b", a.values, b)

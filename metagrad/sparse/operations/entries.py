@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from metagrad.sparse.pattern import Pattern
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from metagrad.sparse.matrix.tensor import SparseTensor
 
 
 class Entries:
@@ -48,11 +46,15 @@ def like(a: Matrix | type[Matrix], pattern: Pattern, values: Tensor) -> Matrix:
     return a._of(pattern, values)
 
 
-def as_sparse(call: str, name: str, a: object) -> SparseTensor:
+@overload
+def as_sparse(call: str, name: str, a: Matrix) -> Matrix: ...
+@overload
+def as_sparse(call: str, name: str, a: object) -> Any: ...
+def as_sparse(call: str, name: str, a: object) -> Any:
     """Return the matrix that an argument is, or that a parameter holds; raise ``TypeError`` for anything else."""
-    matrix: Any = getattr(a, "_matrix", None)
+    matrix = getattr(a, "_matrix", None)
     if isinstance(matrix, Entries):
-        return matrix  # type: ignore[reportReturnType]
+        return matrix
     raise TypeError(
         f"{call}: {name} must be a SparseTensor, got {type(a).__name__}. "
         "SparseTensor.from_torch(tensor) and from_scipy(matrix) convert."

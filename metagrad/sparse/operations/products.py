@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.sparse.checks import check_floating, check_same
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.operations.entries import as_sparse, like
-
-if TYPE_CHECKING:
-    from metagrad.sparse.matrix.parameter import Parameter
-    from metagrad.sparse.matrix.tensor import SparseTensor
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 
 
-def spmm(a: SparseTensor | Parameter, b: Tensor) -> Tensor:
+def spmm(a: Entries, b: Tensor) -> Tensor:
     r"""Multiply a sparse matrix by a dense one.
 
     .. math:: y_{ik} = \sum_{j \in \mathrm{row}\ i} a_{ij} \, b_{jk}
@@ -54,7 +48,7 @@ def spmm(a: SparseTensor | Parameter, b: Tensor) -> Tensor:
     return rules.matmul(matrix.pattern, matrix.values, b)
 
 
-def spgemm(a: SparseTensor | Parameter, b: SparseTensor | Parameter) -> SparseTensor:
+def spgemm(a: Matrix, b: Matrix) -> Matrix:
     r"""Multiply two sparse matrices.
 
     .. math:: y_{ij} = \sum_k a_{ik} \, b_{kj}
@@ -89,4 +83,4 @@ def spgemm(a: SparseTensor | Parameter, b: SparseTensor | Parameter) -> SparseTe
         )
     plan = left.pattern.product(right.pattern)
     products = rules.gather(widened(left.values), plan.left) * rules.gather(widened(right.values), plan.right)
-    return like(left, plan.pattern, rules.segment_sum(products, plan.cell).to(left.dtype))
+    return like(left, plan.pattern, rules.segment_sum(products, plan.cell).to(left.values.dtype))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic
 
 from torch import Tensor
 
 from metagrad.core.tree import widened
 from metagrad.sparse.kernels import derivatives as rules
-from metagrad.sparse.operations.entries import Entries, as_sparse, like
+from metagrad.sparse.operations.entries import Entries, Matrix, as_sparse, like
 from metagrad.sparse.operations.segments import exponentials, segment_max, segment_softmax, spread
 from metagrad.sparse.pattern import Pattern, Segments
 
-if TYPE_CHECKING:
-    from metagrad.sparse.matrix.parameter import Parameter
-    from metagrad.sparse.matrix.tensor import SparseTensor
 
-
-class Reductions:
+class Reductions(Generic[Matrix]):
     """Sums, means, maxima, norms and softmax.
 
     ``dim`` is None for everything, 1 or -1 for each row, 0 or -2 for each column. ``keepdim`` keeps the reduced
@@ -37,18 +33,18 @@ class Reductions:
     __slots__ = ()
 
     @property
-    def _matrix(self) -> SparseTensor:
+    def _matrix(self) -> Matrix:
         raise NotImplementedError
 
     def sum(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
         """Add all cells, or the cells of each row or column."""
-        return _summed("a.sum(dim)", self._matrix, dim, keepdim).to(self._matrix.dtype)
+        return _summed("a.sum(dim)", self._matrix, dim, keepdim).to(self._matrix.values.dtype)
 
     def mean(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
         """Average all cells, or the cells of each row or column, stored or not: the mean of the dense matrix."""
         a = self._matrix
         sums = _summed("a.mean(dim)", a, dim, keepdim)
-        return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.dtype)
+        return (sums / (a.shape[0] * a.shape[1] if dim is None else a.shape[dim])).to(a.values.dtype)
 
     def max(self, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
         """Take the largest stored entry of all, or of each row or column; 0 where nothing is stored.
@@ -58,7 +54,7 @@ class Reductions:
         """
         a = self._matrix
         if dim is None:
-            return _kept(a.values.amax() if a.nnz else a.values.sum(), dim, keepdim)
+            return _kept(a.values.amax() if a.pattern.nnz else a.values.sum(), dim, keepdim)
         return _kept(segment_max(a.values, _along("a.max(dim)", a.pattern, dim)), dim, keepdim)
 
     def norm(self, p: float = 2) -> Tensor:
@@ -76,11 +72,11 @@ class Reductions:
         powers = values**p if p % 2 == 0 else _without_zeros(values, lambda x: x.abs() ** p)
         return _without_zeros(powers.sum(), lambda x: x ** (1 / p)).to(given.dtype)
 
-    def softmax(self, dim: int = -1) -> SparseTensor:
+    def softmax(self, dim: int = -1) -> Matrix:
         """Normalise the exponentials of each row or column: :func:`metagrad.sparse.softmax`."""
         return softmax(self._matrix, dim)
 
-    def log_softmax(self, dim: int = -1) -> SparseTensor:
+    def log_softmax(self, dim: int = -1) -> Matrix:
         """Compute the logarithm of :meth:`softmax`, without the underflow of its two steps.
 
         A cell that is not stored has a weight of 0, so its log-weight is minus infinity, and not the 0 that
@@ -89,10 +85,10 @@ class Reductions:
         a = self._matrix
         index = _along("a.log_softmax(dim)", a.pattern, dim)
         shifted, _, sums = exponentials(widened(a.values), index, index.num_segments)
-        return like(a, a.pattern, (shifted - spread(sums.log(), index)).to(a.dtype))
+        return like(a, a.pattern, (shifted - spread(sums.log(), index)).to(a.values.dtype))
 
 
-def softmax(a: SparseTensor | Parameter, dim: int = -1) -> SparseTensor:
+def softmax(a: Matrix, dim: int = -1) -> Matrix:
     r"""Normalise the exponentials of the stored entries of each row, or of each column.
 
     .. math:: y_{ij} = e^{a_{ij}} \Big/ \sum_{k \text{ stored in row } i} e^{a_{ik}}
