@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ from metagrad.core._torch import Context, TensorSubclass, VmapInfo
 from metagrad.sparse.kernels.accumulation import index_sum
 from metagrad.sparse.kernels.tangents import Kernel, nestable
 from metagrad.sparse.policy import count_densified
-
-R = TypeVar("R", bound="Rows")
 
 HOLE = torch.iinfo(torch.int64).min
 """An id that names no row: zeros are gathered for it, and what is scattered to it is dropped."""
@@ -40,56 +38,7 @@ def _operator(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Te
     return lambda self, other: function(self, other)
 
 
-class Rows(TensorSubclass):
-    """A table of which some rows are kept, and the others known without being stored."""
-
-    kept: Kept  # below the tape
-
-    @property
-    def rows(self) -> Tensor:
-        """The kept rows, ``[R]``, ascending."""
-        return self.kept.rows
-
-    @property
-    def values(self) -> Tensor:
-        """The values of the kept rows, ``[R, D...]``, on the tape of this tensor; not to be written into."""
-        if _torch.has_torch_function(self):
-            return handle_torch_function(_VALUES, (self,), self)
-        return gather_rows(self, self.rows, self.row_ndim, unique=True)
-
-    @property
-    def row_ndim(self) -> int:
-        """How many of the first dimensions count rows: 1, and more of a stack of tables."""
-        return self.ndim - self.kept.values.ndim + 1
-
-    # A TypeError inside one of torch's operators becomes NotImplemented, for which Python raises a message of its
-    # own, or returns False for ==. Functions raise ours.
-    __add__: ClassVar[Operation] = _operator(torch.add)
-    __radd__: ClassVar[Operation] = _operator(torch.add)
-    __sub__: ClassVar[Operation] = _operator(torch.sub)
-    __rsub__: ClassVar[Operation] = _operator(torch.rsub)
-    __mul__: ClassVar[Operation] = _operator(torch.mul)
-    __rmul__: ClassVar[Operation] = _operator(torch.mul)
-    __truediv__: ClassVar[Operation] = _operator(torch.div)
-    __rtruediv__: ClassVar[Operation] = _operator(lambda self, other: torch.reciprocal(self) * other)
-    __pow__: ClassVar[Operation] = _operator(torch.pow)
-    __rpow__: ClassVar[Operation] = _operator(lambda self, other: torch.pow(other, self))
-    __matmul__: ClassVar[Operation] = _operator(torch.matmul)
-    __rmatmul__: ClassVar[Operation] = _operator(lambda self, other: torch.matmul(other, self))
-    __eq__: ClassVar[Operation] = _operator(torch.eq)
-    __ne__: ClassVar[Operation] = _operator(torch.ne)
-    __lt__: ClassVar[Operation] = _operator(torch.lt)
-    __le__: ClassVar[Operation] = _operator(torch.le)
-    __gt__: ClassVar[Operation] = _operator(torch.gt)
-    __ge__: ClassVar[Operation] = _operator(torch.ge)
-    __hash__: ClassVar[Callable[[Tensor], int]] = Tensor.__hash__
-
-    def elsewhere(self, ids: Tensor) -> Tensor:
-        """Return the values of rows ``[N]`` that are not kept, ``[N, D...]``; below the tape."""
-        return self.kept.values.new_zeros(len(ids), *self.kept.values.shape[1:])
-
-
-class RowSparse(Rows):
+class RowSparse(TensorSubclass):
     r"""A tensor that is zero except in some rows; the cotangent of an embedding table.
 
     .. math:: X_{r_i} = v_i, \qquad X_j = 0 \text{ for } j \notin r
@@ -128,6 +77,40 @@ class RowSparse(Rows):
         Sparse gradients as values of the differentiated language: Maclaurin, "Modeling, inference and
         optimization with composable differentiable procedures", Harvard, 2016, chapter 4.
     """
+
+    kept: Kept  # below the tape
+
+    @property
+    def rows(self) -> Tensor:
+        """The kept rows, ``[R]``, ascending."""
+        return self.kept.rows
+
+    @property
+    def values(self) -> Tensor:
+        """The values of the kept rows, ``[R, D...]``, on the tape of this tensor; not to be written into."""
+        if _torch.has_torch_function(self):
+            return handle_torch_function(_VALUES, (self,), self)
+        return gather_rows(self, self.rows, self.row_ndim, unique=True)
+
+    @property
+    def row_ndim(self) -> int:
+        """How many of the first dimensions count rows: 1, and more of a stack of tables."""
+        return self.ndim - self.kept.values.ndim + 1
+
+    # A TypeError inside one of torch's operators becomes NotImplemented, for which Python raises a message of its
+    # own, or returns False for ==. Functions raise ours.
+    __add__: ClassVar[Operation] = _operator(torch.add)
+    __radd__: ClassVar[Operation] = _operator(torch.add)
+    __sub__: ClassVar[Operation] = _operator(torch.sub)
+    __rsub__: ClassVar[Operation] = _operator(torch.rsub)
+    __mul__: ClassVar[Operation] = _operator(torch.mul)
+    __rmul__: ClassVar[Operation] = _operator(torch.mul)
+    __truediv__: ClassVar[Operation] = _operator(torch.div)
+    __rtruediv__: ClassVar[Operation] = _operator(lambda self, other: torch.reciprocal(self) * other)
+    __pow__: ClassVar[Operation] = _operator(torch.pow)
+    __eq__: ClassVar[Operation] = _operator(torch.eq)
+    __ne__: ClassVar[Operation] = _operator(torch.ne)
+    __hash__: ClassVar[Callable[[Tensor], int]] = Tensor.__hash__
 
     def __new__(cls, rows: Tensor, values: Tensor, shape: Sequence[int]) -> RowSparse:  # noqa: D102
         call = "RowSparse(rows, values, shape)"
@@ -203,7 +186,7 @@ class RowSparse(Rows):
             return handler(*args, **kwargs or {})
 
 
-_VALUES: Callable[[Rows], Tensor] = vars(Rows)["values"].fget
+_VALUES: Callable[[RowSparse], Tensor] = vars(RowSparse)["values"].fget
 
 
 class Kept:
@@ -215,10 +198,10 @@ class Kept:
         self.writable = writable
 
 
-def wrap(kept: Kept, shape: Sequence[int], kind: type[R] = RowSparse) -> R:
+def wrap(kept: Kept, shape: Sequence[int]) -> RowSparse:
     """Make a tensor of rows and values that are known to be right, outside of any graph."""
-    result: R = _torch.make_wrapper_subclass(
-        kind, tuple(shape), dtype=kept.values.dtype, device=kept.values.device
+    result: RowSparse = _torch.make_wrapper_subclass(
+        RowSparse, tuple(shape), dtype=kept.values.dtype, device=kept.values.device
     )
     result.kept = kept
     return result
@@ -328,7 +311,7 @@ class Places:
             check_range("embedding(ids, table): ids", ids, row_shape, holes)
             self._is_checked = True
 
-    def look_up(self, table: Rows, ids: Tensor) -> Tensor:
+    def look_up(self, table: RowSparse, ids: Tensor) -> Tensor:
         """Gather rows ``[N]``, kept or not, below the tape."""
         if self._distinct is not None and self._distinct[0] is table.kept.rows:
             return table.kept.values.index_select(0, self._distinct[1])
@@ -362,12 +345,14 @@ class _GatherRows(Kernel):
         table: Tensor, ids: Tensor, places: Places, row_ndim: int, unique: bool, holes: bool
     ) -> Tensor:
         with _torch.without_torch_function():
-            if isinstance(table, Rows) and ids is table.rows:
+            if isinstance(table, RowSparse) and ids is table.rows:
                 return table.kept.values.detach()
             flat = ids.reshape(-1)
             places.check(flat, table.shape[:row_ndim], holes)
             found = (
-                places.look_up(table, flat) if isinstance(table, Rows) else take(table, flat, row_ndim, holes)
+                places.look_up(table, flat)
+                if isinstance(table, RowSparse)
+                else take(table, flat, row_ndim, holes)
             )
             return found.view(*ids.shape, *found.shape[1:])
 
@@ -485,10 +470,10 @@ def take(table: Tensor, ids: Tensor, row_ndim: int, holes: bool) -> Tensor:
     return found
 
 
-def look_up(table: Rows, ids: Tensor) -> Tensor:
+def look_up(table: RowSparse, ids: Tensor) -> Tensor:
     """Gather rows ``[N]``, kept or not, below the tape."""
     rows, values = table.kept.rows, table.kept.values
-    found = table.elsewhere(ids)
+    found = values.new_zeros(len(ids), *values.shape[1:])
     if not len(rows):
         return found
     place = torch.searchsorted(rows.contiguous(), ids.contiguous()).clamp_(max=len(rows) - 1)
