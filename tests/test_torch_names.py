@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = [ROOT / "metagrad" / "core" / name for name in ("_torch.py", "_torch_compiler.py")]
+PLACES = [ROOT / "metagrad" / "core" / "_torch.py"]
 SOURCES = sorted(set((ROOT / "metagrad").rglob("*.py")) - set(PLACES))
 
 

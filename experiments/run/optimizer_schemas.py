@@ -18,7 +18,7 @@ from metagrad import optim
 from metagrad.optim import rules
 
 LEFT_OUT = (
-    *("maximize", "foreach", "compile", "capturable", "differentiable", "fused", "curvature_fraction"),
+    *("maximize", "foreach", "capturable", "differentiable", "fused", "curvature_fraction"),
     "group",
 )
 """Arguments that no program has a use for, and the processes of a run, which it knows by itself."""

@@ -2,8 +2,7 @@
 
 And, at the end, what torch leaves without types, under the types that it has.
 
-No other module under ``metagrad/`` uses a private name of torch, but for the compiler's, which stand in
-``_torch_compiler.py`` so that ``import metagrad`` does not load it. ``tests/test_torch_names.py`` holds them to that,
+No other module under ``metagrad/`` uses a private name of torch. ``tests/test_torch_names.py`` holds them to that,
 and says which of these names an installed torch lacks.
 """
 
@@ -63,10 +62,6 @@ TransformType = _C._functorch.TransformType
 functorch_level = _C._functorch.maybe_current_level
 functorch_level_of = _C._functorch.maybe_get_level
 """The number of the innermost transform, and of the one that a tensor belongs to."""
-
-functorch_depth = _C._functorch.get_dynamic_layer_stack_depth
-leave_functorch = _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
-"""How many transforms are active, and the function that ends those beyond a number."""
 
 # Modes
 
@@ -152,14 +147,9 @@ enable_saved_tensors_hooks = _C._autograd._saved_tensors_hooks_enable
 innermost_saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
 """The state of the saved-tensor hooks, which decide what a graph keeps."""
 
-functorch_config = torch._functorch.config
-"""The settings of what compiled code keeps for its backward pass."""
 
 AccumulateGrad = _C._functions.AccumulateGrad
 """The nodes of leaves, at which a graph ends."""
-
-keeps_graph = _C._autograd._get_current_graph_task_keep_graph
-"""Whether the backward pass that is running was asked to retain its graph."""
 
 forward_mode = forward_ad._set_fwd_grad_enabled
 """A context that switches forward mode on in the ``jvp`` of a Function."""
@@ -196,7 +186,6 @@ def teach_compiler(context: object) -> None:
 
 # Optimizers
 
-foreach_mul = _torch._foreach_mul
 foreach_norm = _torch._foreach_norm
 """One call for a list of tensors."""
 
@@ -274,7 +263,6 @@ ATTRIBUTES: dict[object, dict[str, str]] = {
     torch.ops.aten: {
         "_has_same_storage_numel": "torch.compile's question to a wrapper subclass",
         "_to_copy": "`.to()` of rows",
-        "_unsafe_index_put": "a write in a graph of inductor's",
         "_values": "`.values()` of rows",
     },
     torch.autograd.Function._backward_cls: {"_forward_cls": "the Function that a node is of"},

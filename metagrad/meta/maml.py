@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
+from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.core._torch import averaging_wrapper
 from metagrad.core.budget import Memory, checked_memory
 from metagrad.core.checks import check_function, is_a, is_integer
@@ -26,7 +26,6 @@ from metagrad.meta.execution.executor import TaskExecutor
 from metagrad.meta.execution.nonfinite import Nonfinite, check_nonfinite
 from metagrad.meta.execution.stacking import Stacking
 from metagrad.meta.execution.tables import AdaptedTables, check_tables
-from metagrad.meta.inner.compiled import CompiledMAML
 from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop
 from metagrad.meta.inner.minimum import check_hypergradient, check_proximal
 from metagrad.meta.inner.start import Start, own_start
@@ -123,14 +122,12 @@ class MAML(nn.Module):
             names the task and the inner step, or ``"skip"``, which leaves such tasks out of the loss and its
             gradient, computing the others once more, and marks them in ``out.skipped``. A gradient that overflows
             only because the loss was scaled passes: that is for the ``GradScaler`` to see.
-        compile: Whether to compile one inner step, its vector-Jacobian product and the query loss, which serve any
-            number of steps, seeds, data and values of the hyper-parameters; ``"whole"`` makes one graph of a
-            meta-batch, for few steps. With True that is left to their size: up to five small steps are one graph,
-            unless ``memory`` keeps less, steps are tracked, or the query losses of tasks have been weighted
-            differently. A dict holds ``"whole"`` (a bool) and options of ``torch.compile``, see
-            :func:`metagrad.unroll`. What cannot be compiled (hooks, dropout, running statistics, control flow that
-            depends on data, ``sparse``, inputs or outputs that are not single tensors, a learned tensor that is a
-            parameter of neither the model nor the loss) runs uncompiled, with one warning that says why.
+        compile: Whether to compile. Up to five small steps and the query loss are one compiled function. Otherwise
+            one inner step and the query loss are compiled, and serve any number of steps and values of the
+            hyperparameters. A dict holds the arguments of ``torch.compile``. What cannot be compiled (hooks, running
+            statistics, control flow that depends on data, ``norm``, ``sparse``, inputs or outputs that are not single
+            tensors) runs eagerly, with one warning that says why. A meta-gradient of compiled steps cannot be
+            differentiated again.
 
     Raises:
         ValueError: ``steps``, ``order``, ``memory``, ``truncate``, ``tolerance``, ``task_chunk``, ``compile`` or
@@ -401,7 +398,7 @@ class MAML(nn.Module):
                     f"got {getattr(self, name)!r}. Make another {type(self).__name__}, or take MAML."
                 )
         check_arguments(self.model, self.steps, self.order, self.task_chunk)
-        check_memory(self.memory, self._compile)
+        checked_memory("MAML(...)", self.memory)
         check_ends(self.truncate, self.tolerance)
         check_query_weights(self.query_weights, self.steps)
         check_norm(self.model, self.norm, self.steps)
@@ -421,7 +418,6 @@ class MAML(nn.Module):
             memory=self.memory,
             query_weights=self.query_weights,
             norm=self.norm,
-            is_whole=self._compile is not None and self._compile.whole is True,
         )
         if self.hypergradient is not None and self.proximal is None and not self._has_shared():
             raise ValueError(
@@ -447,12 +443,12 @@ class _Cache:
     """The results of analysing a model and its loss, kept between calls."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: CompileOptions | None
+        self, model: nn.Module, loss_fn: LossFn, task_chunk: int | None, options: dict[str, Any] | None
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.parameters = dict(model.named_parameters())
         self.stacking = Stacking(task_chunk)
-        self.compiled = None if options is None else CompiledMAML(options)
+        self.compiled = None if options is None else Compiler("MAML(..., compile)", options)
 
     def trained(self) -> Params:
         """Return the parameters of the model that require grad, with the values that they have now.
@@ -563,13 +559,6 @@ def check_ends(truncate: int | None, tolerance: float | None) -> None:
         )
     if tolerance is not None and not tolerance >= 0:
         raise ValueError(f"MAML(..., tolerance): expected None or a norm of at least 0, got {tolerance!r}.")
-
-
-def check_memory(memory: Memory, options: CompileOptions | None) -> None:
-    """Refuse a ``memory`` mode that is unknown, or does not work with other arguments."""
-    checked_memory("MAML(...)", memory)
-    if options is not None and options.whole and memory != "full":
-        raise ValueError(f'MAML(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
 
 
 def refuse_transforms(params: list[Tensor], hypergradient: object = None) -> None:

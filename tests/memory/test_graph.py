@@ -247,4 +247,4 @@ with mg.MemoryTracker() as tracker, tracker.outer(0):
 step = lambda w, t: (w - 0.1 * torch.func.grad(lambda w: (w**2).sum())(w), None)
 mg.unroll(step, w, steps=3, memory="step", compile={"backend": "eager"})[0].sum().backward()
 """
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True)
+    subprocess.run([sys.executable, "-W", "error:unroll:UserWarning", "-c", program], check=True)

@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize
 
 import metagrad as mg
 from metagrad.tasks import Batch
-from tests.marks import slow
 
 rules = mg.optim.rules
 
@@ -126,7 +125,7 @@ def test_a_parametrized_learning_rate(regression):
 
 @pytest.mark.parametrize(
     "options",
-    [slow({"backend": "eager"}), {"backend": "eager", "whole": True}],
+    [{"backend": "aot_eager"}],
 )
 def test_compiled_code_reads_the_learning_rate_that_is_there(regression, options):
     maml = learned(compile=options)
@@ -294,7 +293,7 @@ def test_gradients_of_the_loss_that_are_not_finite_are_left_out(textbook, regres
 
 @pytest.mark.parametrize(
     "options",
-    [{"backend": "eager"}, pytest.param({"backend": "eager", "whole": True}, marks=pytest.mark.slow)],
+    [{"backend": "aot_eager"}],
 )
 def test_compiled_code_does_not_lose_the_gradient_of_a_tensor_that_the_loss_reads(
     textbook, regression, options

@@ -15,7 +15,6 @@ from torch.func import functional_call, grad, vmap
 import metagrad as mg
 from experiments.benchmarks.maml import rival_jax, rivals
 from experiments.benchmarks.maml.workloads import Workload
-from metagrad.autograd.compile.compiled import Compile
 from metagrad.core.budget import Memory
 from metagrad.tasks import Batch
 
@@ -112,14 +111,12 @@ def prepare_by_hand(work: Workload) -> Prepared:
 
 
 def prepare_maml(
-    work: Workload, memory: Memory, compile: Compile = False, *, together: bool = False, rows: bool = False
+    work: Workload, memory: Memory, compile: bool = False, *, together: bool = False, rows: bool = False
 ) -> Prepared:
     """Make a MAML once, as a training loop does; `memory="budget"` stands for the workload's."""
     tables = [f"{name}.weight" for name, m in work.model.named_modules() if isinstance(m, nn.Embedding)]
     if rows and not tables:
         raise RefusedError("the model has no embedding tables")
-    if compile == "whole" and work.steps > LONGEST_GRAPH:
-        raise RefusedError(f"one graph of {work.steps} steps takes minutes to compile")
     if together and not isinstance(work.model, mg.models.Conv4):
         raise RefusedError("the tasks of this model run together anyway")
     maml = mg.MAML(
@@ -152,7 +149,6 @@ METHODS: dict[str, Method] = {
         f'metagrad, "{memory}", compiled': Method(partial(prepare_maml, memory=memory, compile=True))
         for memory in MEMORY
     },
-    'metagrad, compile="whole"': Method(partial(prepare_maml, memory="full", compile="whole")),
     "metagrad, tasks together": Method(partial(prepare_maml, memory="full", together=True)),
     "metagrad, rows of tables": Method(partial(prepare_maml, memory="full", rows=True)),
     ANOTHER: Method(prepare_all),

@@ -27,7 +27,7 @@ import torch
 from experiments.benchmarks.optimizers import lbfgs, robustness, zoo
 from experiments.benchmarks.optimizers.checks import check
 from experiments.benchmarks.optimizers.measuring import measure
-from experiments.benchmarks.optimizers.methods import COMPILED, METHODS, WORKLOADS
+from experiments.benchmarks.optimizers.methods import METHODS, WORKLOADS
 from experiments.benchmarks.optimizers.report import table, write
 
 
@@ -49,7 +49,7 @@ def parsed() -> argparse.Namespace:
     add(
         "--optimizers",
         nargs="+",
-        help=f"any of {', '.join(METHODS)} (all), or {', '.join(COMPILED)}; other studies have theirs",
+        help=f"any of {', '.join(METHODS)} (all); other studies have theirs",
     )
     add("--rounds", type=int, default=3, help="periods of each optimizer, or pairs of runs (3)")
     add("--threads", type=int, default=torch.get_num_threads(), help="of torch (as many as it takes)")
@@ -57,8 +57,7 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     methods = {"robustness": robustness.OPTIMIZERS, "zoo": zoo.OPTIMIZERS}.get(arguments.study, METHODS)
     arguments.optimizers = arguments.optimizers or list(methods)
-    others = COMPILED if methods is METHODS else {}
-    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, [*methods, *others])):
+    for chosen, known in ((arguments.workloads, WORKLOADS), (arguments.optimizers, methods)):
         unknown = [name for name in chosen if name not in known]
         if unknown:
             parser.error(f"{', '.join(unknown)}: expected any of {', '.join(known)}")
@@ -72,9 +71,6 @@ def main() -> None:
     arguments = parsed()
     warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
     warnings.filterwarnings("ignore", "KFAC")  # names the parameters of norms, which follow the gradient
-    warnings.filterwarnings(
-        "ignore", ".*runs without being compiled.*MemoryTracker"
-    )  # memory is that of eager code
     torch.set_num_threads(arguments.threads)
     if arguments.study == "lbfgs":
         lbfgs.main(arguments.rounds, arguments.out)

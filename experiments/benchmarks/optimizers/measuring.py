@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.optimizers.methods import Method, Work, method_of
+from experiments.benchmarks.optimizers.methods import METHODS, Method, Work
 from experiments.run.progress import Progress
 from metagrad.memory import MemoryTracker
 
@@ -49,20 +49,20 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> Measured:
     gradient = gradient_of(work, copy.deepcopy(work.model))
     unit = peak_of(gradient)  # before .grad is there
     steps = {
-        name: step for name in names if (step := _started(work, method_of(name), results[name])) is not None
+        name: step for name in names if (step := _started(work, METHODS[name], results[name])) is not None
     }
     gradients: list[float] = []
     for number in Progress(range(rounds), unit="round", leave=False):
         for name in random.Random(number).sample(list(steps), len(steps)):
             own = other = 0.0
-            for _ in range(max(method_of(name).period, FEWEST)):
+            for _ in range(max(METHODS[name].period, FEWEST)):
                 gradients.append(seconds(gradient))
                 other += gradients[-1]
                 own += seconds(steps[name])
             results[name].times.append(own / other)
     for name in Progress(steps, unit="peak", leave=False):
         results[name].peak = (
-            peak_of(functools.partial(_period, work, method_of(name), copy.deepcopy(work.model))) / unit
+            peak_of(functools.partial(_period, work, METHODS[name], copy.deepcopy(work.model))) / unit
         )
     return Measured(statistics.median(gradients), unit, results)
 

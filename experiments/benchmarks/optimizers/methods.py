@@ -145,15 +145,3 @@ METHODS: dict[str, Method] = {
     f"{RIVAL}.Lion": Method(of_all(rival("Lion"))),
 }
 """Those that are timed by default."""
-COMPILED: dict[str, Method] = {
-    "SparseAdam-compiled": Method(of_all(SparseAdam, compile=True)),
-    "AdaHessian-compiled": Method(of_all(AdaHessian, compile=True)),
-    "SophiaH-10-compiled": Method(of_all(SophiaH, compile=True), period=10),
-    "Lion-compiled": Method(of_all(Lion, compile=True)),
-}
-"""Those whose update torch.compile makes; Sophia's without an estimate is made in the first round."""
-
-
-def method_of(name: str) -> Method:
-    """Return what is timed under a name."""
-    return METHODS[name] if name in METHODS else COMPILED[name]

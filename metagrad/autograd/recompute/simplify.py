@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from metagrad.autograd.compile.products import call, transpose_in
+from metagrad.autograd.recompute.products import call, transpose_in
 from metagrad.core import _torch
 
 aten: Any = torch.ops.aten

@@ -21,8 +21,7 @@ from metagrad.core.modules import ModuleState, modules_of
 class Surroundings:
     """What was around a function when it was called; all buffers count, until it is known which ones it reads.
 
-    They are restored where they have changed. Whatever else compiled code reads is checked by its guards, see
-    :class:`~metagrad.autograd.compile.compiled.Ran`.
+    They are restored where they have changed.
 
     Args:
         call: How errors name the call.

@@ -1,487 +1,250 @@
-"""Loops of a compiled step: what is compiled, and the counterparts of the eager loops.
+"""Loops of compiled steps: ``torch.compile`` of a pure function, whose compiled derivative autograd calls.
 
-What changes from step to step or from call to call is a tensor: the state, the number of the step, the arguments. So
-what was compiled once, a step and its vector-Jacobian product or all steps, serves any number of steps.
+What changes from step to step or from call to call is an argument, so that what was compiled once serves any
+number of steps: the state, the number of the step, data and hyperparameters. ``torch.compile`` guards all else.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from metagrad.autograd.compile.backend import Repeated
-from metagrad.autograd.compile.compiled import (
-    Compiled,
-    CompileOptions,
-    Fallback,
-    Ran,
-    UncompilableError,
-    check_compilable,
-    checked_before,
-    exchanged,
-    laid_out,
-    operand,
-    pass_gate,
-)
-from metagrad.autograd.compile.retained_graph import held, rooted
-from metagrad.autograd.recompute.checkpoint import Backward, attached, vjp
-from metagrad.autograd.recompute.surroundings import Reached, Surroundings
-from metagrad.autograd.unrolling.schedule import Step, loop_keeping, plain
-from metagrad.autograd.unrolling.steps import checked_pair, stack
-from metagrad.core.budget import Mode
-from metagrad.core.tree import (
-    ATOMS,
-    HOLE,
-    Structure,
-    Tree,
-    TreeSpec,
-    dissect,
-    is_differentiable,
-    leaf_names,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
-from metagrad.memory import allocator
+from metagrad.autograd.recompute.checkpoint import cannot_recompute
+from metagrad.autograd.unrolling.schedule import Loop, Step, in_turn, loop_keeping
+from metagrad.autograd.unrolling.steps import StateCheck, checked_pair, stack
+from metagrad.core._torch import Function
+from metagrad.core.budget import BudgetError, Mode
+from metagrad.core.capture import AutocastState, RandomState
+from metagrad.core.checks import warn
+from metagrad.core.modules import modules_of
+from metagrad.core.tape import graph_nodes
+from metagrad.core.tree import Structure, Tree, dissect, fresh_leaf, is_differentiable, tree_map
 
-Around = Callable[[int], contextlib.AbstractContextManager[object]]
-"""The context to enter around the step of a number."""
+T = TypeVar("T")
+Compile: TypeAlias = "bool | Mapping[str, Any]"
+"""Whether to compile, or the keyword arguments of ``torch.compile``."""
 
-_ONE_STEP, _SEVERAL_STEPS = range(1), range(5)
-_FEW_CALLS = 48
-_FEW_ELEMENTS = 2**18
+SMALL = 2**18
+"""Up to so many elements, the calls around a step take longer than the step."""
+SEVERAL = 5
+"""How many small steps are compiled together."""
 
 
-def are_small(num_calls: int, num_elements: int) -> bool:
-    """Say whether steps of so many torch functions on so many elements take less time than what is around them."""
-    return num_calls <= _FEW_CALLS and num_elements <= _FEW_ELEMENTS
+def checked_compile(call: str, compile: Compile) -> dict[str, Any] | None:
+    """Return the arguments of ``torch.compile``; None if nothing is to be compiled."""
+    if isinstance(compile, (bool, Mapping)):
+        return dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+    raise ValueError(
+        f"{call}: compile must be a bool, or a dict of the arguments of torch.compile, got {compile!r}."
+    )
 
 
-def are_few(steps: int) -> bool:
-    """Say whether small steps are few enough to be one piece of compiled code."""
-    return 0 < steps <= len(_SEVERAL_STEPS)
+class Compiler:
+    """Compiles functions, and falls back to eager execution with one warning if that fails.
 
+    Args:
+        call: How warnings name what is compiled.
+        options: The arguments of ``torch.compile``.
+    """
 
-_ONE = dissect(torch.empty(0))[1]
+    def __init__(self, call: str, options: Mapping[str, Any]) -> None:
+        self.call, self.options = call, options
+        self.reason: str | None = None
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._warned: set[str] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle what is to be compiled, but nothing that was."""
+        return type(self), (self.call, self.options)
 
-class Layout(NamedTuple):
-    """Where the tensors of a state and of the arguments stand in their trees."""
+    def of(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return the compiled form of a module-level function."""
+        if function not in self._functions:
+            # What torch has compiled is found by code object, which others must not share.
+            own = types.FunctionType(function.__code__.replace(), function.__globals__)
+            options = {"fullgraph": True, "dynamic": False, **self.options}
+            self._functions[function] = torch.compile(own, **options)
+        return self._functions[function]
 
-    state: Structure
-    args: Structure
-
-
-class Wanted(NamedTuple):
-    """Which of the tensors of a step to differentiate with respect to, and which of its results flow back."""
-
-    state: tuple[int, ...]
-    shared: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-def _flat_step(
-    step: Step, layout: Layout, state: Sequence[Tensor], t: Tensor | int, shared: Sequence[Tensor]
-) -> tuple[list[Tensor], Tree]:
-    """Take one step, from the tensors of a state to those of the next."""
-    result, aux = checked_pair(step(layout.state.fill(state), t, *layout.args.fill(shared)), -1)
-    leaves, spec = tree_flatten(result)
-    if spec != layout.state.spec:
-        raise ValueError("the state that the step returns has another structure than the one it takes")
-    new = [leaf for leaf, old in zip(leaves, layout.state.leaves, strict=True) if old is HOLE]
-    for before, after in zip(state, new, strict=True):
-        if not isinstance(after, Tensor) or (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                "the state that the step returns has other shapes or dtypes than the one it takes"
+    def attempt(self, compiled: Callable[[], T], eager: Callable[[], T], reason: str | None = None) -> T:
+        """Return what ``compiled()`` returns, or ``eager()`` for a reason that is known or found out."""
+        reason = reason or self.reason or cannot_recompute()
+        if reason is None:
+            try:
+                return compiled()
+            except (torch.OutOfMemoryError, BudgetError):
+                raise
+            except Exception as error:  # Dynamo, inductor and the traced code raise errors of many kinds
+                reason = f"torch.compile cannot take it: {_summary(error)}"
+            result = eager()  # which raises the errors of the function itself
+            self.reason = reason
+        else:
+            result = eager()
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warn(
+                f"{self.call}: runs without being compiled, because {reason}. Pass compile=False to choose this."
             )
-    return [laid_out(tensor) for tensor in new], aux
+        return result
 
-
-def _steps(
-    step: Step, layout: Layout, ahead: range, state: Sequence[Tensor], t: Tensor, shared: Sequence[Tensor]
-) -> tuple[list[Tensor], Tree]:
-    """Take steps, counted from ``t`` on; return the tensors of the last state, and the stacked aux."""
-    new, collected = list(state), []
-    for number in ahead:
-        new, aux = _flat_step(step, layout, new, t + number if number else t, shared)
-        collected.append(aux)
-    return new, stack(collected)
-
-
-def _advance(
-    step: Step, layout: Layout, ahead: range, state: list[Tensor], t: Tensor, shared: list[Tensor]
-) -> tuple[list[Tensor], Tree]:
-    """Take steps as one piece of compiled code."""
-    pass_gate()
-    return _steps(step, layout, ahead, state, t, shared)
-
-
-def _pull(
-    step: Step,
-    layout: Layout,
-    wanted: Wanted,
-    state: list[Tensor],
-    t: Tensor,
-    shared: list[Tensor],
-    cotangents: list[Tensor],
-    totals: list[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Compute the vector-Jacobian product of one step: cotangents of the state, and totals for the arguments."""
-    pass_gate()
-
-    def results(states: list[Tensor], args: list[Tensor]) -> tuple[Tensor, ...]:
-        now, given = exchanged(state, wanted.state, states), exchanged(shared, wanted.shared, args)
-        new, aux = _steps(step, layout, _ONE_STEP, now, t, given)
-        found = [*new, *(leaf for leaf in tree_leaves(aux) if isinstance(leaf, Tensor))]
-        return tuple(found[index] for index in wanted.results)
-
-    pull = torch.func.vjp(results, [state[i] for i in wanted.state], [shared[i] for i in wanted.shared])[1]
-    of_state, of_args = pull(tuple(cotangents))
-    return [laid_out(g) for g in of_state], [laid_out(a + b) for a, b in zip(totals, of_args, strict=True)]
-
-
-class _Entered(NamedTuple):
-    """The first call of compiled code by a loop: which code, how many steps, which of its tensors require grad."""
-
-    ran: Ran
-    ahead: range
-    requires_grad: list[bool]
-
-
-class CompiledStep(Fallback):
-    """A step, its vector-Jacobian product and a loop of it as compiled code, for all loops of the step.
-
-    Args:
-        call: How warnings and errors name the loop.
-        options: What is compiled, and how.
-
-    Attributes:
-        num_calls: How many torch functions a step calls, once that is known.
-    """
-
-    def __init__(self, call: str, options: CompileOptions) -> None:
-        super().__init__(call)
-        self.options = options
-        self._advances: dict[range, Compiled] = {}
-        self.pull = Compiled(_pull, options.options)
-        self.num_calls: int | None = None
-        self.reached = Reached()
-
-    def advance(self, ahead: range) -> Compiled:
-        """Return what takes steps at once; torch.compile limits how often one piece of code is compiled."""
-        if ahead not in self._advances:
-            self._advances[ahead] = Compiled(_advance, self.options.options)
-        return self._advances[ahead]
-
-
-class _Loop:
-    """A loop with its step, its compiled code, and the structure that all steps have in common.
-
-    Args:
-        compiled: What has been compiled so far.
-        step: As :func:`unroll_compiled` takes it, and likewise the rest.
-        owner: What the step belongs to.
-    """
-
-    def __init__(
-        self,
-        compiled: CompiledStep,
-        step: Step,
-        state: Tree,
-        args: tuple[Any, ...],
-        times: range,
-        *,
-        owner: object,
-        around: Around | None,
-    ) -> None:
-        self.compiled, self.step, self.owner, self.around = compiled, step, owner, around
-        self.times = times
-        (states, state_spec), (operands, args_spec) = tree_flatten(state), tree_flatten(args)
-        tensors = [leaf for leaf in (*states, *operands) if isinstance(leaf, Tensor)]
+    def unroll(
+        self, step: Step, state: Tree, args: tuple[Any, ...], times: range, memory: Mode | int
+    ) -> tuple[Tree, Tree]:
+        """Run a loop; ``t``, ints of the state and floats of the arguments reach the step as 0-d tensors."""
+        tensors = dissect((state, args))[0]
         device = tensors[0].device if tensors else torch.device("cpu")
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-        # What changes is a tensor: ints in a state, which count, and floats among the arguments.
-        counted = _with_tensors(states, int, torch.int64, device)
-        scaled = _with_tensors(operands, float, torch.float64 if is_double else torch.float32, device)
-        self.layout = Layout(_structure(counted, state_spec), _structure(scaled, args_spec))
-        self.tensors = [leaf for leaf in (*counted, *scaled) if isinstance(leaf, Tensor)]
-        self.width = sum(isinstance(leaf, Tensor) for leaf in counted)
-        self.numbers = [torch.full((), t, dtype=torch.int64, device=device) for t in times]
-        self._note_surroundings()
-        self.aux: Structure | None = None
-        self.entered: _Entered | None = None
-        self._repeated: dict[range, Repeated] = {}
+        state = _with_tensors(state, int, torch.int64, device)
+        args = _with_tensors(args, float, torch.float64 if is_double else torch.float32, device)
+        width = SEVERAL if is_small(tensors) and len(times) >= SEVERAL else 1
+        in_pieces = functools.partial(_in_pieces, self._piece, width)
+        if not torch.is_grad_enabled():
+            return in_pieces(step, state, args, times)
+        loops: dict[str, Loop] = {
+            "full": in_pieces,
+            "step": functools.partial(_in_pieces, _again(self._piece), 1),
+            "sqrt": functools.partial(_in_pieces, _again(in_pieces), max(math.isqrt(len(times)), 1)),
+        }
+        return loop_keeping(memory, (state, args), loops)(step, state, args, times)
 
-    def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors of the state, and those of the arguments."""
-        return list(tensors[: self.width]), list(tensors[self.width :])
-
-    def fill(self, outputs: Sequence[Tensor]) -> tuple[Tree, Tree]:
-        """Return the last state and aux as trees."""
-        assert self.aux is not None
-        state, aux = self.split(outputs)
-        return self.layout.state.fill(state), self.aux.fill(aux)
-
-    def _advance(
-        self, state: list[Tensor], piece: range, shared: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take the steps of consecutive indices; return the tensors of the state and of the stacked aux."""
-        ahead, number = range(len(piece)), self.numbers[piece.start]
-        repeated = self._repeated.setdefault(ahead, Repeated())
-        around = contextlib.nullcontext() if self.around is None else self.around(self.times[piece.start])
-        with around:
-            return self.split(repeated(functools.partial(self._taken, ahead), state, [number], shared))
-
-    def _taken(
-        self, ahead: range, state: list[Tensor], number: list[Tensor], shared: list[Tensor]
-    ) -> list[Tensor]:
-        check = functools.partial(self._check, [*state, *shared])
-        (new, aux), ran = self.compiled.advance(ahead).run(
-            check, self.step, self.layout, ahead, state, *number, shared
-        )
-        if self.entered is None:
-            self.entered = _Entered(ran, ahead, [tensor.requires_grad for tensor in (*state, *shared)])
-        found, self.aux = ([aux], _ONE) if isinstance(aux, Tensor) else dissect(aux)
-        return [*new, *found]
-
-    def run(
-        self,
-        tensors: Sequence[Tensor],
-        pieces: Sequence[range],
-        stride: int | None = None,
-        before: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Take all steps; return the last state with the stacked aux, and the states that are kept.
-
-        Args:
-            tensors: Of the first state and of the arguments.
-            pieces: The indices of the steps, by pieces of compiled code.
-            stride: The state before every so many pieces is kept; None keeps none.
-            before: Applied to the tensors of a state before a piece.
-        """
-        state, shared = self.split(tensors)
-        kept, collected = [], []
-        for index, piece in enumerate(pieces):
-            state = [before(tensor) for tensor in state]
-            if stride is not None and index % stride == 0:
-                kept.extend(state)
-            state, aux = self._advance(state, piece, shared)
-            collected.append(aux)
-        return [*state, *map(_joined, zip(*collected, strict=True))], kept
-
-    def _singles(self) -> list[range]:
-        return [range(index, index + 1) for index in range(len(self.times))]
-
-    def _several(self) -> list[range]:
-        """Take several small steps at once, unless somebody looks at each of them."""
-        singles, width = self._singles(), len(_SEVERAL_STEPS)
-        if self.around is not None or len(singles) < width or not self._is_small():
-            return singles
-        whole = len(singles) - len(singles) % width
-        return [*(range(first, first + width) for first in range(0, whole, width)), *singles[whole:]]
-
-    def _is_small(self) -> bool:
-        num_elements = sum(tensor.numel() for tensor in self.tensors)
-        if not are_small(0, num_elements):
-            return False
-        if self.compiled.num_calls is None:
-            self._check(self.tensors)
-        return are_small(self.compiled.num_calls or 0, num_elements)
-
-    def pull(
-        self,
-        stride: int,
-        tensors: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        needed: Sequence[bool],
-        cotangents: Sequence[Tensor | None],
-    ) -> list[Tensor | None]:
-        """Walk back over the steps by compiled vector-Jacobian products; return the cotangents of the tensors."""
-        first, shared = self.split([operand(tensor) for tensor in tensors])
-        flowing = tuple(i for i, tensor in enumerate(first) if is_differentiable(tensor))
-        asked = tuple(i for i in range(len(shared)) if needed[self.width + i])
-        reports = {i: c for i, c in enumerate(cotangents) if i >= self.width and c is not None}
-        wanted = Wanted(flowing, asked, (*flowing, *reports))
-        current = [_materialized(cotangents[i], first[i]) for i in flowing]
-        totals = [torch.zeros_like(shared[i]) for i in asked]
-        states: list[list[Tensor]] = []
-        repeated = Repeated()
-
-        def vjp(state: list[Tensor], number: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
-            of_state, totals = self.compiled.pull(
-                checked_before, self.step, self.layout, wanted, state, *number, *others
-            )
-            return [*of_state, *totals]
-
-        for index in reversed(range(len(self.times))):
-            states = states or self._states(kept, stride, index, shared)
-            incoming = [*current, *(operand(c[index : index + 1]) for c in reports.values())]
-            results = repeated(vjp, states.pop(), [self.numbers[index]], shared, incoming, totals)
-            current, totals = results[: len(flowing)], results[len(flowing) :]
-        found = dict(zip((*flowing, *(self.width + i for i in asked)), (*current, *totals), strict=True))
-        return [found[i] if need else None for i, need in enumerate(needed)]
-
-    def _states(
-        self, kept: Sequence[Tensor], stride: int, last: int, shared: list[Tensor]
-    ) -> list[list[Tensor]]:
-        """Return the states from the one kept before step ``last`` to that of step ``last``."""
-        first = last - last % stride
-        place = first // stride * self.width
-        states = [list(kept[place : place + self.width])]
-        for single in self._singles()[first:last]:
-            states.append(self._advance(states[-1], single, shared)[0])
-        return states
-
-    def _check(self, tensors: Sequence[Tensor]) -> None:
-        """Run the step without compiling it; refuse what compiling would lose."""
-        state, shared = self.split([operand(tensor, True) for tensor in tensors])
-        args = self.layout.args.fill(shared)
-        handed = (self.layout.state.fill(state), self.numbers[0], *args)
-        checked = check_compilable(self.step, handed, self.compiled.call)
-        _refuse_changed_constants(self.layout.state, checked.returned)
-        if dissect(args)[1] != self.layout.args:
-            raise UncompilableError(
-                "a list or dict among the arguments is changed, where only values may flow"
-            )
-        self.compiled.num_calls = max(checked.num_calls, self.compiled.num_calls or 0)
-        self.compiled.reached.note(self.owner, self.step, checked.read)
-        self._note_surroundings()
-
-    def restored(self, tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Set up what was around the loop when it was run, within a ``with`` block, for these tensors or others."""
-        if self.entered is None:
-            return self.surroundings.restored()
-        ran, ahead, flags = self.entered
-        state, shared = self.split(
-            [operand(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
-        )
-        with torch.enable_grad():
-            state = [rooted(tensor) if tensor.requires_grad else tensor for tensor in state]
-        return ran.restored(self.surroundings, self.step, self.layout, ahead, state, self.numbers[0], shared)
-
-    def _note_surroundings(self) -> None:
-        modules = self.compiled.reached.modules(self.owner, self.step)
-        self.surroundings = Surroundings(self.compiled.call, "step", modules)
-
-    def eager(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the loop again without compiling it: the last state, and the stacked aux."""
-        numbers = dict(zip(self.times, self.numbers, strict=True))
-        state, shared = self.split(tensors)
-        with self.restored(tensors):
-            result = plain(
-                lambda state, t, *args: self.step(state, numbers[t], *args),
-                self.layout.state.fill(state),
-                self.layout.args.fill(shared),
-                self.times,
-            )
-        return dissect(result)[0]
-
-    def as_one_graph(self) -> tuple[Tree, Tree]:
-        """Run the loop as one piece of compiled code."""
-        return self._keeping_graphs([range(len(self.times))])
-
-    def keeping_graphs(self) -> tuple[Tree, Tree]:
-        """Run the loop with the graphs that torch.compile makes for the derivatives of steps."""
-        return self._keeping_graphs(self._several())
-
-    def _keeping_graphs(self, pieces: Sequence[range]) -> tuple[Tree, Tree]:
-        def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return self.run(tensors, pieces, before=rooted)[0]
-
-        return self.fill(held(run, self.eager, self.tensors))
-
-    def keeping_states(self, stride: int) -> tuple[Tree, Tree]:
-        """Run the loop with every ``stride``-th state, and walk back over its steps."""
-        allocator.advise(self.compiled.call, self.tensors)
-        with torch.no_grad():
-            outputs, kept = self.run([operand(tensor) for tensor in self.tensors], self._singles(), stride)
-        if self.compiled.reached.read(self.owner) is None:
-            self._check(self.tensors)
-        self.surroundings.note_read(self.compiled.reached.read(self.owner) or ())
-
-        def pull(backward: Backward) -> Sequence[Tensor | None]:
-            with self.restored(backward.tensors):
-                return self.compiled.attempt(
-                    lambda: self.pull(stride, *backward),
-                    lambda: vjp(self.eager, backward.tensors, backward.needed, backward.cotangents),
-                )
-
-        differentiable = [output.requires_grad_(is_differentiable(output)) for output in outputs]
-        return self.fill(attached(self.eager, self.tensors, differentiable, kept=kept, pull=pull))
-
-    def without_graphs(self) -> tuple[Tree, Tree]:
-        """Run the loop without graphs."""
-        return self.fill(self.run([operand(tensor) for tensor in self.tensors], self._several())[0])
+    def _piece(self, step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+        """Run consecutive steps as one compiled function."""
+        state, args = tree_map(_entering, state), tree_map(functools.partial(_entering, keeps=True), args)
+        number = torch.full((), times.start, dtype=torch.int64, device=_device(state))
+        new, aux = self.of(_advance)(step, len(times), state, number, args)
+        StateCheck(state)(new, times[-1])
+        return new, aux
 
 
-def _with_tensors(leaves: list, kind: type, dtype: torch.dtype, device: torch.device) -> list[Any]:
-    """Make tensors of the numbers of a kind."""
-    return [
-        torch.full((), leaf, dtype=dtype, device=device) if type(leaf) is kind else leaf for leaf in leaves
-    ]
+def _advance(step: Step, count: int, state: Tree, t: Tensor, args: tuple[Any, ...]) -> tuple[Tree, Tree]:
+    collected = []
+    for ahead in range(count):
+        state, aux = checked_pair(step(state, t + ahead if ahead else t, *args), -1)
+        collected.append(aux)
+    # In one layout, so that the next call finds what was compiled.
+    return tree_map(lambda leaf: leaf.contiguous() if isinstance(leaf, Tensor) else leaf, state), stack(
+        collected
+    )
 
 
-def _structure(leaves: list, spec: TreeSpec) -> Structure:
-    return Structure([HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _refuse_changed_constants(state: Structure, returned: Structure) -> None:
-    """Refuse constants of a state that a step changes: from step to step, tensors alone flow."""
-    for place, (old, new) in enumerate(zip(state.leaves, returned.leaves, strict=False)):
-        if old is HOLE or new is old or (type(old) is type(new) and type(old) in ATOMS and new == old):
-            continue
-        name = leaf_names(tree_unflatten(range(len(state.leaves)), state.spec), "state")[place]
-        raise UncompilableError(
-            f"{name}, a constant of type {type(old).__name__}, is another after a step, where only tensors may flow "
-            "(make it one; a tree is made of dicts, lists and tuples)"
-        )
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)  # type: ignore[arg-type]
-
-
-def _materialized(cotangent: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).contiguous() if cotangent is None else operand(cotangent)
-
-
-def unroll_compiled(
-    compiled: CompiledStep,
-    step: Step,
-    state: Tree,
-    args: tuple[Any, ...],
-    times: range,
-    memory: Mode | Literal["whole"] | int,
-    *,
-    owner: object,
-    around: Around | None = None,
+def _in_pieces(
+    loop: Loop, width: int, step: Step, state: Tree, args: tuple[Any, ...], times: range
 ) -> tuple[Tree, Tree]:
-    """Run a loop of a compiled step; its result is on the tape where grad mode is on.
+    """Run a loop on some steps after the other, and the steps that are left over one by one."""
+    whole = len(times) - len(times) % width
+    parts = [times[first : first + width] for first in range(0, whole, width)]
+    singles = [times[index : index + 1] for index in range(whole, len(times))]
+    return in_turn([(loop, part) for part in (*parts, *singles)], step, state, args)
+
+
+def _again(loop: Loop) -> Loop:
+    """Return a loop that keeps its operands and is run again in the backward pass."""
+
+    def recomputed(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
+        tensors, structure = dissect((state, args))
+        modules, random, autocast = modules_of(step), RandomState(), AutocastState()
+        found: list[Structure] = []
+
+        def call(tensors: Sequence[Tensor]) -> list[Tensor]:
+            state, args = structure.fill(tensors)
+            with torch.enable_grad(), autocast.restored():
+                outputs, form = dissect(loop(step, state, args, times))
+            found.append(form)
+            return outputs
+
+        def again(tensors: Sequence[Tensor]) -> list[Tensor]:
+            if _modes(modules) != modes:
+                raise RuntimeError(
+                    "unroll(..., compile, memory): a buffer or the mode of a module changed before the backward "
+                    "pass, which runs the steps again."
+                )
+            with random.restored():
+                return call(tensors)
+
+        modes = _modes(modules)
+        leaves = list(map(fresh_leaf, tensors))
+        outputs = call(leaves)
+        known = set(map(id, leaves))
+        variables = (getattr(node, "variable", None) for node in graph_nodes(outputs))
+        free = [v for v in variables if v is not None and id(v) not in known]
+        return found[0].fill(_Again.apply(again, len(tensors), outputs, *tensors, *free))
+
+    return recomputed
+
+
+def _modes(modules: Sequence[nn.Module]) -> list[object]:
+    return [(module.training, *map(torch.Tensor._version.__get__, module.buffers())) for module in modules]
+
+
+class _Again(Function):
+    """Outputs of a function that is run again for its derivative."""
+
+    @staticmethod
+    def forward(ctx, call, count, outputs, *operands):
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.count = call, count
+        ctx.save_for_backward(*operands)
+        results = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(
+            *(r for r, output in zip(results, outputs, strict=True) if not output.requires_grad)
+        )
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *cotangents):
+        tensors = [*map(fresh_leaf, ctx.saved_tensors[: ctx.count]), *ctx.saved_tensors[ctx.count :]]
+        outputs = ctx.call(tensors[: ctx.count])
+        wanted = [t for t, need in zip(tensors, ctx.needs_input_grad[3:], strict=True) if need]
+        given = [(output, c) for output, c in zip(outputs, cotangents, strict=True) if c is not None]
+        grads = iter(_gradients(given, wanted) if given else ())
+        return (None, None, None, *(next(grads, None) if need else None for need in ctx.needs_input_grad[3:]))
+
+
+def _gradients(given: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    outputs, cotangents = zip(*given, strict=True)
+    return torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True)
+
+
+def is_small(tensors: Sequence[Tensor]) -> bool:
+    """Return whether steps on these tensors take less time than the calls around them."""
+    return sum(tensor.numel() for tensor in tensors) <= SMALL
+
+
+def _entering(leaf: Any, *, keeps: bool = False) -> Any:
+    """Return a tensor as every step finds it: in one layout, and a result with a graph, if it can have one.
 
     Args:
-        compiled: What has been compiled so far.
-        step: As :func:`metagrad.unroll` takes it; ``t``, the ints of the state and the floats of the arguments
-            reach it as 0-d tensors.
-        state: A tree of tensors and constants.
-        args: Trees of tensors and constants.
-        times: The numbers of the steps.
-        memory: What is kept, see :func:`metagrad.unroll`; "whole" is one graph for all steps.
-        owner: The object that the step belongs to; what is found out about the step is kept for its lifetime.
-        around: Returns the context to enter around the step of a number, each of which is then called by itself.
+        leaf: A tensor; anything else is returned.
+        keeps: Whether a tensor that does not require grad stays without.
     """
-    make = functools.partial(_Loop, compiled, owner=owner, around=around)
-    loops = {
-        "whole": lambda *loop: make(*loop).as_one_graph(),
-        "full": lambda *loop: make(*loop).keeping_graphs(),
-        "step": lambda *loop: make(*loop).keeping_states(1),
-        "sqrt": lambda *loop: make(*loop).keeping_states(max(math.isqrt(len(loop[-1])), 1)),
-    }
-    if not torch.is_grad_enabled():
-        return make(step, state, args, times).without_graphs()
-    return loop_keeping(memory, (state, args), loops)(step, state, args, times)
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not torch.is_grad_enabled() or not is_differentiable(leaf) or (keeps and not leaf.requires_grad):
+        return leaf.detach().contiguous()
+    if leaf.grad_fn is None:
+        leaf = (leaf if leaf.requires_grad else leaf.detach().requires_grad_()).clone()
+    return leaf.contiguous()
+
+
+def _device(tree: Tree) -> torch.device:
+    return next((tensor.device for tensor in dissect(tree)[0]), torch.device("cpu"))
+
+
+def _with_tensors(tree: Tree, kind: type, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a tree with a 0-d tensor for each number of a kind."""
+    return tree_map(
+        lambda leaf: torch.full((), leaf, dtype=dtype, device=device) if type(leaf) is kind else leaf, tree
+    )
+
+
+def _summary(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from metagrad.autograd.compile.compiled import Compile, CompileOptions, checked_compile
 from metagrad.autograd.recompute.checkpoint import cannot_recompute
-from metagrad.autograd.unrolling.compiled import CompiledStep, unroll_compiled
+from metagrad.autograd.unrolling.compiled import Compile, Compiler, checked_compile
 from metagrad.autograd.unrolling.schedule import Step, in_turn, loop_keeping, plain
 from metagrad.autograd.unrolling.steps import checked_pair
 from metagrad.core.budget import Memory, Mode, checked_memory
@@ -50,13 +49,11 @@ def unroll(
     graph of a step holds less than a state does (a large table of which a few rows are read); budgets and ``"auto"``
     keep the graphs there.
 
-    ``compile=True`` compiles one step and one vector-Jacobian product of a step, by ``torch.compile``, and reuses
-    them for any number of steps; of steps that call few functions on small tensors it compiles five at a time, if
-    there are as many and ``memory="full"``. The step must then be a pure function, which takes its inner gradient by
-    :func:`torch.func.grad`; ``t``, the ints of the state (counters) and the floats among the arguments (learning
-    rates) reach it as 0-d tensors. A step that cannot be compiled (random numbers, control flow that depends on
-    data, running statistics, other constants of the state that change) runs uncompiled, with one warning that says
-    why. Second and higher derivatives of the result are computed without compiled code.
+    ``compile=True`` compiles one step with its derivative by ``torch.compile``, and reuses it for all steps.
+    Five steps on small tensors are compiled together. The step must be a pure function, which takes its inner
+    gradient by :func:`torch.func.grad`. ``t``, the ints of the state (counters) and the floats among the arguments
+    (learning rates) reach it as 0-d tensors. A step that cannot be compiled runs eagerly, with one warning that says
+    why. Derivatives of the result that are to be differentiated again raise an error.
 
     Args:
         step: ``step(state, t, *args) -> (state, aux)``. The state it returns has the structure, shapes and
@@ -70,8 +67,7 @@ def unroll(
             (truncated reverse mode); None differentiates through all.
         create_graph: Whether the result is differentiable; None means if grad mode is on. False detaches every
             state, so that memory does not grow with ``steps``; the steps themselves always run in grad mode.
-        compile: Whether to compile; ``"whole"`` makes one graph of all steps, for short loops; a dict holds options
-            of ``torch.compile``, such as ``{"mode": "max-autotune"}``, and ``"whole": True`` if meant.
+        compile: Whether to compile; a dict holds the arguments of ``torch.compile``.
 
     Returns:
         The last state, and ``aux`` with its tensors stacked along a new first axis, ``[steps, ...]``; None
@@ -81,7 +77,7 @@ def unroll(
         ValueError: ``steps`` is negative, ``truncate`` is not from 1 to ``steps``, ``memory`` is unknown or a budget
             that is too small for one step (the message says how much is needed), ``step`` returns something
             else than a pair, changes the structure, a shape or a dtype of the state, or (when recomputed)
-            writes in place; with ``compile``, ``step`` reads a tensor that requires grad and is not an argument.
+            writes in place.
         TypeError: ``steps`` is not an int, or ``aux`` holds something that is neither a tensor nor None.
 
     Example:
@@ -105,8 +101,6 @@ def unroll(
     _check_truncate(truncate, steps)
     mode = checked_memory("unroll(...)", memory)
     options = checked_compile("unroll(...)", compile)
-    if options is not None and options.whole and mode != "full":
-        raise ValueError(f'unroll(..., compile="whole"): one graph keeps everything, got memory={memory!r}.')
     if create_graph is None:
         create_graph = torch.is_grad_enabled()
     if steps == 0:
@@ -116,7 +110,11 @@ def unroll(
     if options is not None:
         settings = {"steps": steps, "memory": mode, "truncate": truncate, "create_graph": create_graph}
         eager = functools.partial(unroll, step, state, *args, **settings)
-        return _compiled(options, mode, step, state, args, times[:first], times[first:], eager)
+        compiler = _compiler(_code(step), tuple(options.items()))
+        compiled = functools.partial(
+            _compiled, compiler, mode, step, state, args, times[:first], times[first:]
+        )
+        return compiler.attempt(compiled, eager)
     if not create_graph:
         return _without_graphs(step, state, args, times)
     if mode != "full" and (why := cannot_recompute()) is not None:
@@ -140,34 +138,26 @@ def _code(step: Callable[..., Any]) -> object:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_step(code: object, options: CompileOptions) -> CompiledStep:
-    """Keep what was compiled of steps used lately; what they close over is guarded by torch.compile, not kept."""
-    return CompiledStep("unroll(step, ..., compile)", options)
+def _compiler(code: object, options: tuple[tuple[str, Any], ...]) -> Compiler:
+    """Keep what was compiled of recent steps; ``torch.compile`` guards what they close over."""
+    return Compiler("unroll(step, ..., compile)", dict(options))
 
 
 def _compiled(
-    options: CompileOptions,
+    compiler: Compiler,
     memory: Mode | int,
     step: Step,
     state: Tree,
     args: tuple[Any, ...],
     without_graphs: range,
     with_graphs: range,
-    eager: Callable[[], tuple[Tree, Tree]],
 ) -> tuple[Tree, Tree]:
-    """Run a loop compiled, or eagerly as fallback."""
-    compiled_step = _compiled_step(_code(step), options)
-
     def loop(step: Step, state: Tree, args: tuple[Any, ...], times: range) -> tuple[Tree, Tree]:
-        kept = "whole" if options.whole else memory
-        return unroll_compiled(compiled_step, step, state, args, times, kept, owner=step)
+        return compiler.unroll(step, state, args, times, memory)
 
-    def compiled() -> tuple[Tree, Tree]:
-        pieces = [(torch.no_grad()(loop), without_graphs), (torch.enable_grad()(loop), with_graphs)]
-        last, aux = in_turn(pieces, step, state, args)
-        return tree_map(lambda old, new: int(new) if type(old) is int else new, state, last), aux
-
-    return compiled_step.attempt(compiled, eager)
+    pieces = [(torch.no_grad()(loop), without_graphs), (torch.enable_grad()(loop), with_graphs)]
+    last, aux = in_turn(pieces, step, state, args)
+    return tree_map(lambda old, new: int(new) if type(old) is int else new, state, last), aux
 
 
 def _check_truncate(truncate: int | None, steps: int) -> None:

@@ -50,10 +50,6 @@ class TrajectoryLearner(MAML):
         self._fix("order", "adapted", "truncate", "query_weights", "proximal", "hypergradient")
         self.examples: Examples = examples
         self._refuse_learned()
-        if self._compile is not None and self._compile.whole:
-            raise ValueError(
-                f'{self._name}(..., compile="whole"): there is no graph of a meta-batch. Use compile=True.'
-            )
 
     def _loop(self, inner: InnerLoop, *, joins: bool) -> TrajectoryLoop:
         """Return the inner loop that gives the meta-gradient."""
@@ -113,7 +109,7 @@ class Reptile(TrajectoryLearner):
 
     Raises:
         ValueError: As :class:`MAML`; ``examples`` is something else; a hyper-parameter of ``inner`` or the loss
-            is to be learned, which gets no gradient; or ``compile="whole"``.
+            is to be learned, which gets no gradient.
         TypeError: As :class:`MAML`.
 
     Example:

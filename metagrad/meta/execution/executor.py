@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from metagrad.autograd.compile.compiled import UncompilableError
 from metagrad.autograd.derivatives.quick.attention import unfused_attention
 from metagrad.autograd.recompute.captured_tensors import unrecorded
 from metagrad.core import _torch
 from metagrad.core.capture import RandomState
 from metagrad.core.modules import WatchedModules, buffer_versions
-from metagrad.core.structured import Nested
-from metagrad.core.substitution import Slots
 from metagrad.memory import allocator
+from metagrad.meta.execution.compiled import evaluated, is_one_graph, refusal
 from metagrad.meta.execution.nonfinite import GradientCheck, Learned, Nonfinite, finite_tasks, merged
 from metagrad.meta.execution.stacking import (
     Stacking,
@@ -30,10 +28,7 @@ from metagrad.meta.execution.stacking import (
     structure_of,
 )
 from metagrad.meta.execution.tables import find_rows
-from metagrad.meta.inner.compiled import refuse_model
-from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase, start_values
-from metagrad.meta.inner.shared import SharingCall, shared_slots
-from metagrad.meta.objective.task_loss import TaskLoss
+from metagrad.meta.inner.loop import Adaptation, Evaluation, InnerLoop, outer_phase
 from metagrad.meta.objective.tasks import Tasks, concatenated
 from metagrad.optim.rules import Params, Rule
 
@@ -159,34 +154,17 @@ class TaskExecutor:
         return tasks._replace(rows=rows)
 
     def _compiled(self, inner: InnerLoop, params: Params, tasks: Tasks) -> Evaluation | Adaptation:
-        """Run an inner loop compiled, or eagerly as fallback."""
-        compiled, objective = inner.compiled, inner.objective
-        assert compiled is not None
-        shared = self._shared(objective)
-        inner = dataclasses.replace(inner, shared=shared) if shared else inner
+        """Run an inner loop compiled, or eagerly if that is not possible."""
+        assert inner.compiled is not None
 
-        def of(loop: InnerLoop) -> Callable[[Params, Tasks], Evaluation | Adaptation]:
-            return loop.adapt if tasks.query_x is None else loop.evaluate
+        def run(loop: InnerLoop) -> Evaluation | Adaptation:
+            return loop.adapt(params, tasks) if tasks.query_x is None else loop.evaluate(params, tasks)
 
-        def attempt() -> Evaluation | Adaptation:
-            refuse_uncompilable(inner, tasks)
-            if compiled.output_shape is not None:
-                objective.check_predictions(compiled.output_shape)
-            # Guards look at the parameters of modules; gradients flow to the tensors that are handed over.
-            with self._slots().restored({}):
-                if not inner.may_be_one_graph or tasks.query_x is None:
-                    return of(inner)(params, tasks)
-                count = tasks.count if inner.stacked else None
-                start = functools.partial(start_values, params, tasks.rows, count)
-                rule = compiled.rule(inner.rule, next(iter(params.values())), start, inner.steps)
-                evaluate, args = _evaluation(inner), (shared, params, tasks, rule)
-                if not (compiled.options.whole or compiled.is_small(evaluate, args, inner.steps, count or 1)):
-                    return of(inner)(params, tasks)
-                *results, _ = compiled.whole_batch(evaluate, *args)
-                return Evaluation(*results)
-
-        return compiled.attempt(
-            attempt, lambda: of(dataclasses.replace(inner, compiled=None, shared={}))(params, tasks)
+        compiled = evaluated if is_one_graph(inner, params, tasks) else lambda inner, *_: run(inner)
+        return inner.compiled.attempt(
+            lambda: compiled(inner, params, tasks),
+            lambda: run(dataclasses.replace(inner, compiled=None)),
+            refusal(inner, tasks),
         )
 
     def _again(self, params: Params, rule: Rule, tasks: Tasks) -> Evaluation | Adaptation:
@@ -196,10 +174,6 @@ class TaskExecutor:
         results = dataclasses.replace(self, inner=inner).compute(params, rule, tasks, chunk=1)
         buffers.restore()
         return results
-
-    def _shared(self, objective: TaskLoss) -> Params:
-        """Return the parameters that are learned and do not adapt, as compiled code is handed them."""
-        return {name: kept[key] for name, kept, key in shared_slots(objective, self.params)}
 
     def _examined(self, tasks: Tasks) -> str | None:
         """Return why tasks must run one by one, None if they may be stacked, and "" if a loop is faster."""
@@ -250,11 +224,6 @@ class TaskExecutor:
         functions = () if start is None else tuple(id(function) for _, function in start.functions)
         return structure_of(objective.model), tuple(self.params), functions, policy
 
-    def _slots(self) -> Slots:
-        """Return the parameters of the model and the loss."""
-        objective = self.inner.objective
-        return Slots([part for part in (objective.model, objective.loss_fn) if isinstance(part, nn.Module)])
-
     @property
     def _modules(self) -> list[nn.Module]:
         """The model, and beside it modules whose parameters are learned alone: a loss, a start, norms of steps."""
@@ -274,34 +243,3 @@ class _Buffers:
         """Write the values back."""
         for buffer, value in self._values:
             buffer.copy_(value)
-
-
-def _evaluation(inner: InnerLoop) -> SharingCall:
-    """Return what one graph of a meta-batch computes."""
-    return SharingCall(
-        inner.objective, _WithMean(dataclasses.replace(inner, compiled=None, shared={}).evaluate)
-    )
-
-
-class _WithMean(NamedTuple):
-    """A function that evaluates, with the mean of the query losses as its last result; guards match it by value."""
-
-    evaluate: Callable[..., Evaluation]
-
-    def __call__(self, *args: Any) -> tuple[Nested | None, ...]:
-        """Call the function."""
-        results = self.evaluate(*args)
-        return (*results[:-1], results.query_losses.mean())
-
-
-def refuse_uncompilable(inner: InnerLoop, tasks: Tasks) -> None:
-    """Raise for what compiled code does not look at."""
-    if inner.compiled is not None and inner.compiled.options.whole and inner.start and inner.start.functions:
-        raise UncompilableError(
-            "start= calls a function, which belongs to no graph of a meta-batch (compile=True takes it)"
-        )
-    if inner.objective.norms is not None:
-        raise UncompilableError("norm= exchanges the normalisations of the model while it runs")
-    refuse_model(inner.objective.model, (*tasks.rows, *inner.objective.tables))
-    if not tasks.are_tensors:
-        raise UncompilableError("inputs or targets are not single tensors")

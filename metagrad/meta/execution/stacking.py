@@ -148,12 +148,14 @@ def _own_loop_reason(name: str, module: nn.Module, has_norm_policy: bool) -> str
         return f"torch.vmap has no rule for {kind}"
     if module._backward_hooks or module._backward_pre_hooks:
         return f"torch.vmap passes the backward hooks of {kind} by"
-    has_statistics = (
-        isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats
-    )
-    if has_statistics and not has_norm_policy:
+    if has_running_statistics(module) and not has_norm_policy:
         return (
             f"{kind} updates running statistics, which all tasks share "
             '(norm="running" moves them once for all; norm="transductive" uses those of each batch)'
         )
     return None
+
+
+def has_running_statistics(module: nn.Module) -> bool:
+    """Return whether a call of a module updates running statistics."""
+    return isinstance(module, _RUNNING_STATISTICS) and module.training and module.track_running_stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from metagrad import memory as memory_tracking
 from metagrad.autograd.checks.lint import refuse_defects
 from metagrad.autograd.derivatives.quick import QuickDerivatives
-from metagrad.autograd.unrolling.compiled import unroll_compiled
+from metagrad.autograd.unrolling.compiled import Compiler
 from metagrad.autograd.unrolling.schedule import Step
 from metagrad.autograd.unrolling.unroll import unroll
 from metagrad.core._torch import without_torch_function
 from metagrad.core.budget import Memory, checked_memory, free_bytes
+from metagrad.core.norms import composite_norms
 from metagrad.core.structured import Nested
 from metagrad.core.tree import Tree, constants, detached, tree_map, zeros_for_none
 from metagrad.hypergrad.implicit import ImplicitMethod
-from metagrad.meta.inner.compiled import CompiledMAML
+from metagrad.meta.inner.compiled import query_loss, with_tensors
 from metagrad.meta.inner.minimum import Proximal, at_minimum
-from metagrad.meta.inner.shared import SharingCall, placed
 from metagrad.meta.inner.start import OwnStart
 from metagrad.meta.objective.norms import normalised
 from metagrad.meta.objective.task_loss import Loss, TaskLoss
@@ -104,10 +104,9 @@ class InnerLoop:
         memory: What :func:`metagrad.unroll` keeps.
         truncate: How many of the last steps are differentiated through; None means all.
         tolerance: The gradient norm at which a task stops; None means that it never does.
-        compiled: What has been compiled; None compiles nothing.
+        compiled: Compiles steps; None compiles nothing.
         start: What parameters start from in each task; None means from the meta-parameters.
         stacked: Whether tasks have an axis of their own, in front.
-        shared: Parameters that do not adapt, as compiled code is handed them.
         judges_each: Whether query losses are computed after every step, and not after the last alone.
         proximal: The weight of the squared distance to the start in the loss; None has none.
         hypergradient: The method of implicit differentiation; None differentiates through the steps.
@@ -120,13 +119,12 @@ class InnerLoop:
     memory: Memory
     truncate: int | None = None
     tolerance: float | None = None
-    compiled: CompiledMAML | None = None
+    compiled: Compiler | None = None
     start: OwnStart | None = None
     stacked: bool = False
     judges_each: bool = False
     proximal: float | Tensor | None = None
     hypergradient: ImplicitMethod | None = None
-    shared: Params = field(default_factory=dict)
 
     def of_parts(self, num_parts: int, device: torch.device, *, stacked: bool) -> InnerLoop:
         """Return the loop of one of several parts of the tasks, whose graphs share a budget."""
@@ -154,7 +152,7 @@ class InnerLoop:
         """Return losses ``[tasks]`` and predictions of query examples."""
         loss: Loss = self.to_query(tasks)._loss(tasks)
         if self.compiled is not None:
-            loss = functools.partial(self.compiled.query_loss, SharingCall(self.objective, loss), self.shared)
+            loss = functools.partial(query_loss, self.compiled, loss)
         with phase("query"), self._quick():
             query = loss(adapted, tasks.query_x, tasks.query_y)  # type: ignore[arg-type]
         return query if self.stacked else with_task_axis(query)
@@ -183,10 +181,10 @@ class InnerLoop:
             return start, none, used.reshape(-1), none
         _refuse_inference_mode()
         if self.compiled is not None:
-            rule = self.compiled.rule(self.rule, first_param, lambda: start, self.steps)
+            rule = with_tensors(self.rule, first_param)
         judged = self.judges_each and self.steps > 1 and tasks.query_x is not None
         proximal = self.proximal_to(start)
-        args = _arguments(tasks, rule, judged, proximal, self.shared)
+        args = _arguments(tasks, rule, judged, proximal)
         loss, state = self._loss(tasks), (start, self.rule.init(start), used)
         first, reports = self.steps - self.num_differentiated, []
         if first:
@@ -223,16 +221,6 @@ class InnerLoop:
             return self
         norms = self.objective.norms.query(self.steps, tasks.support_x)
         return replace(self, objective=replace(self.objective, norms=norms))
-
-    @property
-    def may_be_one_graph(self) -> bool:
-        """Whether a compiled meta-batch may be one graph: as ``compile`` says, or where no step is needed alone."""
-        assert self.compiled is not None
-        if self.compiled.options.whole is not None:
-            return self.compiled.options.whole
-        is_plain = type(self) is InnerLoop and self.start is None and self.hypergradient is None
-        goes_by_steps = self.compiled.by_steps or memory_tracking.current() is not None
-        return is_plain and self.memory == "full" and torch.is_grad_enabled() and not goes_by_steps
 
     @property
     def num_differentiated(self) -> int:
@@ -306,10 +294,7 @@ class InnerLoop:
             late = _from(step, times.start) if times.start else step
             return functools.partial(unroll, late, steps=len(times), memory=self.memory)
         compiled, memory = self.compiled, checked_memory("MAML(...)", self.memory)
-        around = None if memory_tracking.current() is None else functools.partial(phase, "inner")
-        return lambda state, *args: unroll_compiled(
-            compiled, step, state, args, times, memory, owner=compiled, around=around
-        )
+        return lambda state, *args: compiled.unroll(step, state, args, times, memory)
 
     def _step(self, loss: Loss, keep_graph: bool, *, passes_on: bool = False) -> Step:
         """Return one step; one that ``passes_on`` takes its cotangent to be that of the parameters before it."""
@@ -323,11 +308,10 @@ class InnerLoop:
             rule: Rule | None = None,
             query: tuple[Nested, Nested] | None = None,
             proximal: Proximal | None = None,
-            shared: Params | None = None,
         ) -> tuple[tuple[Any, ...], Tree]:
             params, rule_state, used = state
-            # Where the rule is handed over the step is compiled, and its phase is opened around it.
-            with phase("inner", t) if rule is None else placed(self.objective, shared or {}):
+            # A step with a rule as its argument is compiled, without phases.
+            with phase("inner", t) if rule is None else contextlib.nullcontext():
                 here = loss if norms is None else functools.partial(loss, norms=norms.support(t))
                 losses, grads = self._gradients(here, params, x, y, create_graph, t)
                 if proximal is not None:
@@ -362,9 +346,7 @@ class InnerLoop:
         if torch.compiler.is_compiling():
             return _functional_gradients(loss, params, x, y, self.order)
         with self._quick():
-            losses, predictions = loss(params, x, y)
-        if self.compiled is not None:
-            self.compiled.note_outputs(losses, predictions)
+            losses, _ = loss(params, x, y)
         if create_graph and t == 0:
             refuse_defects("MAML(..., order=2), at the first inner step", losses, params.values())
         # A step that is computed again, as that of compiled code is, frees its graph at its end.
@@ -383,7 +365,8 @@ def _functional_gradients(
         losses, _ = loss(params, x, y)
         return losses.sum(), losses
 
-    grads, losses = torch.func.grad(total, has_aux=True)(params)
+    with composite_norms():  # torch.func has wrong second derivatives of the fused ones
+        grads, losses = torch.func.grad(total, has_aux=True)(params)
     return losses, grads if order == 2 else {name: g.detach() for name, g in grads.items()}
 
 
@@ -411,12 +394,10 @@ def _from(step: Step, first: int) -> Step:
     return lambda state, t, *args: step(state, first + t, *args)
 
 
-def _arguments(
-    tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None, shared: Params
-) -> tuple[Any, ...]:
+def _arguments(tasks: Tasks, rule: Rule | None, judged: bool, proximal: Proximal | None) -> tuple[Any, ...]:
     """Return what steps take beside their state."""
     query = (tasks.query_x, tasks.query_y) if judged else None
-    args = [tasks.support_x, tasks.support_y, rule, query, proximal, shared or None]
+    args = [tasks.support_x, tasks.support_y, rule, query, proximal]
     while args[-1] is None:
         args.pop()
     return tuple(args)

@@ -69,7 +69,6 @@ def check_hypergradient(
     memory: object,
     query_weights: object,
     norm: object,
-    is_whole: bool,
 ) -> None:
     """Refuse arguments that have no meaning with an implicit derivative."""
     if method is None:
@@ -89,7 +88,6 @@ def check_hypergradient(
             "losses before the last step are not those of a minimum",
         ),
         "norm": (norm in OF_STEPS, "a minimum has no statistics of each step"),
-        "compile": (is_whole, "one graph cannot hold the solve of its backward pass; compile=True can"),
     }
     for name, (is_there, why) in others.items():
         if is_there:

@@ -192,7 +192,7 @@ class SparseAdam(RuleOptimizer, rule=AdamRule, without=("weight_decay", "decoupl
         """Compute a step; dense parameters move by torch's kernel where it takes them."""
         group, params, grads = work
         fused: dict[Hashable, list[str]] = defaultdict(list)
-        if group["foreach"] is None and not group.get("compile", False):
+        if group["foreach"] is None:
             for key, p in params.items():
                 if _is_for_kernel(rule, p, grads[key], kept[key]):
                     fused[kept[key].get("step"), p.device, p.dtype].append(key)

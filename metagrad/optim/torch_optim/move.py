@@ -1,4 +1,4 @@
-"""One step of a rule: of whole parameters, one vector, pieces, touched rows, or compiled; and its writing."""
+"""One step of a rule: of whole parameters, one vector, pieces or touched rows; and its writing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metagrad.autograd.compile.compiled import Compiled, CompileOptions, Fallback, pass_gate
-from metagrad.core._torch import at_least_1d, pytree
 from metagrad.core.tree import tree_leaves, tree_map, widened
 from metagrad.optim.rule import Params, Rule
 from metagrad.optim.torch_optim.state import ParameterState, apart, completed, joined
@@ -195,74 +193,6 @@ def move_pieces(rule: Rule, key: str, param: Tensor, gradient: Tensor, kept: Par
                 before[key].copy_(after[key])
         step = new.step
     kept["step"] = step
-
-
-class CompiledStep:
-    """Steps of rules by a compiled function of all parameters, which writes them and their state in place.
-
-    Numbers of the rule are compiled in, but the learning rate, and from then on those that have changed.
-
-    Args:
-        call: How warnings name the optimizer.
-        options: Of torch.compile.
-    """
-
-    def __init__(self, call: str, options: CompileOptions) -> None:
-        self._compiled = Compiled(_write_step, options.options)
-        self._fallback = Fallback(call)
-        self._numbers: dict[str, object] = {}
-        self._varying = {".lr"}
-
-    def write(
-        self,
-        rule: Rule,
-        params: Params,
-        grads: Params,
-        states: Mapping[str, ParameterState],
-        uncompiled: Callable[[], None],
-    ) -> None:
-        """Take a step of parameters that have taken the same number of steps, or what there is in place of it."""
-
-        def write() -> None:
-            state = in_place(rule, params, states)
-            step, own = state.step, _map_fields(state, _as_vectors)._replace(step=torch.tensor(state.step))
-            values = _as_vectors({key: p.detach() for key, p in params.items()})
-            self._compiled(lambda: None, self._with_tensors(rule), own, values, _as_vectors(grads))
-            for kept in states.values():
-                kept["step"] = step + 1
-
-        self._fallback.attempt(write, uncompiled)
-
-    def _with_tensors(self, rule: Rule) -> Rule:
-        """Return a rule of which numbers that change are tensors, and zeros, which leave terms out, numbers."""
-        leaves, structure = pytree.tree_flatten_with_path(rule)
-        found = {pytree.keystr(path): value for path, value in leaves}
-        self._varying |= {path for path, value in found.items() if value != self._numbers.get(path, value)}
-        self._numbers = found
-        numbers = (
-            torch.tensor(value, dtype=torch.float64)
-            if path in self._varying and isinstance(value, (int, float)) and value
-            else value
-            for path, value in found.items()
-        )
-        return pytree.tree_unflatten(numbers, structure)
-
-
-def _as_vectors(tensors: Params) -> Params:
-    """View numbers as vectors: of those in float64, torch.compile (2.13) forgets what is written into them."""
-    return {key: at_least_1d(tensor) for key, tensor in tensors.items()}
-
-
-def _write_step(rule: Rule, state: Any, params: Params, grads: Params) -> None:
-    pass_gate()
-    values = {key: widened(p) for key, p in params.items()}
-    moved, new = rule.update({key: widened(g) for key, g in grads.items()}, state, values)
-    for key, p in params.items():
-        p.copy_(moved[key])
-    for before, after in zip(state, new, strict=True):
-        if isinstance(before, dict):
-            for key, slot in before.items():
-                slot.copy_(after[key])
 
 
 def in_place(rule: Rule, params: Params, states: Mapping[str, ParameterState]) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from metagrad.autograd.checks.finite import is_finite
-from metagrad.autograd.compile.compiled import CompileOptions, checked_compile
 from metagrad.autograd.derivatives.grad import refuse_complex
 from metagrad.core._torch import linalg
 from metagrad.core.checks import warn
@@ -27,7 +26,6 @@ from metagrad.optim.probes import as_rows
 from metagrad.optim.rule import Params, documented_fields, with_arguments
 from metagrad.optim.torch_optim.move import (
     Change,
-    CompiledStep,
     Later,
     is_large,
     is_small,
@@ -116,13 +114,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             "None, small ones as one vector, and large ones on a CPU in pieces.",
             "bool | None",
         ),
-        "compile": Option(
-            False,
-            "Move all parameters of a group by one function that torch.compile makes, True or a dict of its options "
-            "(``backend``, ``mode``, ``options``, ``dynamic``); where it cannot, or gradients are sparse, they move "
-            "uncompiled, which is warned of once. An overflow in the step itself is not noticed.",
-            "bool | Mapping[str, object]",
-        ),
         "nonfinite": NONFINITE,
     }
     """The options of a group besides the fields of the rule."""
@@ -168,9 +159,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             if field.name not in (*without, *cls.options)
         ]
         arguments += [
-            (name, each)
-            for name, each in cls.options.items()
-            if name not in ("foreach", "compile") or cls.elementwise
+            (name, each) for name, each in cls.options.items() if name != "foreach" or cls.elementwise
         ]
         cls.__signature__ = inspect.Signature(
             [
@@ -205,9 +194,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group = defaults.pop("group", None)
         if group is not None and group.size() > 1:
             self.group = group
-        super().__init__(
-            params, {"foreach": None, "compile": False, "nonfinite": "raise", **defaults, "step": 0}
-        )  # type: ignore[arg-type]
+        super().__init__(params, {"foreach": None, "nonfinite": "raise", **defaults, "step": 0})  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         if self.group is not None:
@@ -375,15 +362,12 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _moves(self, work: Work, rule: Any, kept: Mapping[str, ParameterState]) -> Iterator[Change | Later]:
         """Compute a step of a rule, with what is kept of each parameter."""
         together: dict[Hashable, list[str]] = defaultdict(list)
-        compiled: dict[int | None, list[str]] = defaultdict(list)
         group, params, grads = work
         for key, p in params.items():
             state, alike = kept[key], self._flat_with(group, rule, p)
             if isinstance(grads[key], RowSparse) or "rows" in state:
                 self._check_rows(group, key)
                 yield step_rows(rule, key, p, grads[key], state)
-            elif group.get("compile", False):
-                compiled[state.get("step")].append(key)
             elif self.elementwise and alike is None:
                 yield self._later(group, rule, key, p, grads[key])
             else:
@@ -392,37 +376,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             step = step_whole if alike is None or len(keys) == 1 else step_flat
             own = ({key: each[key] for key in keys} for each in (params, grads, kept))
             yield step(rule, *own)  # type: ignore[reportCallIssue]
-        for keys in compiled.values():
-            own = ({key: each[key] for key in keys} for each in (params, grads))
-            yield self._compiled(Work(group, *own), rule)
-
-    def _compiled(self, work: Work, rule: Any) -> Later:
-        """Put off a compiled step, which writes what it computes."""
-        group, params, grads = work
-        step = self._compiled_step(group)
-
-        def write(kept: MutableMapping[Tensor, ParameterState]) -> None:
-            states = {key: kept[p] for key, p in params.items()}
-
-            def uncompiled() -> None:
-                eager = Work({**group, "compile": False}, params, grads)
-                for change in self._moves(eager, rule, states):
-                    change.write(kept)
-
-            step.write(rule, params, grads, states, uncompiled)
-
-        return Later(write)
-
-    def _compiled_step(self, group: Group) -> CompiledStep:
-        """Return what compiles the steps of a group: one for its place, since `load_state_dict` replaces the dict."""
-        place = next(place for place, other in enumerate(self.param_groups) if other is group)
-        steps = self.__dict__.setdefault("_compiled_steps", {})
-        compile, step = steps.get(place, (None, None))
-        if step is None or compile != group["compile"]:
-            call = type(self).__name__
-            step = CompiledStep(f"{call}.step", _checked_compile(call, group["compile"]))  # type: ignore[arg-type]
-            steps[place] = group["compile"], step
-        return step
 
     def _later(self, group: Group, rule: Any, key: str, param: Tensor, gradient: Tensor) -> Later:
         """Put off the step of a large parameter, so that memory is given back before the next one needs some."""
@@ -463,10 +416,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _check_group(self, index: int) -> None:
         name, group = type(self).__name__, self.param_groups[index]
         for option in self.defaults:
-            if option != "compile":
-                _check_form(name, option, group[option])
+            _check_form(name, option, group[option])
         _check_nonfinite(name, group["nonfinite"], self.param_groups[0]["nonfinite"])
-        _checked_compile(name, group["compile"])
         rule = self._rule(group)
         refuse_sharded(f"{name}(params)", self._named(index))
         for key, p in self._named(index).items():
@@ -508,16 +459,6 @@ def _numbers(loss: object) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss.detach()] if loss.is_floating_point() else []
     return [torch.tensor(loss)] if isinstance(loss, float) else []
-
-
-def _checked_compile(name: str, value: Any) -> CompileOptions | None:
-    options = checked_compile(f"{name}(params)", value)
-    if options is not None and options.whole:
-        raise ValueError(
-            f"{name}(params): compile must be a bool or a dict of options of torch.compile, got {value!r}: a step "
-            "is one graph as it is."
-        )
-    return options
 
 
 def _check_nonfinite(name: str, value: object, first: object) -> None:

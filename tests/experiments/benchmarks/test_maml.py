@@ -94,11 +94,6 @@ def test_compiled_methods_are_compiled(monkeypatch):
     assert made.prepare.keywords == {"memory": "step", "compile": True}
 
 
-def test_one_graph_is_for_short_loops():
-    answer = ask(Request("tiny", 'metagrad, compile="whole"', steps=50, seconds=0.01))
-    assert answer == {"refused": "one graph of 50 steps takes minutes to compile"}
-
-
 def with_batch_norm() -> workloads.Workload:
     """A model that cannot be compiled: it has running statistics."""
     work = tiny()

@@ -74,18 +74,6 @@ def test_meta_gradient_equals_the_textbook_loop(batches, make, memory, order, ta
     torch.testing.assert_close(fast(batch.query.x), out.query_outputs)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:MAML.*, compile")
-def test_compiled(regression):
-    model, rule = mlp(), sgd(lr=0.3)
-    eager, compiled = (
-        mg.CAVIA(model, F.mse_loss, inner=rule, steps=3, compile=options)
-        for options in (False, {"backend": "eager"})
-    )
-    pair = [gradients(learner(regression).loss, model) for learner in (eager, compiled)]
-    torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-12)
-
-
 def test_a_task_is_as_large_as_its_context():
     """Memory that grows with the number of tasks by less than one copy of the body for each."""
     torch.manual_seed(0)

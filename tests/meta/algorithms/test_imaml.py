@@ -407,7 +407,6 @@ CG = hypergrad.CG(steps=5)
             r"hypergradient, norm\): a minimum has no statistics of each step",
         ),
         ({"memory": "step"}, ValueError, r"hypergradient, memory\): it keeps none of the steps"),
-        ({"compile": "whole"}, ValueError, r"hypergradient, compile\): .* compile=True can"),
         ({"hypergradient": hypergrad.Nystrom(2)}, ValueError, "Nystrom approximates one Hessian"),
         ({"hypergradient": hypergrad.Unroll(SGD, 1)}, TypeError, "expected an implicit method, CG"),
         ({"hypergradient": hypergrad.FirstOrder()}, ValueError, "treats the minimum as a constant"),

@@ -144,9 +144,7 @@ def test_convolutions(name, task_chunk):
     assert_is_the_textbook(maml, F.cross_entropy, batch, step(maml))
 
 
-@pytest.mark.parametrize(
-    "compile", [{"backend": "eager"}, slow({"backend": "eager", "whole": True}), slow(True)]
-)
+@pytest.mark.parametrize("compile", [{"backend": "aot_eager"}, slow(True)])
 @pytest.mark.parametrize("name", [slow("entry"), "curvature"])
 def test_compiled(regression, name, compile):
     make, more, step = ALGORITHMS[name]

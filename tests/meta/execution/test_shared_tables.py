@@ -130,13 +130,6 @@ def test_a_tied_output_layer_is_refused(task_chunk):
         maml(batch)
 
 
-@pytest.mark.slow
-def test_what_is_not_compiled_is_said():
-    maml, _ = both("two tables", adapt="body", compile=True)
-    with pytest.warns(UserWarning, match=r"only the rows of 'user.weight', 'nested.item.weight' are there"):
-        maml(draw())
-
-
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_lookup_in_the_forward_of_a_model_has_row_sparse_gradients_that_are_summed_over_stacked_tasks(
     order,

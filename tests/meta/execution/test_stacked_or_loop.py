@@ -255,14 +255,6 @@ def test_in_every_memory_mode(name, memory):
     assert_as_in_a_loop(CASES[name], memory=memory)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:MAML\\(..., compile\\):UserWarning")
-@pytest.mark.parametrize("compile", [True, "whole"])
-@pytest.mark.parametrize("name", REPEATABLE)
-def test_compiled(name, compile):
-    assert_as_in_a_loop(CASES[name], compile=compile)
-
-
 def test_several_tasks_together_are_those_of_a_loop():
     case = CASES["F.embedding(padding_idx)"]
     torch.testing.assert_close(outcome(case, task_chunk=2), outcome(case, task_chunk=1))

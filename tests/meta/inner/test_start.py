@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad
 
 import metagrad as mg
@@ -192,17 +191,6 @@ def test_reverse_mode_of_torch_func(regression, start, task_chunk):
     got = grad(lambda params: functional_call(maml, params, (regression,)).loss)(values)
     expected = gradients(maml(regression).loss, maml)
     torch.testing.assert_close(tuple(got.values()), expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["full", "step"])
-def test_compiled_steps_take_what_was_computed(textbook, regression, memory):
-    backend = CompileCounterWithBackend("eager")
-    maml, function = make("two", compile={"backend": backend}, memory=memory)
-    expected = textbook(maml.model, F.mse_loss, regression, start=function, lr=0.1, steps=3)
-    got = gradients(maml(regression).loss, maml)
-    torch.testing.assert_close(got, gradients(expected.mean(), maml), rtol=1e-9, atol=1e-12)
-    assert backend.frame_count
 
 
 @pytest.mark.slow

@@ -377,14 +377,6 @@ def test_a_task_that_is_left_out_moves_nothing(regression):
     assert_close(*results)
 
 
-@pytest.mark.slow
-def test_compiling_is_passed_over_with_a_warning(regression):
-    model = Net()
-    with pytest.warns(UserWarning, match="norm= exchanges the normalisations"):
-        out = maml_of(model, "transductive", compile=True)(regression)
-    assert_close(out.query_losses, Textbook("transductive", parameters(model)).losses(regression))
-
-
 def untracked(channels):
     return nn.BatchNorm1d(channels, track_running_stats=False)
 

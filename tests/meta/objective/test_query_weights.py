@@ -111,18 +111,6 @@ def test_rows_of_tables_are_those_of_the_dense_table():
     assert_close(*grads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile", [True, "whole"])
-def test_compiled_steps_give_the_same(textbook, regression, compile):
-    model = mlp()
-    maml = mg.MAML(model, F.mse_loss, inner=sgd(lr=0.1), steps=3, compile=compile, query_weights=WEIGHTS)
-    plain = functools.partial(textbook, model, F.mse_loss, regression, lr=0.1, steps=3)
-    loss, lasts = plain(weights=WEIGHTS).mean(), plain()
-    out = maml(regression)
-    assert_close(out.query_losses, lasts)
-    assert_close(gradients(out.loss, model.parameters()), gradients(loss, model.parameters()))
-
-
 def test_weights_may_be_assigned_and_zeros_cost_nothing(textbook, regression):
     calls = []
     model = mlp()

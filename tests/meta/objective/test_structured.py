@@ -329,26 +329,6 @@ def test_values_come_back_as_what_they_were(value):
     assert structured(value, "value").form == taken.form
 
 
-@pytest.mark.parametrize("compile", [True, "whole"])
-@pytest.mark.parametrize("nested", ["inputs", "outputs"])
-def test_structured_models_run_without_being_compiled_with_one_warning(compile, nested):
-    batch = draw() if nested == "inputs" else as_tensors(draw())
-    model = TextModel() if nested == "inputs" else OfTensors()
-    if nested == "outputs":
-        model.model.returns = RETURNS["dict"]
-    reason = (
-        "inputs or targets are not single"
-        if nested == "inputs"
-        else "the model returns a dict and not a tensor"
-    )
-    maml = mg.MAML(model, loss_fn, inner=sgd(lr=0.3), steps=2, compile=compile)
-    with pytest.warns(UserWarning, match=reason):
-        out = maml(batch)
-    out = maml(batch)
-    _, expected = run(OfTensors(), F.cross_entropy, as_tensors(draw()))
-    torch.testing.assert_close(list(torch.autograd.grad(out.loss, list(model.parameters()))), expected)
-
-
 def test_examples_of_several_inputs_are_moved_and_counted():
     batch = draw()
     moved = Batch(batch.support, Examples((batch.query.x, torch.ones(3)), batch.query.y)).query.to(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from metagrad.autograd.compile.products import transpose_in
+from metagrad.autograd.recompute.products import transpose_in
 
 PERMUTE = torch.ops.aten.permute.default
 

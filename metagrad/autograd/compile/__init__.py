@@ -1,1 +1,0 @@
-"""Compiling functions by torch.compile, with eager code as fallback."""
