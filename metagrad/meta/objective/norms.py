@@ -1,7 +1,7 @@
 """Policies for normalisation layers with running statistics, such as batch normalisation: which statistics they use.
 
-The model is not changed. While it is called, ``F.batch_norm`` and ``F.instance_norm`` do what the policy says, in
-elementary or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: the updates
+The model is not changed. While it is called, ``F.batch_norm`` does what the policy says, in elementary
+or fused operations without buffers, so that ``torch.vmap`` takes them, and nothing is written: the updates
 of the running statistics are collected, and applied once, after the tasks of a meta-batch. So recomputation does not
 update them again, and stacked tasks update them as a loop does.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ OF_STEPS = ("per_step", "per_step_transductive")
 
 _CALL = "MAML(..., norm"
 _STATISTICS = ("running_mean", "running_var")
-_OF_TORCH = (_torch.BatchNorm.forward, _torch.InstanceNorm.forward)
 
 
 class Moments(NamedTuple):
@@ -45,43 +44,43 @@ class Moments(NamedTuple):
 
 
 def statistical_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that can keep running statistics, by name."""
+    """Return the modules that can keep running statistics over a batch, by name."""
     return {
         name: module
         for name, module in named_modules(model)
         if all(statistic in module._buffers for statistic in _STATISTICS)
+        and not isinstance(module, _torch.InstanceNorm)
     }
 
 
-def check_norm(model: nn.Module, norm: object, steps: int, *, name: str = "MAML") -> None:
-    """Refuse a policy that is unknown, or that does not work with the model."""
+def check_norm(model: nn.Module, norm: object, steps: int, name: str = "MAML") -> None:
+    """Raise ``ValueError`` for a policy that is unknown, or that does not work with the model."""
     if norm is None:
         return
-    call = f"{name}(..., norm"
+    call = f"{name}(..., norm={norm!r})"
     if norm not in get_args(Norm):
         expected = ", ".join(map(repr, get_args(Norm)))
-        raise ValueError(f"{call}): expected None, {expected}, got {norm!r}.")
+        raise ValueError(f"{name}(..., norm): expected None, {expected}, got {norm!r}.")
+    for path, module in named_modules(model):
+        if isinstance(module, _torch.InstanceNorm) and module.track_running_stats:
+            raise ValueError(
+                f"{call}: the running statistics of {type(module).__name__} ({path or 'the model itself'}) follow no "
+                "policy. Construct it with track_running_stats=False."
+            )
     layers = statistical_norms(model)
     if not layers:
         raise ValueError(
-            f"{call}={norm!r}): no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d "
-            "does. Leave norm at None."
+            f"{call}: no module of the model normalises by statistics that can be kept, as nn.BatchNorm2d does. "
+            "Leave norm at None."
         )
-    if norm in ("running", *OF_STEPS):
-        _check_running(call, norm, layers)
-    if norm in OF_STEPS and not steps:
-        raise ValueError(f'{call}="{norm}"): there are statistics for each inner step, but steps is 0.')
-
-
-def _check_running(call: str, norm: str, layers: Mapping[str, nn.Module]) -> None:
-    without = [name for name, module in layers.items() if module._buffers["running_mean"] is None]
-    batch = [name for name in without if not isinstance(layers[name], _torch.InstanceNorm)]
-    if batch or len(without) == len(layers):
-        name = (batch or without)[0]
+    without = [path for path, module in layers.items() if module._buffers["running_mean"] is None]
+    if without and norm in ("running", *OF_STEPS):
         raise ValueError(
-            f"{call}={norm!r}): {type(layers[name]).__name__} ({name or 'the model itself'}) keeps no running "
+            f"{call}: {type(layers[without[0]]).__name__} ({without[0] or 'the model itself'}) keeps no running "
             'statistics. Construct it with track_running_stats=True, or take norm="transductive".'
         )
+    if norm in OF_STEPS and not steps:
+        raise ValueError(f"{call}: there are statistics for each inner step, but steps is 0.")
 
 
 class PerStepNorms(nn.Module):
@@ -101,8 +100,6 @@ class PerStepNorms(nn.Module):
         self.keys: dict[str, str] = {}
         self.replaced: set[str] = set()
         for name, layer in statistical_norms(model).items():
-            if layer._buffers["running_mean"] is None:
-                continue
             key = name.replace(".", "_") or "model"
             while key in self.keys.values():
                 key += "_"
@@ -141,19 +138,8 @@ def _repeated(tensor: Tensor, steps: int) -> Tensor:
     return tensor.detach().expand(steps, *tensor.shape).clone()
 
 
-class _Key(NamedTuple):
-    """Which statistics: the number of the pass, the layer, and how often it was called before in that pass."""
-
-    number: int
-    layer: str
-    occurrence: int
-
-
-class _Found(NamedTuple):
-    """Statistics of a call, and the momentum with which running ones move towards them."""
-
-    moments: Moments
-    momentum: float
+_Key: TypeAlias = tuple[int, str, int]
+"""The number of a pass, a layer, and how often it was called before in that pass."""
 
 
 class Norms:
@@ -174,7 +160,7 @@ class Norms:
             for name, layer in self.layers.items()
             if layer._buffers["running_mean"] is not None
         }
-        self._found: dict[_Key, list[_Found]] | None = None
+        self._found: dict[_Key, list[tuple[Moments, float]]] | None = None
         self._met: set[str] = set()
 
     def begin(self) -> None:
@@ -187,9 +173,9 @@ class Norms:
             return
         occurrences: dict[str, int] = {}
         for (layer, momentum), own in zip(found, moments, strict=True):
-            key = _Key(number, layer, occurrences.get(layer, 0))
-            occurrences[layer] = key.occurrence + 1
-            self._found.setdefault(key, []).append(_Found(own, momentum))
+            occurrence = occurrences.get(layer, 0)
+            occurrences[layer] = occurrence + 1
+            self._found.setdefault((number, layer, occurrence), []).append((own, momentum))
 
     def met(self, layer: str) -> None:
         """Note that a layer normalises by a function that the policy reaches."""
@@ -206,30 +192,30 @@ class Norms:
     def _refuse_unmet(self) -> None:
         for name in self.names.values():
             layer = self.layers[name]
-            if name not in self._met and type(layer).forward not in _OF_TORCH:
+            if name not in self._met and type(layer).forward is not _torch.BatchNorm.forward:
                 raise ValueError(
-                    f"{_CALL}={self.policy!r}): {type(layer).__name__} ({name}) has a forward of its own that calls "
-                    "neither F.batch_norm nor F.instance_norm with its running statistics, so the policy cannot "
-                    "reach it. Let it call one of these, or leave norm at None."
+                    f"{_CALL}={self.policy!r}): {type(layer).__name__} ({name}) has a forward of its own that does "
+                    "not call F.batch_norm with its running statistics, so the policy cannot reach it. Let it call "
+                    "that, or leave norm at None."
                 )
 
-    def _move(self, key: _Key, found: Sequence[_Found]) -> None:
-        layer = self.layers[key.layer]
-        mean, var = (torch.cat([at_least_2d(f.moments[i]) for f in found]).mean(0) for i in (0, 1))
+    def _move(self, key: _Key, found: Sequence[tuple[Moments, float]]) -> None:
+        number, name, _ = key
+        own, momentum = self.layers[name]._buffers, found[0][1]
+        mean, var = (torch.cat([at_least_2d(moments[i]) for moments, _ in found]).mean(0) for i in (0, 1))
         running_mean, running_var, count = (
-            self._buffer(key, kind) for kind in (*_STATISTICS, "num_batches_tracked")
+            self.at(name, kind, number // 2, own.get(kind)) for kind in (*_STATISTICS, "num_batches_tracked")
         )
-        momentum = found[0].momentum
-        if count is not None and isinstance(layer, _torch.BatchNorm):
+        if count is not None:
             count.add_(1)
-            if layer.momentum is None:
+            if getattr(self.layers[name], "momentum", 0.0) is None:
                 momentum = 1.0 / float(count)
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)  # type: ignore[union-attr]
         running_var.lerp_(var.to(running_var.dtype), momentum)  # type: ignore[union-attr]
 
-    def _buffer(self, key: _Key, kind: str) -> Tensor | None:
-        own = self.layers[key.layer]._buffers.get(kind)
-        return own if self.per_step is None else self.per_step.at(key.layer, kind, key.number // 2, own)
+    def at(self, name: str, kind: str, step: int, own: Tensor | None) -> Tensor | None:
+        """Return what a layer has at a step, where each step has its own."""
+        return own if self.per_step is None else self.per_step.at(name, kind, step, own)
 
 
 @dataclass(frozen=True)
@@ -324,8 +310,6 @@ class NormCalls(TorchFunctionMode):
     ) -> Any:
         if func is F.batch_norm:
             return self._batch_norm(**bound_arguments(func, args, kwargs))
-        if func is F.instance_norm:
-            return self._instance_norm(**bound_arguments(func, args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _batch_norm(
@@ -339,48 +323,24 @@ class NormCalls(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        name = self._layer(running_mean, "F.batch_norm")
+        name = self._layer(running_mean)
         weight, bias = self._at_step(name, weight=weight, bias=bias)
         if self.norms.is_of_sets:
             return self._by_sets(input, weight, bias, eps)
         if not training:
             mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
             return F.batch_norm(input, mean, var, weight, bias, False, momentum, eps)
-        result = F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
-        self._find(name, momentum, _moments(input, (0, *range(2, input.ndim)), unbiased=True))
-        return result
-
-    def _instance_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if running_mean is None:
-            return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
-        name = self._layer(running_mean, "F.instance_norm")
-        weight, bias = self._at_step(name, weight=weight, bias=bias)
-        if self.norms.is_of_sets:
-            return F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
-        if not use_input_stats:
-            mean, var = self._at_step(name, running_mean=running_mean, running_var=running_var)
-            return F.instance_norm(input, mean, var, weight, bias, False, momentum, eps)
-        result = F.instance_norm(input, None, None, weight, bias, True, 0.0, eps)
-        each = _moments(input, tuple(range(2, input.ndim)), unbiased=True)
-        self._find(name, momentum, Moments(*(statistic.mean(0) for statistic in each)))
-        return result
+        mean, var = _moments(input, unbiased=True)
+        self.found.append((name, momentum))
+        self.moments.append(Moments(mean.detach(), var.detach()))
+        return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
 
     def _by_sets(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         """Normalise by the statistics of the input, or by those that were given."""
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if self.given is None:
             if self.measures:
-                self.moments.append(_moments(input, (0, *range(2, input.ndim)), unbiased=False))
+                self.moments.append(_moments(input, unbiased=False))
             return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps)
         if number >= len(self.given):
             raise ValueError(
@@ -394,13 +354,10 @@ class NormCalls(TorchFunctionMode):
         return (result if bias is None else result + bias.view(shape)).to(input.dtype)
 
     def _at_step(self, name: str, **own: Tensor | None) -> list[Tensor | None]:
-        """Return statistics, or weight and bias, as they are at the step, where each has its own."""
-        per_step = self.norms.norms.per_step
-        if per_step is None:
-            return list(own.values())
-        return [per_step.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
+        """Return statistics, or weight and bias, as they are at the step."""
+        return [self.norms.norms.at(name, kind, self.norms.number // 2, value) for kind, value in own.items()]
 
-    def _layer(self, running_mean: Tensor | None, function: str) -> str:
+    def _layer(self, running_mean: Tensor | None) -> str:
         """Return the name of the layer that has these running statistics; empty where the policy needs none."""
         norms = self.norms.norms
         name = norms.names.get(id(running_mean))
@@ -410,15 +367,12 @@ class NormCalls(TorchFunctionMode):
         if self.norms.is_of_sets and norms.per_step is None:
             return ""
         raise ValueError(
-            f"{_CALL}={norms.policy!r}): the model calls {function} without running statistics that are the buffers "
-            '"running_mean" and "running_var" of one of its modules. Register them so.'
+            f"{_CALL}={norms.policy!r}): the model calls F.batch_norm without running statistics that are the "
+            'buffers "running_mean" and "running_var" of one of its modules. Register them so.'
         )
 
-    def _find(self, name: str, momentum: float, moments: Moments) -> None:
-        self.found.append((name, momentum))
-        self.moments.append(Moments(*(statistic.detach() for statistic in moments)))
 
-
-def _moments(input: Tensor, axes: tuple[int, ...], *, unbiased: bool) -> Moments:
+def _moments(input: Tensor, *, unbiased: bool) -> Moments:
+    axes = (0, *range(2, input.ndim))
     var, mean = torch.var_mean(widened(input), axes, correction=int(unbiased))
     return Moments(mean, var)

@@ -66,42 +66,32 @@ def substituted(model: nn.Module, values: Values) -> contextlib.AbstractContextM
     return replaced(model, {k: v.proxy() if isinstance(v, TABLES) else v for k, v in values.items()})
 
 
-def call_with(
-    model: nn.Module,
-    values: Values,
-    x: Nested,
-    norms: NormPass | None = None,
-) -> Any:
-    """Call a model with other values for some of its parameters.
-
-    Args:
-        model: The model.
-        values: Of parameters, by their ids.
-        x: The inputs.
-        norms: The policy of normalisation layers; None leaves that to the model.
-    """
-    if norms is None:
-        with substituted(model, values):
+def call_with(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Any:
+    """Call a model with other values for some of its parameters, by their ids, under a policy of norms."""
+    with substituted(model, values):
+        if norms is None:
             return call_on(model, x)
-    given = None
-    with substituted(model, values), norms.without_counters():
-        if norms.reference is not None:
-            with NormCalls(norms, measures=True) as calls:
-                call_on(model, norms.reference)
-            given = calls.moments
-        with NormCalls(norms, given) as calls:
-            result = call_on(model, x)
-    norms.collect(calls.found, calls.moments)
+        with norms.without_counters():
+            result, found, moments = _normalised(model, x, norms.reference, norms)
+    norms.collect(found, moments)
     return result
 
 
-def forward_stacked(
-    model: nn.Module,
-    values: Values,
-    x: Nested,
-    norms: NormPass | None = None,
-    call: Callable[..., Nested] | None = None,
-) -> Nested:
+def _normalised(
+    model: nn.Module, x: Nested, reference: Nested | None, norms: NormPass
+) -> tuple[Any, list[tuple[str, float]], list[Moments]]:
+    """Call a model under a policy; return what it returns, and the statistics that were found."""
+    given = None
+    if reference is not None:
+        with NormCalls(norms, measures=True) as calls:
+            call_on(model, reference)
+        given = calls.moments
+    with NormCalls(norms, given) as calls:
+        result = call_on(model, x)
+    return result, calls.found, calls.moments
+
+
+def forward_stacked(model: nn.Module, values: Values, x: Nested, norms: NormPass | None = None) -> Nested:
     """Call a model on ``x`` ``[tasks, n, ...]`` with stacked values for some parameters, as :func:`call_with` does.
 
     Other parameters, and buffers, are shared by all tasks.
@@ -111,7 +101,6 @@ def forward_stacked(
         values: Of parameters, by their ids, ``[tasks, ...]`` each.
         x: ``[tasks, n, ...]``, or a nested value of such: the arguments of the model.
         norms: The policy of normalisation layers; None leaves that to the model.
-        call: What calls a module whose stacked form is not known; by default :func:`torch.vmap` does.
 
     Returns:
         Predictions ``[tasks, n, ...]``.
@@ -119,37 +108,35 @@ def forward_stacked(
     if norms is not None:
         return _forward_normalised(model, values, x, norms)
     if isinstance(x, Structured):
-        return _vmapped([model], values, x) if call is None else call(model, values, x)
+        return _vmapped([model], values, x)
     result: Nested = x
-    for run in _runs(layers_of(model), is_grouped=call is None):
+    for run in _runs(layers_of(model)):
         form = _stacked_form(run[0], values, result) if len(run) == 1 else None
         # A layer takes what the one before it returned as one argument, whatever that is.
         given = structured((result.restored(),), RESULT) if isinstance(result, Structured) else result
-        if form is not None:
-            result = form(given)  # type: ignore[reportArgumentType]
-        else:
-            result = _vmapped(run, values, given) if call is None else call(run[0], values, given)
+        result = _vmapped(run, values, given) if form is None else form(given)  # type: ignore[reportArgumentType]
     return result
 
 
 def _forward_normalised(model: nn.Module, values: Values, x: Nested, norms: NormPass) -> Nested:
     """Call a model on stacked tasks, with its normalisation layers under a policy."""
-    given = None
+    names: list[tuple[str, float]] = []
+
+    def forward(own: Values, x: Nested, references: list[Nested]) -> tuple[Nested, list[Moments]]:
+        with _Corrections(), substituted(model, own):
+            result, found, moments = _normalised(model, x, next(iter(references), None), norms)
+        names[:] = found
+        return structured(result, RESULT), moments
+
+    references = [] if norms.reference is None else [norms.reference]
     with norms.without_counters():
-        if norms.reference is not None:
-            measured = _NormalisedLayers(norms, measures=True)
-            forward_stacked(model, values, norms.reference, call=measured)
-            given = measured.moments
-        normalised = _NormalisedLayers(norms, given)
-        result = forward_stacked(model, values, x, call=normalised)
-    norms.collect(normalised.found, normalised.moments)
+        result, moments = torch.vmap(forward, randomness="different")(values, x, references)  # type: ignore[reportGeneralTypeIssues]
+    norms.collect(names, moments)
     return result
 
 
-def _runs(layers: Sequence[nn.Module], *, is_grouped: bool) -> list[list[nn.Module]]:
+def _runs(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Group layers: those whose stacked form is not known with those that follow, up to one whose form is known."""
-    if not is_grouped:
-        return [[layer] for layer in layers]
     runs: list[list[nn.Module]] = []
     for layer in layers:
         if runs and type(runs[-1][0]) not in FORMS and type(layer) not in (nn.Linear, nn.Flatten):
@@ -214,45 +201,6 @@ def _vmapped(layers: Sequence[nn.Module], values: Values, x: Nested) -> Nested:
     return torch.vmap(forward, randomness="different")(own, x)  # type: ignore[reportReturnType]
 
 
-class _NormalisedLayers:
-    """Calls layers as :func:`_vmapped` does, with norms as a policy says; statistics pass in and out ``[tasks, C]``.
-
-    Args:
-        norms: The pass.
-        given: The statistics to normalise by, in the order of the calls of norms.
-        measures: Whether to note the statistics, to be given.
-
-    Attributes:
-        found: What the statistics in ``moments`` are of, see :class:`.norms.NormCalls`.
-        moments: The statistics.
-    """
-
-    def __init__(
-        self, norms: NormPass, given: Sequence[Moments] | None = None, *, measures: bool = False
-    ) -> None:
-        self.norms, self.given, self.measures = norms, given, measures
-        self.found: list[tuple[str, float]] = []
-        self.moments: list[Moments] = []
-        self._num_calls = 0
-
-    def __call__(self, module: nn.Module, values: Values, x: Nested) -> Nested:
-        """Call a layer."""
-        own = {key: values[key] for key in map(id, module.parameters()) if key in values}
-        calls = NormCalls(self.norms, measures=self.measures)
-
-        def forward(own: Values, x: Nested, given: Sequence[Moments]) -> tuple[Nested, list[Moments]]:
-            calls.given = given if self.given is not None else None
-            with _Corrections(), substituted(module, own), calls:
-                return structured(call_on(module, x), RESULT), calls.moments
-
-        given = [] if self.given is None else self.given[self._num_calls :]
-        result, moments = torch.vmap(forward, randomness="different")(own, x, given)  # type: ignore[reportGeneralTypeIssues]
-        self.found += calls.found
-        self.moments += moments
-        self._num_calls += calls.num_calls
-        return result
-
-
 def _linear(module: nn.Linear, values: Values, x: Tensor) -> Tensor:
     weight = values.get(id(module.weight))
     bias = module.bias if module.bias is None else values.get(id(module.bias))
@@ -277,7 +225,7 @@ def _shared_linear(module: nn.Linear, weight: Tensor | None, bias: Tensor | None
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Say whether calling the module is calling its ``forward``: it has no hooks."""
+    """Return whether calling the module is calling its ``forward``: it has no hooks."""
     everywhere = torch.nn.modules.module
     return not (
         has_hooks(module)
@@ -289,30 +237,8 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-ELEMENTWISE: set[type[nn.Module]] = {
-    nn.CELU,
-    nn.Dropout,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Identity,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-}
-
-
+_ACTIVATIONS = "Dropout ELU GELU Hardtanh Identity LeakyReLU Mish ReLU SELU SiLU Sigmoid Softplus Tanh"
+ELEMENTWISE: set[type[nn.Module]] = {getattr(nn, name) for name in _ACTIVATIONS.split()}
 FORMS: set[type[nn.Module]] = {*ELEMENTWISE, nn.Linear, nn.Flatten}
 """The layers whose stacked form is known."""
 
@@ -335,55 +261,44 @@ def vmapped(fn: Callable[..., T]) -> Callable[..., T]:
     return torch.vmap(call, randomness="different")  # type: ignore[reportReturnType]
 
 
-class TorchCall(NamedTuple):
-    """The arguments of a call of a torch function."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def argument(self, position: int, name: str, default: object = None) -> Any:
-        """Return an argument by position or name."""
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-
 class VmapRule(NamedTuple):
-    """An operation that torch.vmap computes wrongly, or an attribute that it reports wrongly."""
+    """An operation that torch.vmap computes wrongly, or an attribute that it reports wrongly.
+
+    Attributes:
+        functions: The functions of torch.
+        reason: What torch.vmap does, to follow "because".
+        applies: Returns whether it does that to a call, given its arguments.
+    """
 
     functions: tuple[Callable[..., Any], ...]
-    reason: str  # follows "because"
-    applies: Callable[[TorchCall], bool]
-
-
-def _always(call: TorchCall) -> bool:
-    return True
+    reason: str
+    applies: Callable[..., bool] = lambda *args, **kwargs: True
 
 
 RULES: tuple[VmapRule, ...] = (
     VmapRule(
         (torch.select_scatter, Tensor.select_scatter),
         "torch.vmap loses the gradient of torch.select_scatter with respect to what is written",
-        _always,
     ),
     VmapRule(
         (torch.roll, Tensor.roll),
         "torch.vmap rolls a scalar of each task across the tasks",
-        lambda call: call.argument(0, "input").ndim == 0,
+        lambda input, *args, **kwargs: input.ndim == 0,
     ),
     VmapRule(
         (torch.index_fill, Tensor.index_fill, Tensor.index_fill_),
         "torch.vmap fills by torch.index_fill with one task's value for all, where the value alone differs",
-        lambda call: isinstance(call.argument(3, "value"), Tensor),
+        lambda input, dim, index, value: isinstance(value, Tensor),
     ),
     VmapRule(
         tuple(filter(None, [getattr(F, "linear_cross_entropy", None)])),
         "torch.vmap loses gradients of F.linear_cross_entropy(..., options)",
-        lambda call: call.kwargs.get("options") is not None,
+        lambda *args, options=None, **kwargs: options is not None,
     ),
     # Of the graph, which tensors that vmap wraps do not know.
     VmapRule(
         (Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[reportAttributeAccessIssue]
         "the model asks for the graph of a tensor (grad_fn, is_leaf), which torch.vmap hides",
-        _always,
     ),
 )
 
@@ -399,61 +314,62 @@ class _Corrections(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
-        return func(*args, **(kwargs or {})) if handler is None else handler(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if handler is None else handler(func, *args, **(kwargs or {}))
 
 
-def _requires_grad(func: Callable[..., bool], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    tensor = args[0]
+def _requires_grad(func: Callable[..., bool], tensor: Tensor) -> bool:
     while _torch.is_batched(tensor):
         tensor = _torch.get_unwrapped(tensor)
     return func(tensor)
 
 
-def _embedding(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _f_embedding(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *args,
+    **kwargs,
+) -> Tensor:
     """Look up rows; torch.vmap passes the padding row of the first task on as that of all (torch 2.13)."""
-    call = TorchCall(args, kwargs)
-    first, second = call.argument(0, _NAMES[func][0]), call.argument(1, _NAMES[func][1])
-    ids, table = (first, second) if func is F.embedding else (second, first)
-    padding = call.argument(2, "padding_idx")
     # A shared table is a parameter at first, and a tensor when a step is recomputed.
-    if padding is None or not _torch.is_batched(table) or (func is torch.embedding and padding < 0):
-        return func(*args, **kwargs)
-    unpadded = {key: value for key, value in kwargs.items() if key not in (*_NAMES[func], "padding_idx")}
-    vectors = func(first, second, _NONE[func], *args[3:], **unpadded)
-    is_padding = (ids == padding % table.shape[0]).unsqueeze(-1)
-    return torch.where(is_padding, vectors.detach(), vectors)
+    if padding_idx is None or not _torch.is_batched(weight):
+        return func(input, weight, padding_idx, *args, **kwargs)
+    return _without_padding(func(input, weight, None, *args, **kwargs), input, padding_idx % weight.shape[0])
 
 
-def _attention(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _torch_embedding(
+    func: Callable[..., Tensor], weight: Tensor, indices: Tensor, padding_idx: int = -1, *args, **kwargs
+) -> Tensor:
+    if padding_idx < 0 or not _torch.is_batched(weight):
+        return func(weight, indices, padding_idx, *args, **kwargs)
+    return _without_padding(func(weight, indices, -1, *args, **kwargs), indices, padding_idx)
+
+
+def _without_padding(vectors: Tensor, ids: Tensor, padding: int) -> Tensor:
+    return torch.where((ids == padding).unsqueeze(-1), vectors.detach(), vectors)
+
+
+def _attention(func: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Attend in all tasks at once, which torch.vmap (2.13) cannot by the fused kernel of CPUs."""
-    if TorchCall(args, kwargs).argument(0, "query").device.type != "cpu" or torch.compiler.is_compiling():
-        return func(*args, **kwargs)
-    with unfused_attention:
-        return func(*args, **kwargs)
+    is_fused = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    with unfused_attention if is_fused else contextlib.nullcontext():
+        return func(query, *args, **kwargs)
 
 
-_NAMES = {F.embedding: ("input", "weight"), torch.embedding: ("weight", "indices")}
-_NONE = {F.embedding: None, torch.embedding: -1}
-
-
-def _refusing(rules: list[VmapRule]) -> Callable[..., Any]:
-    def handler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for rule in rules:
-            if rule.applies(TorchCall(args, kwargs)):
-                raise NotStackableError(rule.reason)
+def _refusing(rule: VmapRule) -> Callable[..., Any]:
+    def handler(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if rule.applies(*args, **kwargs):
+            raise NotStackableError(rule.reason)
         return func(*args, **kwargs)
 
     return handler
 
 
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **{
-        function: _refusing([rule for rule in RULES if function in rule.functions])
-        for rule in RULES
-        for function in rule.functions
-    },
-    F.embedding: _embedding,
-    torch.embedding: _embedding,
+    **{function: _refusing(rule) for rule in RULES for function in rule.functions},
+    F.embedding: _f_embedding,
+    torch.embedding: _torch_embedding,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _attention,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[reportAttributeAccessIssue]
