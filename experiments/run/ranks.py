@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from experiments.run import checkpoint, resume
-from metagrad.distributed import GradientAverager, average_buffers
+from metagrad.distributed import average_buffers, average_gradients
 from metagrad.optim.torch_optim.optimizer import RuleOptimizer
 from metagrad.tasks.batch import share_of
 
@@ -46,7 +46,6 @@ class Ranks:
     """
 
     group: dist.ProcessGroup | None = None
-    _averagers: dict[torch.nn.Module, GradientAverager] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -105,16 +104,10 @@ class Ranks:
 
         `weight` is how many tasks count here.
         """
-        if self.size == 1:
-            yield
-            return
-        if module not in self._averagers:
-            self._averagers[module] = GradientAverager(module, group=self.group)
-        with contextlib.ExitStack() as exchange:
-            exchange.enter_context(self._averagers[module].averaging(weight=weight))
-            yield
+        yield
+        if self.size > 1:
             with _told():
-                exchange.close()
+                average_gradients(module, weight=weight, group=self.group)
                 average_buffers(module, weight=weight, group=self.group)
 
     def mean(self, values: Mapping[str, float], weight: float) -> dict[str, float]:

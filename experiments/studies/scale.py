@@ -7,14 +7,12 @@ beside what `metagrad.distributed` says that it sends, where the system counts t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +24,7 @@ import torch.nn.functional as F
 
 from experiments.run.job import launch
 from experiments.run.progress import Progress
-from metagrad.distributed import GradientAverager, Traffic, average_gradients
+from metagrad.distributed import Traffic, average_gradients
 from metagrad.meta import MAML
 from metagrad.models import Conv4
 from metagrad.optim import rules
@@ -84,8 +82,8 @@ class Step(NamedTuple):
 
 def dense(learner: str, parameters: int, net: Network) -> Step:
     """Return the step of a learner whose gradients are dense, in float32."""
-    traffic = Traffic(net.processes, dense=4 * parameters)
-    return Step(learner, "all-reduce of gradients", traffic.sent, net.all_reduce(traffic.dense))
+    traffic = Traffic(net.processes, reduced=4 * parameters)
+    return Step(learner, "all-reduce of gradients", traffic.sent, net.all_reduce(traffic.reduced))
 
 
 def table(rows: int, width: int, touched: int, net: Network) -> list[Step]:
@@ -96,7 +94,7 @@ def table(rows: int, width: int, touched: int, net: Network) -> list[Step]:
     learner, number = f"table of {rows:.0e} rows of {width}".replace("e+0", "e"), net.processes
     ids = 4 if rows < 2**31 else 8
     own = touched * (ids + 4 * width)
-    gathered = Traffic(number, rows=own, counts=16).sent
+    gathered = Traffic(number, gathered=own + 16).sent
     asked, values = touched * ids, touched * 4 * width
     exchanged = (asked + values + own) * (number - 1) / number
     seconds = sum(net.all_to_all(part * (number - 1) / number) for part in (asked, values, own))
@@ -207,22 +205,21 @@ def _speed(steps: int) -> Speed:
     x, y = torch.randn(TASKS, 25, 1, 28, 28), torch.arange(5).repeat(TASKS, 5)
     batch = Batch(Examples(x[:, :5], y[:, :5]), Examples(x, y))
     maml = MAML(Conv4(5), F.cross_entropy, inner=rules.sgd(lr=0.4), steps=1)
-    outer, averager = torch.optim.Adam(maml.parameters()), GradientAverager(maml)
+    outer = torch.optim.Adam(maml.parameters())
 
-    def step(part: Batch, averaging: AbstractContextManager[None]) -> None:
+    def step(part: Batch, *, averages: bool) -> None:
         outer.zero_grad()
-        loss = maml(part).loss
-        with averaging:
-            loss.backward()
+        maml(part).loss.backward()
+        if averages:
+            average_gradients(maml, weight=part.num_tasks)
         outer.step()
 
     def alone() -> None:
         if dist.get_rank() == 0:
-            step(batch, contextlib.nullcontext())
+            step(batch, averages=False)
 
     def together() -> None:
-        share = batch.shard()
-        step(share, averager.averaging(weight=share.num_tasks))
+        step(batch.shard(), averages=True)
 
     rounds = Progress(range(steps + 1), unit="step", hidden=dist.get_rank() != 0, leave=False)
     taken = [(*_seconds(alone), *_seconds(together)) for _ in rounds]

@@ -1,8 +1,5 @@
 """Gradients of several processes, averaged exactly: dense ones in buckets, row-sparse ones by their rows."""
 
-from metagrad.distributed.averager import GradientAverager
-from metagrad.distributed.buffers import average_buffers
-from metagrad.distributed.gradients import average_gradients
-from metagrad.distributed.traffic import Traffic
+from metagrad.distributed.gradients import Traffic, average_buffers, average_gradients
 
-__all__ = ["GradientAverager", "Traffic", "average_buffers", "average_gradients"]
+__all__ = ["Traffic", "average_buffers", "average_gradients"]

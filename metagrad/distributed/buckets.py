@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 
-class Bucket(NamedTuple):
-    """An all-reduce under way.
+def weighted_sums(
+    tensors: Sequence[Tensor | None], like: Sequence[Tensor], factor: float, limit: int, group: ProcessGroup
+) -> list[Tensor]:
+    """Add tensors up over processes, each times the factor of its process; all buckets are under way at once.
 
-    Attributes:
-        numbers: The numbers of the tensors in it.
-        flat: Their elements, one tensor after the other.
-        work: What to wait for.
+    Args:
+        tensors: The tensors of this process. None counts as zeros, and so does every tensor if the factor is 0.
+        like: Tensors of the same shapes, dtypes and layouts.
+        factor: The factor of this process.
+        limit: The size of a bucket in bytes.
+        group: The processes.
     """
-
-    numbers: list[int]
-    flat: Tensor
-    work: Work
+    begun = []
+    for numbers in buckets_of(like, limit):
+        flat = torch.cat([_flat(tensors[n] if factor else None, like[n]) for n in numbers]).mul_(factor)
+        begun.append((numbers, flat, dist.all_reduce(flat, group=group, async_op=True)))
+    found: dict[int, Tensor] = {}
+    for numbers, flat, work in begun:
+        assert work is not None
+        work.wait()
+        pieces = flat.split_with_sizes([like[n].numel() for n in numbers])
+        found |= {n: _in_layout(piece, like[n]) for n, piece in zip(numbers, pieces, strict=True)}
+    return [found[number] for number in range(len(like))]
 
 
 def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
@@ -42,44 +53,8 @@ def buckets_of(tensors: Sequence[Tensor], limit: int) -> list[list[int]]:
     return filled
 
 
-def start(
-    numbers: list[int],
-    tensors: Mapping[int, Tensor | None],
-    like: Sequence[Tensor],
-    factor: float,
-    group: ProcessGroup,
-) -> Bucket:
-    """Begin to add some tensors up over processes, each times a factor.
-
-    Args:
-        numbers: The numbers of those to add up.
-        tensors: By number; None counts as zeros, and so does every tensor if the factor is 0.
-        like: Tensors of the same shapes.
-        factor: What they are multiplied by.
-        group: The processes.
-    """
-    parts = [tensors[n] if factor else None for n in numbers]
-    flat = torch.cat(
-        [
-            like[n].new_zeros(like[n].numel()) if part is None else part.reshape(-1)
-            for n, part in zip(numbers, parts, strict=True)
-        ]
-    ).mul_(factor)
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None
-    return Bucket(numbers, flat, work)
-
-
-def finish(bucket: Bucket, like: Sequence[Tensor], correction: float = 1.0) -> dict[int, Tensor]:
-    """Wait for a bucket, and return its tensors by their numbers, in the layout of what they are like.
-
-    They share the memory of the bucket where that is contiguous.
-    """
-    bucket.work.wait()
-    if correction != 1:
-        bucket.flat.mul_(correction)
-    pieces = bucket.flat.split_with_sizes([like[n].numel() for n in bucket.numbers])
-    return {n: _in_layout(piece, like[n]) for n, piece in zip(bucket.numbers, pieces, strict=True)}
+def _flat(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_zeros(like.numel()) if tensor is None else tensor.reshape(-1)
 
 
 def _in_layout(flat: Tensor, like: Tensor) -> Tensor:

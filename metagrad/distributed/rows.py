@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from metagrad.sparse.kernels.accumulation import coalesced
 from metagrad.sparse.tables.row_sparse import RowSparse
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 
 class Part(NamedTuple):
@@ -26,19 +26,25 @@ class Part(NamedTuple):
     row_ndim: int
 
 
-class Gathering(NamedTuple):
-    """An all-gather under way: padded rows and values of every process, how many are real, and what to wait for."""
+def average(call: str, tables: Mapping[str, Tensor], share: float, group: ProcessGroup) -> int:
+    """Replace the gradients of tables by the sum over processes, each times its share, as :class:`RowSparse`.
 
-    rows: list[Tensor]
-    values: list[Tensor]
-    counts: list[int]
-    shape: torch.Size
-    works: list[Work]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that each process contributes."""
-        return self.rows[0].nbytes + self.values[0].nbytes
+    Returns the bytes that each process contributes.
+    """
+    if not tables:
+        return 0
+    parts = [part_of(p.grad) if share and p.grad is not None else None for p in tables.values()]
+    own = torch.tensor([[len(p.rows), p.row_ndim] if p else [0, 0] for p in parts])
+    own = own.to(next(iter(tables.values())).device)
+    counts = torch.stack(_gathered(own, group)).cpu()  # [N, tables, 2]
+    nbytes = own.nbytes
+    for number, ((name, table), part) in enumerate(zip(tables.items(), parts, strict=True)):
+        row_ndim = _row_ndim(call, name, counts[:, number, 1])
+        rows, values = _padded(part, table, row_ndim, int(counts[:, number, 0].max()), share)
+        nbytes += rows.nbytes + values.nbytes
+        every = (_gathered(rows, group), _gathered(values, group)) if len(rows) else ([rows], [values])
+        table.grad = _added(*every, counts[:, number, 0].tolist(), table)
+    return nbytes
 
 
 def part_of(gradient: Tensor) -> Part:
@@ -52,67 +58,40 @@ def part_of(gradient: Tensor) -> Part:
     return Part(rows, gradient.values(), gradient.sparse_dim())
 
 
-def exchange_counts(parts: Sequence[Part | None], device: torch.device, group: ProcessGroup) -> Tensor:
-    """Return how many rows each process has of each table, and of how many dimensions they count: [N, tables, 2]."""
-    own = [[0, 0] if part is None else [len(part.rows), part.row_ndim] for part in parts]
-    mine = torch.tensor(own, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    return torch.stack(gathered).cpu()
-
-
-def start(
-    call: str,
-    name: str,
-    part: Part | None,
-    like: Tensor,
-    share: float,
-    counts: Tensor,
-    group: ProcessGroup,
-) -> Gathering:
-    """Begin to gather the rows of a table, and values times the share of a process.
-
-    Args:
-        call: In errors.
-        name: Of the table, in errors.
-        part: What this process has; None is nothing.
-        like: The table.
-        share: What values are multiplied by.
-        counts: How many rows the processes have, and of how many dimensions they count, [N, 2].
-        group: The processes.
-    """
-    row_ndim = int(counts[:, 1].max())
-    if bool(((counts[:, 1] != row_ndim) & (counts[:, 1] != 0)).any()):
+def _row_ndim(call: str, name: str, counted: Tensor) -> int:
+    """Return of how many dimensions rows count, which all processes with rows must agree on."""
+    found = sorted(set(counted.tolist()) - {0})
+    if len(found) > 1:
         raise ValueError(
-            f"{call}: the gradient of {name} has rows of {sorted(set(counts[:, 1].tolist()))} "
-            "dimensions in different processes."
+            f"{call}: the gradient of {name} has rows of {found} dimensions in different processes."
         )
-    most = int(counts[:, 0].max())
-    few = math.prod(like.shape[:row_ndim]) <= torch.iinfo(torch.int32).max
-    rows = torch.zeros(most, dtype=torch.int32 if few else torch.int64, device=like.device)
-    values = like.new_zeros(most, *like.shape[row_ndim:])
+    return found[0]
+
+
+def _padded(
+    part: Part | None, table: Tensor, row_ndim: int, most: int, share: float
+) -> tuple[Tensor, Tensor]:
+    """Return rows, and values times the share, filled up to as many as any process has."""
+    few = math.prod(table.shape[:row_ndim]) <= torch.iinfo(torch.int32).max
+    rows = torch.zeros(most, dtype=torch.int32 if few else torch.int64, device=table.device)
+    values = table.new_zeros(most, *table.shape[row_ndim:])
     if part is not None:
         rows[: len(part.rows)] = part.rows
         values[: len(part.rows)] = part.values * share
-    all_rows, all_values = ([torch.empty_like(own) for _ in range(group.size())] for own in (rows, values))
-    works = [
-        dist.all_gather(everyone, own, group=group, async_op=True)
-        for everyone, own in ((all_rows, rows), (all_values, values))
-        if most
-    ]
-    return Gathering(
-        all_rows, all_values, counts[:, 0].tolist(), like.shape, [w for w in works if w is not None]
-    )
+    return rows, values
 
 
-def finish(gathering: Gathering) -> RowSparse:
-    """Wait for the rows, and add them up process by process, so that all have the same bits."""
-    for work in gathering.works:
-        work.wait()
-    kept = [rows[:count] for rows, count in zip(gathering.rows, gathering.counts, strict=True)]
-    rows, places = torch.unique(torch.cat(kept).long(), return_inverse=True)
-    first = gathering.values[0]
-    total = widened(first.new_zeros(len(rows), *first.shape[1:]))
-    for place, values in zip(places.split_with_sizes(gathering.counts), gathering.values, strict=True):
-        total.index_add_(0, place, widened(values[: len(place)]))
-    return RowSparse(rows, total.to(first.dtype), gathering.shape)
+def _gathered(own: Tensor, group: ProcessGroup) -> list[Tensor]:
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    return everyone
+
+
+def _added(rows: list[Tensor], values: list[Tensor], counts: list[int], table: Tensor) -> RowSparse:
+    """Add rows up process by process, so that all have the same bits."""
+    kept = [of_process[:count] for of_process, count in zip(rows, counts, strict=False)]
+    distinct, places = torch.unique(torch.cat(kept).long(), return_inverse=True)
+    total = widened(table.new_zeros(len(distinct), *values[0].shape[1:]))
+    for place, own in zip(places.split_with_sizes([len(k) for k in kept]), values, strict=True):
+        total.index_add_(0, place, widened(own[: len(place)]))
+    return RowSparse(distinct, total.to(table.dtype), table.shape)

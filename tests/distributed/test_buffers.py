@@ -25,18 +25,13 @@ def test_running_statistics_of_five_tasks(norm):
     def process(group):
         own, share = copy.deepcopy(maml), batch.shard(group)
         own(share)
-        traffic = average_buffers(own, weight=share.num_tasks, group=group)
-        return dict(own.named_buffers()), traffic
+        average_buffers(own, weight=share.num_tasks, group=group)
+        return dict(own.named_buffers())
 
     found = in_threads(2, process)
     before = {name: buffer.clone() for name, buffer in maml.named_buffers()}
     maml(batch)
-    for buffers, traffic in found:
-        assert traffic.sent > 0
+    for buffers in found:
         for name, buffer in maml.named_buffers():
             torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-12)
     assert any(not torch.equal(buffer, before[name]) for name, buffer in maml.named_buffers())
-
-
-def test_a_module_without_buffers():
-    assert average_buffers(torch.nn.Linear(1, 1)).sent == 0

@@ -78,16 +78,14 @@ def test_the_meta_gradient_of_five_tasks_with_a_learned_rate(size, bucket):
             close(value, expected[name])
             assert torch.equal(value, found[0][0][name])  # the same bits in every process
         if size > 1:
-            count = sum(value.numel() for value in expected.values())
-            assert traffic.dense == 8 * count
-            assert traffic.buckets == (1 if bucket == "25MiB" else 4)
-            assert traffic.rows == traffic.counts == 0
-            assert traffic.sent == 2 * (traffic.dense + traffic.agreement) * (size - 1) // size
+            flags = 1 + 4 * len(expected)
+            assert traffic.reduced == 8 * (sum(value.numel() for value in expected.values()) + flags)
+            assert traffic.sent == 2 * traffic.reduced * (size - 1) // size
         else:
             assert traffic.sent == 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("adapts", [True, False])
 def test_the_meta_gradient_of_a_table_is_sent_by_its_rows(size, adapts):
     ids = torch.randint(0, ROWS, (5, 6))
@@ -114,8 +112,7 @@ def test_the_meta_gradient_of_a_table_is_sent_by_its_rows(size, adapts):
         assert isinstance(table, mg.sparse.RowSparse)
         assert torch.equal(table.rows, ids.unique())
         if size > 1:
-            assert traffic.rows == most * (4 + 8 * WIDTH)
-            assert traffic.counts == 16
+            assert traffic.gathered == most * (4 + 8 * WIDTH) + 16
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -197,7 +194,7 @@ def test_a_table_that_nothing_looks_up_has_no_rows():
 
     for gradient, traffic in in_threads(2, process):
         assert gradient.rows.tolist() == []
-        assert traffic.rows == 0
+        assert traffic.gathered == 16
 
 
 def test_a_million_rows_cost_what_the_touched_ones_do():
@@ -233,14 +230,17 @@ def on_tape():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda rank: with_gradient(on_tape()), "the gradient of table has a graph"),
+        (
+            lambda rank: with_gradient(on_tape()),
+            "the gradient of table has a graph .*leave out what fully_shard",
+        ),
         (
             lambda rank: with_gradient(torch.ones(2, 2).to_sparse_csr(), torch.sparse_csr),
-            "must be strided, RowSparse or sparse COO",
+            "is neither strided, RowSparse nor sparse COO",
         ),
         (
             lambda rank: with_gradient(torch.ones(2, 2) if rank else torch.ones(2, 2).to_sparse(1)),
-            "the gradient of table is STRIDED in 1 and COO in 1 processes",
+            "the gradient of table is strided in 1 and sparse COO in 1 processes",
         ),
         (
             lambda rank: with_gradient(torch.ones(2, 2).to_sparse(1 + rank)),
@@ -254,9 +254,9 @@ def test_gradients_that_are_refused(make, message):
         in_threads(2, lambda group: average_gradients(make(group.rank()), group=group))
 
 
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1, float("nan")])
 def test_weights_that_are_none(weight):
-    with pytest.raises(ValueError, match="weight must be a finite number of at least 0"):
+    with pytest.raises(ValueError, match="weight: expected a number of 0 or more"):
         average_gradients(regression(), weight=weight)
 
 
@@ -270,9 +270,14 @@ def test_what_is_no_parameter_is_refused():
         average_gradients([torch.zeros(1), 1])
 
 
-def test_parts_that_are_sharded_are_refused():
-    param = torch.zeros(2, requires_grad=True)
-    param.grad = torch.ones(2)
-    param.grad.device_mesh = "as a DTensor has"
-    with pytest.raises(ValueError, match="is a DTensor, which fully_shard has averaged"):
-        in_threads(2, lambda group: average_gradients([param], group=group))
+def test_a_gradient_that_is_refused_is_refused_in_all_processes():
+    def process(group):
+        param = torch.zeros(2, requires_grad=True)
+        param.grad = torch.ones(2)
+        if group.rank():
+            param.grad.device_mesh = "as a DTensor has"
+        with pytest.raises(ValueError, match="is a DTensor"):
+            average_gradients([param], group=group)
+        return param.grad.tolist()
+
+    assert in_threads(2, process) == [[1.0, 1.0]] * 2
