@@ -222,14 +222,18 @@ class CurvatureOptimizer(RuleOptimizer):
             return closure()
 
     def _move(self) -> None:
+        self._refuse_averaged()
+        if not hasattr(self, "found_inf") or self._unscaled():
+            super()._move()
+
+    def _refuse_averaged(self) -> None:
+        """Raise ``ValueError`` for gradients of several processes beside the curvature of one."""
         if any(share_in(p.grad) is not None for p in self._all_params()):
             raise ValueError(
                 f"{type(self).__name__}.step: the gradients are means over several processes, and the curvature is "
                 "that of this process, so the parameters of the processes would drift apart. Use an optimizer that "
                 "takes gradients alone."
             )
-        if not hasattr(self, "found_inf") or self._unscaled():
-            super()._move()
 
     def _unscaled(self) -> bool:
         """Take the scale of a GradScaler off the gradients; return whether nothing has overflowed."""

@@ -40,6 +40,7 @@ Trait = Literal[
     "drawn labels",  # draws labels for each backward pass: curvature of micro-batches is not that of the batch
     "twice",  # multiplies with second derivatives, and refuses graphs whose second derivatives are wrong
     "seed",  # draws random numbers of its own
+    "calls again",  # as torch.optim.LBFGS does: closures return the loss, and write the gradients of others again
     "one vector",  # of a group: one dtype, and a parameter that joins begins the group anew
 ]
 
@@ -144,7 +145,7 @@ CASES = [
     Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
     Case(
         LBFGS,
-        traits("backward", "one vector"),
+        traits("backward", "one vector", "calls again"),
         {},
         {},
         {},

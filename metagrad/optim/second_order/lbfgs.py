@@ -1,0 +1,339 @@
+"""L-BFGS: Newton's method with an inverse Hessian learned from the last gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.grad import refuse_complex
+from metagrad.core._torch import linalg
+from metagrad.core.checks import check_choice
+from metagrad.optim.hyperparameters import check_count
+from metagrad.optim.rule import Params
+from metagrad.optim.second_order.curvature_optimizer import LossRecorder
+from metagrad.optim.second_order.line_search import Point, strong_wolfe
+from metagrad.optim.second_order.vector import VectorOptimizer, flat, split
+from metagrad.optim.torch_optim.move import Change
+from metagrad.optim.torch_optim.optimizer import ParameterGroups, Work
+
+
+class History:
+    """The last differences s of places and y of gradients, and the directions that they give.
+
+    They are windows of larger buffers, whose free ends take the next pairs. Nothing within a window is written
+    again, so that views of it stay valid.
+
+    Args:
+        moves: The differences s, oldest first, ``[k, n]``.
+        changes: The differences y, likewise.
+        products: The upper triangle of s_i^T y_j, ``[k, k]``.
+
+    Example:
+        One pair of a quadratic with the Hessian 4 determines the inverse Hessian:
+
+        >>> from metagrad.optim.second_order.lbfgs import History
+        >>> history = History.empty(torch.tensor([8.0]))
+        >>> history.add(torch.tensor([1.0]), torch.tensor([4.0]), most=10)
+        >>> history.direction(torch.tensor([8.0]))
+        tensor([-2.])
+
+    References:
+        Byrd, Nocedal, Schnabel, "Representations of quasi-Newton matrices and their use in limited memory methods",
+        Mathematical Programming 63, 1994.
+    """
+
+    def __init__(self, moves: Tensor, changes: Tensor, products: Tensor) -> None:
+        self._hold(moves, changes, products)
+
+    @classmethod
+    def empty(cls, like: Tensor) -> History:
+        """Begin without pairs, for vectors like one."""
+        none = like.new_empty(0, like.numel())
+        return cls(none, none, like.new_empty(0, 0))
+
+    def _hold(self, moves: Tensor, changes: Tensor, products: Tensor) -> None:
+        """Copy pairs into buffers that are half as long again."""
+        size, n = moves.shape
+        length = size + size // 2 + 8
+        # Rows are aligned wherever a window begins, so that products are the same to the last bit.
+        self._moves, self._changes = (moves.new_empty(length, -n // 16 * -16)[:, :n] for _ in range(2))
+        self._products = products.new_zeros(length, length)
+        self._show(slice(0, size))
+        self.moves.copy_(moves)
+        self.changes.copy_(changes)
+        self.products.copy_(products)
+        last = self.changes[-1:].flatten()
+        self._scale = self.products[-1, -1].item() / last.dot(last).item() if size else 1.0
+
+    def _show(self, window: slice) -> None:
+        self.moves, self.changes = self._moves[window], self._changes[window]
+        self.products = self._products[window, window]
+        self._end = window.stop
+
+    def add(self, move: Tensor, change: Tensor, *, most: int) -> None:
+        """Add a pair, if it has the curvature that keeps the matrix positive definite; ``most`` are kept."""
+        curvature, squared = torch.stack([move.dot(change), change.dot(change)]).tolist()
+        if not curvature > torch.finfo(move.dtype).eps * squared:
+            return
+        kept = min(len(self.moves), most - 1)
+        if self._end == len(self._moves):
+            begin = len(self.moves) - kept
+            self._hold(self.moves[begin:], self.changes[begin:], self.products[begin:, begin:])
+        end = self._end
+        self._moves[end].copy_(move)
+        self._changes[end].copy_(change)
+        self._show(slice(end - kept, end + 1))
+        self.products[:, kept] = self.moves @ change
+        self.products[kept, kept] = curvature  # above 0, which the rounding of the product may not be
+        self._scale = curvature / squared
+
+    def direction(self, g: Tensor) -> Tensor:
+        """Multiply minus a gradient with the inverse Hessian, by two triangular systems.
+
+        The first pass of the loop of two has the weights of R a = S g, and leaves q = g - Y^T a. The second has those
+        of R^T c = D a - Y H_0 q, with the diagonal D of R and H_0 a multiple of 1. Without a pair, the direction is
+        minus the gradient, made no longer than 1 in the sum of its absolute values.
+        """
+        S, Y, R = self.moves, self.changes, self.products.contiguous()  # aligned, too
+        if not len(S):
+            return g / -max(1.0, g.abs().sum().item())
+        D, scale = R.diagonal(), self._scale
+        a = linalg.solve_triangular(R, (S @ g)[:, None], upper=True)[:, 0]
+        q = torch.addmv(g, Y.mT, a, beta=scale, alpha=-scale)
+        rest = torch.addmv(D * a, Y, q, alpha=-1)
+        c = linalg.solve_triangular(R.mT, rest[:, None], upper=False)[:, 0]
+        return torch.addmv(q, S.mT, c, beta=-1, alpha=-1)
+
+
+class Place(NamedTuple):
+    """Parameters, with the objective that is minimized and its gradient there."""
+
+    w: Tensor  # [n]
+    value: float
+    g: Tensor  # [n]
+
+
+class LBFGS(VectorOptimizer):
+    r"""Optimize by L-BFGS, up to ``max_iter`` iterations a step, as ``torch.optim.LBFGS`` does.
+
+    .. math:: w_t = w_{t-1} - \eta \, \alpha_t B_t g_t
+
+    with the inverse Hessian :math:`B` that the last differences of places and gradients give. A pair without positive
+    curvature :math:`s^\top y` is left out. ``step(closure)`` calls the closure where it begins and at other
+    parameters. It iterates until the largest element of the gradient is at most ``tolerance_grad``, neither the loss
+    nor any parameter changes by more than ``tolerance_change``, or ``max_iter`` iterations or ``max_eval`` calls are
+    made. It returns the loss at its beginning, and leaves the gradient there in ``.grad``. Without a closure, after
+    ``loss.backward()``, a step is one iteration, with gradients that may be clipped or accumulated.
+
+    Closures are those of torch: they write gradients and return the loss, which is what the line search descends.
+    Names and defaults are torch's, but for the line search, which is on.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which may differ in ``lr`` and ``weight_decay``.
+        lr: The factor :math:`\eta` of every direction. A line search begins with this length, and may end at another.
+        max_iter: The most iterations of a step.
+        max_eval: The most calls of the closure in a step. None is 5/4 of ``max_iter``, but at least 25, which is
+            enough for a line search.
+        tolerance_grad: A step ends where no element of the gradient, weight decay included, is larger.
+        tolerance_change: A line search is not begun where the slope along the direction is smaller, and ends where in
+            its interval no parameter differs by so much.
+        history_size: How many pairs are kept.
+        line_search_fn: ``"strong_wolfe"`` looks for a length :math:`\alpha` that satisfies the strong Wolfe
+            conditions by cubic interpolation, at the cost of a gradient each. None takes 1.
+        weight_decay: :math:`\gamma`: the objective is the loss with the penalty :math:`\gamma |w|^2 / 2`.
+        maximize: Climb.
+        nonfinite: If the loss, a gradient or a new value is NaN or infinite, parameters and state stay as they are,
+            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+        RuntimeError: In a step, the closure does not return its loss.
+
+    Example:
+        >>> from metagrad.optim import LBFGS
+        >>> w = torch.tensor([-1.2, 1.0], dtype=torch.float64, requires_grad=True)
+        >>> opt = LBFGS([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = 100 * (w[1] - w[0] ** 2) ** 2 + (1 - w[0]) ** 2
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(3):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.ones_like(w), atol=1e-4)
+        True
+
+    References:
+        Liu, Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
+        1989; Nocedal, Wright, "Numerical optimization", 2006, section 7.2.
+    """
+
+    _value: float = math.nan  # of the loss where a step begins
+    _lr: float | Tensor  # of the step in progress
+    _decay: float | Tensor
+    _last: dict[str, float | int] | None = None
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: Literal["strong_wolfe"] | None = "strong_wolfe",
+        weight_decay: float | Tensor = 0.0,
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        defaults = {
+            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
+        }
+        self._initialize(params, defaults)
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the last step did.
+
+        ``iterations``, ``evaluations`` of the closure, the ``length`` of the last iteration in units of its direction
+        (0 if nothing moved), and ``skipped``, as of all optimizers.
+        """
+        return {**(self._last or {}), **super().stats}
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        group, call = self.param_groups[index], f"{type(self).__name__}(params)"
+        for name in ("max_iter", "history_size", *["max_eval"] * (group["max_eval"] is not None)):
+            check_count(call, name, group[name])
+        check_choice(f"{call}: line_search_fn", group["line_search_fn"], (None, "strong_wolfe"))
+
+    def _is_curvature_due(self) -> bool:
+        return False
+
+    def _refuse_averaged(self) -> None:
+        if self._closure is not None:  # else the gradient is all there is
+            super()._refuse_averaged()
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        if self.state:
+            result = super()._evaluated(closure)
+        else:  # the first call is watched for a wrapper that averages gradients, and no losses
+            with LossRecorder(Tensor.backward, note_losses=False):
+                result = super()._evaluated(closure)
+        self._value = self._loss_of(result)
+        return result
+
+    def _loss_of(self, result: Any) -> float:
+        if isinstance(result, Tensor):
+            refuse_complex(f"{type(self).__name__}.step(closure)", result)
+        if not isinstance(result, (int, float)) and (not isinstance(result, Tensor) or result.numel() != 1):
+            raise RuntimeError(
+                f"{type(self).__name__}.step(closure): the closure must return its loss, one number, at every call; "
+                f"got {type(result).__name__}."
+            )
+        return float(result.detach() if isinstance(result, Tensor) else result)
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        """Iterate from where all parameters are."""
+        params, group = work.params, self.param_groups[0]
+        if self._closure is None and group["line_search_fn"] is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: line_search_fn={group['line_search_fn']!r} looks at the loss at other "
+                "parameters, for which it is computed again. Call opt.step(closure), or set line_search_fn=None."
+            )
+        self._lr, self._decay = self._column("lr", params), self._column("weight_decay", params)
+        value = math.nan if self._closure is None else self._value
+        at = self._place(params, flat(params.values()), value, flat(work.grads.values()))
+        step, history, last = self._resumed(params, at.w)
+        limit = 1 if self._closure is None else group["max_iter"]
+        most = group["max_eval"] or max(limit * 5 // 4, 25)
+        count, evaluations, length = 0, 1, 0.0
+        while count < limit and evaluations < most and _largest(at.g) > group["tolerance_grad"]:
+            begun = at
+            if last is not None:
+                history.add(at.w - last[0], at.g - last[1], most=group["history_size"])
+            last, count = (at.w, at.g), count + 1
+            d = self._scaled(history.direction(at.g), self._lr, at.g)
+            if group["line_search_fn"] is None:
+                taken, at = 1.0, Place(at.w + d, math.nan, at.g)
+            else:
+                taken, at, spent = self._searched(params, at, d, most - evaluations)
+                evaluations += spent
+            length = taken or length
+            change = taken * _largest(d)
+            if count == limit or not math.isfinite(change) or torch.equal(begun.w, at.w):
+                break
+            if group["line_search_fn"] is None:
+                at, evaluations = self._evaluated_at(params, at.w), evaluations + 1
+            tolerance = group["tolerance_change"]
+            if change <= tolerance or abs(at.value - begun.value) < tolerance:
+                break
+        self._last = {"iterations": count, "evaluations": evaluations, "length": length}
+        if last is not None:
+            yield self._change(params, at.w if length else None, step + count, last, history)
+
+    def _searched(self, params: Params, at: Place, d: Tensor, most: int) -> tuple[float, Place, int]:
+        """Return the length of a line search, where it ends, and how many evaluations it took."""
+        group, start = self.param_groups[0], Point(0.0, at.value, at.g.dot(d).item())
+        if not (start.is_finite and start.slope < 0 and start.slope <= -group["tolerance_change"]):
+            return 0.0, at, 0
+        places = {0.0: at}
+
+        def along(length: float) -> Point:
+            place = places[length] = self._evaluated_at(params, at.w.add(d, alpha=length))
+            return Point(length, place.value, place.g.dot(d).item())
+
+        slack = 10 * torch.finfo(d.dtype).eps * abs(at.value)
+        shortest = group["tolerance_change"] / _largest(d)
+        end = strong_wolfe(along, start, slack=slack, shortest=shortest, max_eval=most)
+        return end.length, places[end.length], len(places) - 1
+
+    def _evaluated_at(self, params: Params, w: Tensor) -> Place:
+        with self._elsewhere(params, w) as closure:
+            value = self._loss_of(closure())
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params.values()]
+        return self._place(params, w, value, flat(grads))
+
+    def _place(self, params: Params, w: Tensor, value: float, g: Tensor) -> Place:
+        if self.param_groups[0]["maximize"]:
+            value, g = -value, -g
+        decay, lr = self._decay, self._lr
+        if isinstance(decay, Tensor) or decay:
+            value, g = value + float(w.dot(decay * w)) / 2, g + decay * w
+        if isinstance(lr, Tensor):  # what has the step size 0 stays where it is
+            g = torch.where(lr != 0, g, 0.0)
+        return Place(w, value, g)
+
+    def _resumed(self, params: Params, w: Tensor) -> tuple[int, History, tuple[Tensor, Tensor] | None]:
+        """Return the number of iterations, the pairs, and the last place with its gradient, of earlier steps."""
+        states = [self.state.get(p, {}) for p in params.values()]
+        first = states[0]
+        if len({state.get("step") for state in states}) > 1 or first.get("place", w[:0]).shape != w.shape:
+            return 0, History.empty(w), None  # other parameters: they come and go
+        known: History | None = self.__dict__.get("_history")
+        if known is None or known.moves is not first["moves"]:
+            known = History(first["moves"], first["changes"], first["products"])
+        return first["step"], known, (first["place"], first["gradient"])
+
+    def _change(
+        self, params: Params, w: Tensor | None, step: int, last: tuple[Tensor, Tensor], history: History
+    ) -> Change:
+        """Return what a step writes; the vectors are kept with the first parameter."""
+        states: dict[str, dict[str, Any]] = {key: {"step": step} for key in params}
+        pairs = {"moves": history.moves, "changes": history.changes, "products": history.products}
+        next(iter(states.values())).update(place=last[0], gradient=last[1], **pairs)
+        self._history = history
+        # Where the gradient at the start is not finite, the new parameters are not, and no pair is added.
+        implied = ("place", "gradient", *pairs)
+        return Change(params, {} if w is None else split(w, params), states, implied=implied)
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item()

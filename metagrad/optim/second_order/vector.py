@@ -1,0 +1,222 @@
+"""Optimizers that move all parameters as one vector, and call the closure again at other parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from metagrad.core.capture import RandomState
+from metagrad.core.tree import widened
+from metagrad.optim.rule import Params
+from metagrad.optim.second_order.curvature_optimizer import CurvatureOptimizer
+from metagrad.optim.torch_optim.optimizer import Group, Work, as_number
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Copy tensors into one vector, half precision as float32."""
+    return torch.cat([widened(tensor).reshape(-1) for tensor in tensors])
+
+
+def split(vector: Tensor, params: Params) -> Params:
+    """Return the parts of a vector in the shapes of parameters."""
+    parts = vector.split_with_sizes([p.numel() for p in params.values()])
+    return {key: part.view(p.shape) for (key, p), part in zip(params.items(), parts, strict=True)}
+
+
+class VectorOptimizer(CurvatureOptimizer):
+    r"""An optimizer that moves all parameters as one vector, along one direction :math:`d`.
+
+    The step of a group is :math:`\eta d` with its own step size. If such a step would climb, all groups take the
+    least step size. A group whose step size is 0 stays where it is, and the direction is that of the others. Groups
+    may differ in ``own_to_groups`` and in nothing else.
+
+    Weight decay :math:`\gamma` is part of the objective, which is the loss with :math:`\gamma |w|^2 / 2`. What
+    ``step`` returns is the loss alone.
+
+    While the closure is called again, random numbers (dropout) are those of its first call. Afterwards ``.grad`` is
+    what the first call left, and buffers of modules (running statistics of BatchNorm) are put back. What else a
+    closure counts or writes, it does at every call.
+    """
+
+    own_to_groups: ClassVar[Sequence[str]] = ("lr", "weight_decay")
+    """The options in which groups may differ."""
+    _closure: Callable[[], Any] | None = None  # of the step in progress
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns the loss; it is called several times.
+
+        Returns:
+            What the closure returned at its first call, without its graph.
+        """
+        self._closure, self._random, self._buffers = closure, RandomState(), ModuleBuffers()
+        try:
+            return super().step(closure)
+        finally:
+            del self._closure, self._random, self._buffers
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        with self._buffers.noticed():
+            return super()._evaluated(closure)
+
+    @contextlib.contextmanager
+    def _elsewhere(self, params: Params, w: Tensor) -> Generator[Callable[[], Any]]:
+        """Give parameters other values for a call of the closure, which is returned."""
+        assert self._closure is not None
+        values = {
+            p: value.to(p.dtype) for p, value in zip(params.values(), split(w, params).values(), strict=True)
+        }
+        with (
+            self._random.restored(),
+            self._buffers.kept(),
+            without_gradients(self._all_params()),
+            _at(values),
+            torch.enable_grad(),
+        ):
+            yield self._closure
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        self._check_agreement(index)
+        name, first = f"{type(self).__name__}(params)", None
+        for key, p in self._groups_by_name().items():
+            first = first or (key, p[1])
+            if widened(p[1]).dtype != widened(first[1]).dtype or p[1].device != first[1].device:
+                raise ValueError(
+                    f"{name}: all parameters make one vector, but {first[0]!r} is {first[1].dtype} on "
+                    f"{first[1].device} and {key!r} is {p[1].dtype} on {p[1].device}. Give each kind an optimizer of "
+                    "its own."
+                )
+
+    def _check_agreement(self, index: int) -> None:
+        first, group = self.param_groups[0], self.param_groups[index]
+        for option in self.defaults:
+            values = [as_number(one.get(option)) for one in (first, group)]
+            if option not in (*self.own_to_groups, "step") and values[0] != values[1]:
+                raise ValueError(
+                    f"{type(self).__name__}(params): all groups make one step, whose {option} must be one, got "
+                    f"{option}={values[0]} in group 0 and {values[1]} in group {index}. Only "
+                    f"{', '.join(self.own_to_groups)} may differ; else give each group an optimizer of its own."
+                )
+
+    def _groups_by_name(self) -> dict[str, tuple[Group, Tensor]]:
+        """Return every parameter with its group; a name that two groups have is made longer."""
+        found: dict[str, tuple[Group, Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            for key, p in self._named(index).items():
+                found[f"param_groups[{index}]: {key}" if key in found else key] = (group, p)
+        return found
+
+    def _all_work(self) -> list[Work]:
+        for index, group in enumerate(self.param_groups):
+            self._rule(group)
+            self._check_agreement(index)
+        return [self._work(self.param_groups[0], {key: p for key, (_, p) in self._groups_by_name().items()})]
+
+    def _column(self, name: str, params: Params) -> float | Tensor:
+        """Return a hyper-parameter, as a vector where groups differ."""
+        groups = self._groups_by_name()
+        numbers = {key: float(as_number(groups[key][0][name])) for key in params}
+        if len(set(numbers.values())) == 1:
+            return next(iter(numbers.values()))
+        return flat(torch.full_like(widened(p), numbers[key]) for key, p in params.items())
+
+    def _scaled(self, d: Tensor, lr: float | Tensor, g: Tensor) -> Tensor:
+        """Multiply a direction that descends with the step sizes; or with the least of them, if that climbs."""
+        scaled = lr * d
+        if not isinstance(lr, Tensor) or float(g.dot(scaled)) <= 0:
+            return scaled
+        return lr[lr > 0].min() * d
+
+
+def scalar_of(loss: Tensor, gradient: Tensor | None) -> Tensor:
+    """Return the number that ``loss.backward(gradient)`` differentiates."""
+    return widened(loss.reshape(()) if gradient is None else (loss * gradient).sum()).detach()
+
+
+_CALLS_HOOKS_TWICE = "Using `torch.compile\\(module\\)` when there are global hooks on modules"
+
+
+class ModuleBuffers:
+    """The buffers of the modules that a closure calls, such as the running statistics of BatchNorm."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, nn.Module] = {}
+        self._tensors: dict[int, Tensor] = {}
+
+    @contextlib.contextmanager
+    def noticed(self) -> Generator[None]:
+        """Note the modules that are called meanwhile, with their parts."""
+        # Not by catch_warnings at each step, which makes Python forget what it has warned of once.
+        if not any(getattr(f[1], "pattern", f[1]) == _CALLS_HOOKS_TWICE for f in warnings.filters):
+            warnings.filterwarnings("ignore", _CALLS_HOOKS_TWICE)
+        handle = register_module_forward_pre_hook(lambda module, _: self._notice(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _notice(self, called: nn.Module) -> None:
+        if id(called) in self._modules:
+            return
+        for module in called.modules():
+            self._modules[id(module)] = module
+            # Those of functional_call are not the modules' own later on.
+            self._tensors |= {id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Undo what happens to the buffers meanwhile, whether they are written in place or set anew."""
+        bound = [
+            (module._buffers, dict(module._buffers)) for module in self._modules.values() if module._buffers
+        ]
+        own = {id(b): b for _, buffers in bound for b in buffers.values() if b is not None}
+        kept = [(buffer, buffer.data) for buffer in (self._tensors | own).values()]
+        for buffer, data in kept:
+            buffer.data = data.clone()
+        try:
+            yield
+        finally:
+            for buffer, data in kept:
+                buffer.data = data
+            for buffers, before in bound:
+                if any(buffers[name] is not buffer for name, buffer in before.items()):
+                    buffers.update(before)
+
+
+@contextlib.contextmanager
+def _at(values: Mapping[Tensor, Tensor]) -> Generator[None]:
+    """Give parameters other values.
+
+    Their storages are replaced, not written into: graphs of the loss hold the parameters, whose versions must not
+    change.
+    """
+    kept = {p: p.data for p in values}
+    try:
+        for p, value in values.items():
+            p.data = value
+        yield
+    finally:
+        for p, data in kept.items():
+            p.data = data
+
+
+@contextlib.contextmanager
+def without_gradients(params: Sequence[Tensor]) -> Generator[None]:
+    """Set ``.grad`` to None within a ``with`` block, and restore it afterwards."""
+    kept = [p.grad for p in params]
+    try:
+        for p in params:
+            p.grad = None
+        yield
+    finally:
+        for p, g in zip(params, kept, strict=True):
+            p.grad = g
