@@ -10,7 +10,6 @@ from scipy.optimize import least_squares as scipy_least_squares
 
 from metagrad.curvature import SolveError
 from metagrad.optim import LeastSquaresResult, least_squares
-from metagrad.optim.newton.gauss_newton import gauss_newton
 from tests.optim.newton.problems import fit_residuals
 
 F64 = torch.float64
@@ -44,7 +43,7 @@ def test_the_minimum_is_scipys(residuals, start):
     expected = scipy_least_squares(lambda w: residuals(torch.from_numpy(w)).numpy(), start.numpy(), **tight)
     found = least_squares(residuals, start, ftol=0.0, xtol=0.0, gtol=1e-9)
     assert found.result is LeastSquaresResult.GRADIENT
-    assert found.stats.loss == pytest.approx(expected.cost, rel=1e-8, abs=1e-15)
+    assert found.loss == pytest.approx(expected.cost, rel=1e-8, abs=1e-15)
     torch.testing.assert_close(found.value, torch.from_numpy(expected.x), rtol=1e-6, atol=1e-7)
     assert not found.value.requires_grad
 
@@ -59,7 +58,7 @@ def test_linear_residuals_of_a_dict_take_the_normal_equations():
     assert found.result.is_success
     torch.testing.assert_close(found.value["w"], expected[:3], rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(found.value["b"], expected[3, 0], rtol=1e-6, atol=1e-8)
-    assert found.stats.products > 0
+    assert found.products > 0
     assert "after" in repr(found)
 
 
@@ -80,9 +79,9 @@ def test_how_a_fit_ends():
     ]
     expected = ["MAX_STEPS", "LOSS", "STEP", "GRADIENT", "NON_FINITE"]
     assert [found.result.name for found in ended] == expected
-    assert ended[0].stats.steps == 2
-    assert ended[0].stats.loss < float(root(start).pow(2).sum() / 2)
-    assert ended[3].stats.steps == 0
+    assert ended[0].steps == 2
+    assert ended[0].loss < float(root(start).pow(2).sum() / 2)
+    assert ended[3].steps == 0
 
 
 def test_a_gradient_that_is_wrong_is_no_descent():
@@ -100,8 +99,8 @@ def test_a_gradient_that_is_wrong_is_no_descent():
     assert found.value.tolist() == [0.0, 0.0]
 
 
-def test_another_rule():
-    found = least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=F64), rule=gauss_newton(damping=10.0))
+def test_another_damping():
+    found = least_squares(rosenbrock, torch.tensor([-1.2, 1.0], dtype=F64), damping=10.0)
     torch.testing.assert_close(found.value, torch.ones(2, dtype=F64), rtol=1e-6, atol=0)
 
 
@@ -115,7 +114,12 @@ def test_float32_ends_at_its_precision():
     ("residuals", "options", "error", "match"),
     [
         (rosenbrock, {"max_steps": 0}, ValueError, "max_steps must be a whole number of at least 1, got 0"),
-        (rosenbrock, {"ftol": -1.0}, ValueError, r"least_squares: ftol must be at least 0, got -1.0"),
+        (
+            rosenbrock,
+            {"ftol": -1.0},
+            ValueError,
+            "expected a number of 0 or more, got -1.0",
+        ),
         (lambda w: w.detach(), {}, ValueError, "the residuals do not depend on the parameters"),
         (lambda w: [w], {}, TypeError, "must return a real floating point tensor of residuals, got list"),
         (lambda w: w + 1j, {}, TypeError, "got torch.complex128"),

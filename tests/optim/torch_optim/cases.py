@@ -141,8 +141,15 @@ CASES = [
         options={**INVERSES, "fisher": "sampled", **SEED},
         variant="-sampled",
     ),
-    Case(NewtonCG, NEWTON, {}, {}, {}, by_hand=FIXED_DAMPING),
-    Case(GaussNewton, NEWTON_OF_KNOWN_LOSSES, {}, {}, {"damping": 1.0}, by_hand=FIXED_DAMPING),
+    Case(NewtonCG, NEWTON, {}, {}, {"warm_start": 0.5}, by_hand=FIXED_DAMPING),
+    Case(
+        GaussNewton,
+        NEWTON_OF_KNOWN_LOSSES,
+        {},
+        {},
+        {"damping": 1.0, "warm_start": 0.5},
+        by_hand=FIXED_DAMPING,
+    ),
     Case(
         LBFGS,
         traits("backward", "one vector", "calls again"),

@@ -8,15 +8,14 @@ from enum import Enum
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from metagrad.curvature.likelihoods.output_losses import Gaussian
+from metagrad.core.checks import check_number
 from metagrad.curvature.solvers.solution import SolveError
 from metagrad.optim.hyperparameters import check_count
-from metagrad.optim.newton.gauss_newton import GaussNewtonRule, gauss_newton
-from metagrad.optim.objective import TapeObjective
-from metagrad.optim.rule import Params
-from metagrad.optim.tape_curvature import WeightedLoss
+from metagrad.optim.second_order.newton import GaussNewton
+from metagrad.optim.second_order.vector import flat
 
 P = TypeVar("P", Tensor, dict[str, Tensor])
 
@@ -27,7 +26,7 @@ class LeastSquaresResult(Enum):
     """How a fit ended; the value of each member is a sentence for the user.
 
     Example:
-        >>> from metagrad.optim.newton.least_squares import LeastSquaresResult
+        >>> from metagrad.optim import LeastSquaresResult
         >>> LeastSquaresResult.GRADIENT.value, LeastSquaresResult.MAX_STEPS.is_success
         ('The gradient is within gtol.', False)
     """
@@ -51,23 +50,6 @@ class LeastSquaresResult(Enum):
         return self in (LeastSquaresResult.GRADIENT, LeastSquaresResult.LOSS, LeastSquaresResult.STEP)
 
 
-@dataclass(frozen=True)
-class LeastSquaresStats:
-    """What a fit came to and cost.
-
-    Attributes:
-        loss: Half the sum of the squared residuals at the end.
-        gradient: The largest absolute element of its gradient.
-        steps: Steps taken.
-        products: Products with the Gauss-Newton matrix in all.
-    """
-
-    loss: float
-    gradient: float
-    steps: int
-    products: int
-
-
 @dataclass(frozen=True, eq=False)
 class LeastSquares(Generic[P]):
     """What :func:`least_squares` returns.
@@ -75,50 +57,55 @@ class LeastSquares(Generic[P]):
     Attributes:
         value: The parameters at the end, in the form that they were given in, without a graph.
         result: How it ended.
-        stats: What it came to and cost.
+        loss: Half the sum of the squared residuals at the end.
+        gradient: The largest absolute element of its gradient.
+        steps: Steps taken.
+        products: Products with the Gauss-Newton matrix in all.
     """
 
     value: P
     result: LeastSquaresResult
-    stats: LeastSquaresStats
+    loss: float
+    gradient: float
+    steps: int
+    products: int
 
     def __repr__(self) -> str:
-        stats = self.stats
-        return f"LeastSquares({self.result.name}: loss {stats.loss:.3g} after {stats.steps} steps)"
+        return f"LeastSquares({self.result.name}: loss {self.loss:.3g} after {self.steps} steps)"
 
 
 def least_squares(
     residual_fn: Callable[[P], Tensor],
     params: P,
     *,
-    rule: GaussNewtonRule | None = None,
     max_steps: int = 100,
     ftol: float = 1e-8,
     xtol: float = 1e-8,
     gtol: float = 1e-8,
     throw: bool = False,
+    **options: Any,
 ) -> LeastSquares[P]:
-    r"""Minimise half the sum of squared residuals, by Levenberg's and Marquardt's method.
+    r"""Minimize half the sum of squared residuals, by Levenberg's and Marquardt's method.
 
     .. math:: \min_w \; f(w) = \tfrac{1}{2} \sum_i r_i(w)^2
 
-    by the steps of :func:`~metagrad.optim.newton.gauss_newton.gauss_newton`, whose systems are solved by conjugate
-    gradients: residuals and parameters may be many, and no Jacobian is ever formed. Tolerances are those of
-    ``scipy.optimize.least_squares``, and none is taken below the precision of the dtype.
+    by the steps of :class:`GaussNewton`, whose systems are solved by conjugate gradients: residuals and parameters
+    may be many, and no Jacobian is ever materialized. Tolerances are those of ``scipy.optimize.least_squares``, and
+    none is taken below the precision of the dtype.
 
     There are no bounds and no robust losses. The value has no graph: for its derivative with respect to what the
-    residuals depend on, see :func:`metagrad.hypergradient`. Very different scales of parameters ask for a
-    preconditioner, ``rule=gauss_newton(preconditioner="diagonal", progress=None)``.
+    residuals depend on, see :func:`metagrad.hypergradient`. If scales of parameters are very different, use
+    ``preconditioner="diagonal"``.
 
     Args:
         residual_fn: Parameters, in the form of ``params``, to residuals of any shape; deterministic.
         params: Where to begin: a tensor, or a dict of tensors by name, of one dtype and device.
-        rule: Whose steps to take; ``gauss_newton(progress=None)`` if None.
         max_steps: The most steps.
         ftol: Stop when a step lowers the loss by less than this, relative to the loss, and its model agrees.
         xtol: Stop when a step is shorter than this, relative to the norm of the parameters, and its model agrees.
         gtol: Stop when no element of the gradient is larger.
         throw: Raise an exception where no tolerance was met.
+        **options: Arguments of :class:`GaussNewton`; ``progress=None`` is the default here.
 
     Returns:
         The parameters, how it ended, and what it cost.
@@ -131,7 +118,7 @@ def least_squares(
     Example:
         :math:`y = 2 e^{-x}`, from elsewhere:
 
-        >>> from metagrad.optim.newton.least_squares import least_squares
+        >>> from metagrad.optim import least_squares
         >>> x = torch.linspace(0, 2, 9, dtype=torch.float64)
         >>> fit = least_squares(
         ...     lambda w: w["scale"] * torch.exp(w["rate"] * x) - 2 * torch.exp(-x),
@@ -144,96 +131,81 @@ def least_squares(
         Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963; Nocedal,
         Wright, "Numerical optimization", 2006, section 10.3.
     """
-    _check(max_steps, ftol=ftol, xtol=xtol, gtol=gtol)
-    rule = gauss_newton(progress=None) if rule is None else rule
-    given: Params = {"params": params} if isinstance(params, Tensor) else dict(params)
+    check_count("least_squares", "max_steps", max_steps)
+    for name, tolerance in (("ftol", ftol), ("xtol", xtol), ("gtol", gtol)):
+        check_number(f"least_squares(..., {name})", tolerance, 0)
+    given = {"params": params} if isinstance(params, Tensor) else params
+    variables = {key: p.detach().clone().requires_grad_() for key, p in given.items()}
+    opt = GaussNewton(list(variables.items()), **{"progress": None, "nonfinite": "skip", **options})
 
-    def residuals(values: Params) -> Tensor:
-        return _checked(residual_fn(cast(P, values["params"] if isinstance(params, Tensor) else values)))
+    def shaped() -> P:
+        values = {key: p.detach() for key, p in variables.items()}
+        return cast(P, values["params"] if isinstance(params, Tensor) else values)
 
-    values, result, stats = _run(rule, residuals, given, max_steps, ftol, xtol, gtol)
-    if throw and not result.is_success:
-        raise SolveError(
-            f"least_squares, after {stats.steps} steps at a loss of {stats.loss:.3g}: {result.value}"
-        )
-    return LeastSquares(cast(P, values["params"] if isinstance(params, Tensor) else values), result, stats)
+    def half_of_squares() -> Tensor:
+        r = _checked(residual_fn(cast(P, variables["params"] if isinstance(params, Tensor) else variables)))
+        return F.mse_loss(r.reshape(-1), r.new_zeros(r.numel()), reduction="sum") / 2
 
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = half_of_squares()
+        loss.backward()
+        return loss
 
-def _run(
-    rule: GaussNewtonRule,
-    residuals: Callable[[Params], Tensor],
-    values: Params,
-    max_steps: int,
-    ftol: float,
-    xtol: float,
-    gtol: float,
-) -> tuple[Params, LeastSquaresResult, LeastSquaresStats]:
-    state, products, before, step = rule.init(values), 0, None, 0
+    before, products, step = None, 0, 0
     while True:
-        objective, values = _objective(residuals, values)
-        loss, gradient = float(objective.value), _largest(objective.grads)
-        result = _ending(state.report, values, before, loss, gradient, ftol, xtol, gtol)
+        with torch.enable_grad():
+            value = half_of_squares()
+            grads = torch.autograd.grad(
+                value, list(variables.values()), allow_unused=True, materialize_grads=True
+            )
+        loss, slopes = float(value.detach()), flat(grads).abs()
+        gradient = float(slopes.max()) if slopes.numel() else 0.0
+        at = flat(p.detach() for p in variables.values())
+        result = _ending(opt.stats, at, before, loss, gradient, ftol, xtol, gtol)
         if result is None and step == max_steps:
             result = LeastSquaresResult.MAX_STEPS
         if result is not None:
             break
-        before = (loss, values)
-        with torch.no_grad():
-            values, state = rule.update(objective.grads, state, values, objective)
-        products += int(state.report.products)
-        step += 1
-    values = {key: value.detach() for key, value in values.items()}
-    return values, result, LeastSquaresStats(loss, gradient, step, products)
-
-
-def _objective(residuals: Callable[[Params], Tensor], values: Params) -> tuple[TapeObjective, Params]:
-    variables = {key: value.detach().clone().requires_grad_() for key, value in values.items()}
-
-    def loss(values: Params) -> tuple[Tensor, list[WeightedLoss]]:
-        r = residuals(values).reshape(-1)
-        one = r.new_ones(())
-        return (r * r).sum() / 2, [WeightedLoss(Gaussian(r, one, one), one)]
-
-    return TapeObjective(loss, variables), variables
+        before = (loss, at)
+        opt.step(closure)
+        if opt.stats["skipped"]:
+            result = LeastSquaresResult.NON_FINITE
+            break
+        products, step = products + int(opt.stats["products"]), step + 1
+    if throw and not result.is_success:
+        raise SolveError(f"least_squares, after {step} steps at a loss of {loss:.3g}: {result.value}")
+    return LeastSquares(shaped(), result, loss, gradient, step, products)
 
 
 def _ending(
-    report: Any,
-    values: Params,
-    before: tuple[float, Params] | None,
+    stats: dict[str, Any],
+    at: Tensor,
+    before: tuple[float, Tensor] | None,
     loss: float,
     gradient: float,
     ftol: float,
     xtol: float,
     gtol: float,
 ) -> LeastSquaresResult | None:
-    """Say how a fit ends after a step, None where it goes on; conditions are SciPy's."""
-    if not (torch.tensor([loss, gradient]).isfinite().all()):
+    """Return how a fit ends after a step, None where it goes on; conditions are SciPy's."""
+    if not torch.tensor([loss, gradient]).isfinite().all():
         return LeastSquaresResult.NON_FINITE
     if gradient <= gtol:
         return LeastSquaresResult.GRADIENT
     if before is None:
         return None
-    if float(report.length) == 0:
+    if stats["length"] == 0:
         return LeastSquaresResult.NO_DESCENT
     old_loss, old = before
-    eps = torch.finfo(next(iter(values.values())).dtype).eps
-    agrees = not float(report.ratio) <= _AGREES
+    eps = torch.finfo(at.dtype).eps
+    agrees = not stats["ratio"] <= _AGREES
     if agrees and old_loss - loss < max(ftol, eps) * old_loss:
         return LeastSquaresResult.LOSS
     xtol = max(xtol, eps)
-    if agrees and _distance(values, old) < xtol * (xtol + _distance(values)):
+    if agrees and float((at - old).norm()) < xtol * (xtol + float(at.norm())):
         return LeastSquaresResult.STEP
     return None
-
-
-def _largest(tensors: Params) -> float:
-    return max(float(t.abs().max()) if t.numel() else 0.0 for t in tensors.values())
-
-
-def _distance(one: Params, other: Params | None = None) -> float:
-    squares = [(p - other[key] if other else p).detach().pow(2).sum() for key, p in one.items()]
-    return float(torch.stack(squares).sum().sqrt())
 
 
 def _checked(residuals: object) -> Tensor:
@@ -248,10 +220,3 @@ def _checked(residuals: object) -> Tensor:
             "of these, by torch operations, without detach() or numpy."
         )
     return residuals
-
-
-def _check(max_steps: int, **tolerances: float) -> None:
-    check_count("least_squares", "max_steps", max_steps)
-    for name, tolerance in tolerances.items():
-        if not tolerance >= 0:
-            raise ValueError(f"least_squares: {name} must be at least 0, got {tolerance}.")

@@ -1,1 +1,0 @@
-"""Newton's method and its relatives, as functional optimizers."""

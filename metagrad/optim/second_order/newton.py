@@ -1,0 +1,746 @@
+"""Newton's method and Gauss-Newton by conjugate gradients, damped: Hessian-free optimization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from metagrad.autograd.derivatives.graph_vjp import graph_vjp
+from metagrad.autograd.derivatives.recorded import Recorded
+from metagrad.core.checks import check_choice
+from metagrad.core.tree import HALF, widened
+from metagrad.curvature.likelihoods.output_losses import OutputLoss
+from metagrad.curvature.solvers.cg import ConjugateGradients
+from metagrad.curvature.solvers.iteration import RESULTS
+from metagrad.curvature.solvers.solution import Result
+from metagrad.optim.rule import Params
+from metagrad.optim.second_order.curvature_optimizer import (
+    LossRecorder,
+    NotedLoss,
+    WeightedLoss,
+    leaves_behind,
+)
+from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal
+from metagrad.optim.second_order.probes import generators_of, signs_like
+from metagrad.optim.second_order.vector import VectorOptimizer, flat, scalar_of, split, without_gradients
+from metagrad.optim.torch_optim.move import Change
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work
+
+POOR, GOOD = 0.25, 0.75
+"""Ratios of reduction below and above which a model is trusted less, and more."""
+LEAST_FACTOR, MOST_FACTOR = 1e-10, 1e10
+"""What the ratios of reduction make of 1 stays between these, so that it comes back in time."""
+_SUFFICIENT = 1e-4  # the part of the slope that a line search asks for
+_HALVINGS = 30
+_FIRST = 0.1  # of the curvature along a step: the damping that begins where there was none
+_EXPONENT = 0.75  # of Martens' preconditioner; 1 would be Jacobi's, and trusts the estimate more
+
+
+class BackwardPass(NamedTuple):
+    """One call of ``backward``, whose graph is alive."""
+
+    value: Tensor  # what was differentiated, 0-d
+    grads: Mapping[Tensor, Tensor]  # the gradient of each leaf
+    losses: Sequence[WeightedLoss]  # of known form
+
+
+class Curvature:
+    """The curvature of a sum of losses whose graphs are alive, as a matrix of one vector of parameters.
+
+    Args:
+        params: Parameters by name.
+        passes: The losses.
+        matrix: ``"hessian"``, ``"ggn"`` or ``"fisher"``.
+        scale: What undoes the scale of a GradScaler.
+    """
+
+    def __init__(
+        self, params: Params, passes: Sequence[BackwardPass], matrix: str, scale: float = 1.0
+    ) -> None:
+        self._params, self._passes, self._matrix, self._scale = params, passes, matrix, scale
+        self._is_half = any(p.dtype in HALF for p in params.values())
+        self._parts: list[tuple[Recorded, WeightedLoss | None]] = []
+        for one in passes:
+            own = {key: p for key, p in params.items() if p in one.grads}
+            if own and matrix == "hessian":
+                with torch.enable_grad():  # one cotangent has fewer checks than one for each parameter
+                    gradient = torch.cat([one.grads[p].reshape(-1) for p in own.values()])
+                self._parts.append((Recorded("opt.step", [gradient], own), None))
+            elif own:
+                for loss in one.losses:
+                    behind = set(leaves_behind(loss.loss.output))
+                    used = {key: p for key, p in own.items() if p in behind}
+                    self._parts += [(Recorded("opt.step", [loss.loss.output], used), loss)] if used else []
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        """Multiply a vector; in half precision at size one, where it cannot vanish or its product overflow."""
+        size = v.abs().amax() if self._is_half else None
+        if size is not None:
+            v = v / torch.where(size == 0, 1, size)
+        pieces, total = split(v, self._params), {}
+        for recorded, loss in self._parts:
+            own = [pieces[key].to(p.dtype) for key, p in recorded.params.items()]
+            for key, product in zip(recorded.params, self._product(recorded, loss, own), strict=True):
+                product = widened(product)
+                total[key] = total[key] + product if key in total else product
+        found = self._scale * flat(total.get(key, torch.zeros_like(p)) for key, p in self._params.items())
+        return found if size is None else size * found
+
+    def _product(self, recorded: Recorded, loss: WeightedLoss | None, v: Sequence[Tensor]) -> list[Tensor]:
+        if loss is None:
+            return recorded.pull([torch.cat([each.reshape(-1) for each in v])])
+        (pushed,) = recorded.push(v)
+        if self._matrix == "ggn":
+            pushed = loss.weight * loss.loss.hessian_product(pushed)
+        else:  # a likelihood has the same Fisher matrix where its logarithm is maximized
+            pushed = loss.weight.abs() * loss.loss.fisher_product(pushed)
+        return recorded.pull([pushed])
+
+    def diagonal(self, samples: int, generator: Callable[[torch.device], torch.Generator]) -> Tensor:
+        """Estimate the diagonal: of the Hessian by probes, of the others by labels drawn from the model."""
+        like = flat(self._params.values())
+        total = torch.zeros_like(like)
+        if self._matrix == "hessian":
+            for _ in range(samples):
+                z = signs_like(like, generator(like.device))
+                total += z * (self @ z) / samples
+            return total
+        for one in self._passes:
+            own = {key: p for key, p in self._params.items() if p in one.grads}
+            found = gauss_newton_diagonal(list(own.values()), one.losses, generator, samples)
+            estimates = dict(zip(own, found, strict=True))
+            total += flat(estimates.get(key, torch.zeros_like(p)) for key, p in self._params.items())
+        return self._scale * total
+
+
+class Solved(NamedTuple):
+    """The result of conjugate gradients."""
+
+    x: Tensor
+    model: float  # x^T A x / 2 - b^T x
+    steps: int
+    result: Result
+    products: int
+
+
+def conjugate_gradients(
+    multiply: Callable[[Tensor], Tensor],
+    b: Tensor,
+    *,
+    x0: Tensor | None = None,
+    metric: Tensor | None = None,
+    rtol: float = 1e-10,
+    progress: float | None = None,
+    max_steps: int = 250,
+) -> Solved:
+    r"""Minimize :math:`\phi(x) = x^\top A x / 2 - b^\top x` by conjugate gradients.
+
+    They end at a residual of ``rtol`` times that of 0, by Martens' rule, or at a direction :math:`p` with
+    :math:`\kappa = p^\top A p / p^\top p \le 0`. Along that direction they take one more step, of the length that
+    :math:`|\kappa|` gives, so that the model falls all the same.
+
+    Args:
+        multiply: Multiplies a vector with A.
+        b: The right-hand side.
+        x0: Where to begin, unless that is worse than 0.
+        metric: The diagonal of a preconditioner that is like A, above 0. The residual that ends a solve is the same.
+        rtol: Relative tolerance of the residual; the precision of the dtype bounds it.
+        progress: Stop at step i when :math:`\phi` fell by less than :math:`k \epsilon |\phi|` in the last
+            :math:`k = \max(10, i / 10)` steps; None never does.
+        max_steps: The most steps.
+
+    Example:
+        >>> from metagrad.optim.second_order.newton import conjugate_gradients
+        >>> found = conjugate_gradients(lambda v: v * torch.tensor([1.0, 4.0]), torch.tensor([2.0, 4.0]))
+        >>> found.x.round(decimals=4), round(found.model, 4), found.steps
+        (tensor([2., 1.]), -4.0, 2)
+
+    References:
+        Hestenes, Stiefel, J. Res. NBS 49, 1952; Martens, "Deep learning via Hessian-free optimization", ICML 2010,
+        section 4.4; Dauphin et al., "Identifying and attacking the saddle point problem", NeurIPS 2014, for the step
+        by the absolute curvature.
+    """
+    x, r, spent = torch.zeros_like(b), b, 0
+    if x0 is not None:
+        residual, spent = b - multiply(x0), 1
+        if float(x0.dot(b + residual)) > 0:
+            x, r = x0, residual
+    is_sound = torch.tensor([True], device=b.device)
+    if metric is not None:
+        is_sound = metric.isfinite().all().reshape(1)
+        metric = torch.where(is_sound, metric, 1.0)
+    run = ConjugateGradients(
+        lambda rows, active: multiply(rows[0])[None],
+        tolerance=max(rtol, 2 * torch.finfo(b.dtype).eps) * b.norm().reshape(1),
+        precondition=None if metric is None else lambda rows: rows / metric,
+        progress=progress,
+        follows_negative=True,
+    ).run(b[None], x[None], r[None], max_steps, is_sound)
+    x, r = run.x[0], run.r[0]
+    model = -0.5 * float(x.dot(b + r))
+    return Solved(x, model, int(run.steps), RESULTS[int(run.status)], spent + run.products)
+
+
+class Objective:
+    """The loss of a step with its penalty, to be minimized: where it begins, and along a direction.
+
+    Args:
+        before: The value where the step begins; NaN where it is not known.
+        evaluate: The value at other parameters; None if it cannot be evaluated there.
+        eps: The relative rounding error of a value.
+    """
+
+    def __init__(self, before: float, evaluate: Callable[[Tensor], float] | None, eps: float) -> None:
+        self.before, self.evaluate, self.slack = before, evaluate, 10 * eps * abs(before)
+
+    def ratio(self, after: float, predicted: float) -> float:
+        """Divide the reduction of the loss by that of the model.
+
+        Both are taken with what may be rounding, so that a step at convergence has the ratio 1 (Conn, Gould, Toint,
+        "Trust-region methods", 2000, section 17.4.2). A loss that is not finite has the ratio minus infinity, and so
+        has a step of which the model says that it climbs.
+        """
+        reduction, expected = self.before - after + self.slack, self.slack - predicted
+        if reduction == expected == 0:
+            return 1.0
+        is_sound = math.isfinite(after) and expected > 0
+        return reduction / expected if is_sound and math.isfinite(reduction / expected) else -math.inf
+
+    def searched(self, w: Tensor, d: Tensor, slope: float, after: float) -> float:
+        """Halve a step until the loss has fallen by enough; return its length, 0 if it never does."""
+        assert self.evaluate is not None
+        length = 1.0
+        for _ in range(_HALVINGS):
+            if after <= self.before + _SUFFICIENT * length * slope + self.slack:
+                return length
+            length /= 2
+            after = self.evaluate(w + length * d)
+        return length if after <= self.before + _SUFFICIENT * length * slope + self.slack else 0.0
+
+
+class NewtonCG(VectorOptimizer):
+    r"""Optimize by Newton's method with conjugate gradients: Hessian-free optimization.
+
+    .. math::
+        (H_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t s_t, \qquad
+        s_t = \eta \, d_t, \qquad
+        \rho_t = \frac{f(w_{t-1} + s_t) - f(w_{t-1})}{g_t^\top s_t + s_t^\top H_t s_t / 2}
+
+    with the Hessian :math:`H` known by its products and :math:`d` from conjugate gradients. The length
+    :math:`\alpha` is the largest of 1, 1/2, 1/4, ... at which the loss falls by :math:`10^{-4}` of the slope. The
+    damping :math:`\lambda` is divided by ``change`` where :math:`\rho > 3/4`, and multiplied where
+    :math:`\rho < 1/4`; from 0 it begins at a tenth of the curvature along the step.
+
+    Where conjugate gradients meet a direction of negative curvature, they take one last step along it, by the
+    absolute value of the curvature. It descends, and leaves saddle points that gradient descent is slow to leave. A
+    gradient of exactly zero is taken for a minimum.
+
+    The closure is called once for gradient and curvature, with its graph, and then for the loss alone, as often as a
+    step asks: there ``backward`` does nothing. Losses of several backward passes add up. Products with the curvature
+    are what a step costs, and need less data than the gradient does: ``opt.step(closure, curvature=part)`` takes the
+    curvature from another closure, of a part of the data. For what all groups share, and for random numbers and
+    buffers while the closure is called again, see :class:`~metagrad.optim.second_order.vector.VectorOptimizer`.
+
+    With a ``GradScaler`` there is no closure, hence nothing to adapt by: use ``adapt=False``,
+    ``opt.backward(scaler.scale(loss))`` and ``scaler.step(opt)``. Gradients and curvature are unscaled.
+
+    Args:
+        params: Parameters, with names or without, or groups of them, which may differ in ``lr``, ``weight_decay`` and
+            ``damping``.
+        lr: The factor :math:`\eta` of every step.
+        weight_decay: :math:`\gamma`: the loss is taken with the penalty :math:`\gamma |w|^2 / 2`, in its gradient,
+            its matrix and the reduction that a step is judged by.
+        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        warm_start: Conjugate gradients begin at so much of their last solution, at the cost of one product; 0 begins
+            at 0, Martens at the whole of it.
+        rtol: Conjugate gradients end at this residual, relative to the gradient.
+        progress: They end when the model falls by less than this for each step (Martens' rule); None never does.
+        max_steps: The most steps of conjugate gradients.
+        preconditioner: ``"diagonal"`` is :math:`(|D| + \lambda_t I)^{3/4}`, with an estimate :math:`D` of the
+            diagonal, of the Hessian by Hutchinson's probes, of other matrices by gradients of the loss with labels
+            drawn from the model: for parameters of different scales.
+        samples: How many probes, or draws of the labels, the estimate is the mean of; one costs a product, or a
+            gradient.
+        adapt: Look at the loss at the end of a step, for the damping and the length, which costs a forward pass or
+            more; else both are constant, and a step may climb.
+        change: The factor of the damping, above 1.
+        maximize: Climb.
+        nonfinite: If the loss, a gradient or the curvature is NaN or infinite, parameters and state stay as they are,
+            and a step ``"raise"``s an error, or is left out (``"skip"``) and counted in ``opt.stats``.
+        seed: Of the random numbers: those of a step follow from it and the number of the step. None takes
+            ``torch.initial_seed()``.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import NewtonCG
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> opt = NewtonCG([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = (torch.tensor([1.0, 100.0]) * (w - 3) ** 2).sum()
+        ...     loss.backward()
+        ...     return loss
+        >>> float(opt.step(closure)), torch.allclose(w, torch.tensor(3.0)), opt.stats["direction"]
+        (104.0, True, 'newton')
+
+    References:
+        Martens, "Deep learning via Hessian-free optimization", ICML 2010, section 4; Nocedal, Wright, "Numerical
+        optimization", 2006, section 7.1; Dauphin et al., "Identifying and attacking the saddle point problem in
+        high-dimensional non-convex optimization", NeurIPS 2014.
+    """
+
+    own_to_groups = ("lr", "weight_decay", "damping")
+    counts = ("max_steps", "samples")
+    whole: ClassVar[str] = "newton"
+    """What the direction of an undisturbed step is called."""
+    _curvature_closure: Callable[[], Any] | None = None
+    _is_moving = False
+    _more: Mapping[str, Any] = {}  # options of a subclass
+    _found: dict[str, Any] | None  # about the step in progress
+    _last: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        weight_decay: float | Tensor = 0.0,
+        damping: float | Tensor = 0.0,
+        warm_start: float | Tensor = 0.0,
+        rtol: float = 1e-10,
+        progress: float | None = 5e-4,
+        max_steps: int = 250,
+        preconditioner: Literal["diagonal"] | None = None,
+        samples: int = 8,
+        adapt: bool = True,
+        change: float = 1.5,
+        maximize: bool = False,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        seed: int | None = None,
+    ) -> None:
+        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        self._initialize(params, {**defaults, **self._more})
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """What the last step did.
+
+        - ``steps`` and ``products`` of conjugate gradients. Probes for a preconditioner count as products.
+        - ``ending`` of the solver, a name of :class:`metagrad.curvature.Result`.
+        - ``ratio`` of the reductions of loss and model; NaN where the loss was not evaluated.
+        - ``damping`` of the next step, in the first group.
+        - ``length`` of the step in units of its direction, by the largest step size.
+        - ``direction``: ``newton``, ``gauss_newton``, ``negative_curvature``, or ``none`` if nothing moved.
+        - ``skipped``, as of all optimizers, also before the first step.
+        """
+        return {**(self._last or {}), **super().stats}
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
+    ) -> Any:
+        """Take one step.
+
+        Args:
+            closure: Computes the loss and its gradients, and returns the loss; it is called again for the loss alone.
+            curvature: A closure of the same form for a part of the data, whose curvature is taken in place of that of
+                all.
+
+        Returns:
+            What the closure returned at its first call, without its graph.
+
+        Raises:
+            ValueError: ``curvature`` comes without ``closure``.
+        """
+        if curvature is not None and closure is None:
+            raise ValueError(
+                f"{type(self).__name__}.step(curvature=...): there is no closure. Call opt.step(closure, "
+                "curvature=...), with closures of all the data and of a part of them."
+            )
+        self._curvature_closure = curvature
+        try:
+            return super().step(closure)
+        finally:
+            self._curvature_closure = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and forget the curvature taken with them."""
+        if not self._is_moving:  # else a closure is called again, whose gradients are put back
+            super().zero_grad(set_to_none)
+
+    def output_loss(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+        r"""Evaluate a loss that :class:`GaussNewton` does not recognize by itself, and note its Hessian.
+
+        Args:
+            loss_fn: An output to its loss, of one element; called again for every product, with the same output.
+                Convex, for the matrix to have no negative curvature.
+            output: What the model returned, of any shape.
+
+        Returns:
+            ``loss_fn(output)``.
+
+        Example:
+            A Poisson regression, :math:`\ell = e^z - y z`:
+
+            >>> from metagrad.optim import GaussNewton
+            >>> x, y = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 2.0, 4.0])
+            >>> w = torch.zeros(2, requires_grad=True)
+            >>> opt = GaussNewton([w])
+            >>> def closure():
+            ...     opt.zero_grad()
+            ...     loss = opt.output_loss(lambda z: (z.exp() - y * z).mean(), w[0] + w[1] * x)
+            ...     loss.backward()
+            ...     return loss
+            >>> for _ in range(8):
+            ...     loss = opt.step(closure)
+            >>> torch.allclose(w.exp(), torch.tensor([1.0, 2.0]), atol=1e-3)
+            True
+        """
+        if not self.notes_losses or not isinstance(self._noted, list):
+            return loss_fn(output)
+        own, count = output.view_as(output), len(self._noted)  # with a place of its own in the graph
+        value = loss_fn(own)
+        self._noted[count:] = NotedLoss.of(value, WrittenLoss(loss_fn, own))  # not what it is made of, too
+        return value
+
+    def _matrix(self, group: Group) -> str:
+        return "hessian"
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        group, call = self.param_groups[index], f"{type(self).__name__}(params)"
+        check_choice(f"{call}: preconditioner", group["preconditioner"], (None, "diagonal"))
+        if not 0 < group["rtol"] < 1:
+            raise ValueError(f"{call}: rtol must be between 0 and 1, got {group['rtol']}.")
+        if group["progress"] is not None and not group["progress"] > 0:
+            raise ValueError(f"{call}: progress must be above 0, or None, got {group['progress']}.")
+        if not group["change"] > 1:
+            raise ValueError(f"{call}: change must be above 1, got {group['change']}.")
+
+    def _evaluated(self, closure: Callable[..., Any]) -> Any:
+        result = super()._evaluated(closure)
+        if self._curvature_closure is not None:
+            self._curved = self._passes_of(self._curvature_closure)
+        return result
+
+    def _passes_of(self, closure: Callable[[], Any]) -> list[BackwardPass]:
+        """Return the backward passes of a closure of a part of the data; nothing else of it is kept."""
+        kept, self._passes, self._is_moving = self._passes, None, True
+        try:
+            with without_gradients(self._all_params()), self._buffers.kept():
+                super()._evaluated(closure)
+                if self._passes is None:
+                    raise RuntimeError(
+                        f"{type(self).__name__}.step: the closure that the curvature is taken of calls no backward. "
+                        "Call loss.backward() in it, as in the closure of all data."
+                    )
+                return self._passes
+        finally:
+            self._passes, self._is_moving = kept, False
+
+    def _observe(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None,
+        grads: Mapping[Tensor, Tensor],
+        losses: Sequence[WeightedLoss],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        before, params = self._passes or [], self._all_params()
+        if all(p.grad is None for p in params):  # those of earlier passes were dropped
+            before = [one for one in before if one.grads.keys().isdisjoint(params)]
+        self._passes = [*before, BackwardPass(scalar_of(loss, gradient), grads, losses)]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._passes: list[BackwardPass] | None = None
+        self._curved: list[BackwardPass] | None = None
+
+    def _move(self) -> None:
+        self._is_moving, self._found, before = True, None, self.param_groups[0]["step"]
+        try:
+            super()._move()
+        finally:
+            self._is_moving = False
+        if self.param_groups[0]["step"] > before:
+            self._last = self._found
+
+    def _changes(self, work: Work) -> Iterator[Change]:
+        """Solve the system of a step, adapt the damping, and look for a length."""
+        params, group = work.params, self.param_groups[0]
+        sign, matrix = -1 if group["maximize"] else 1, self._matrix(group)
+        if self._passes is None:
+            raise self._without_curvature()
+        if group["adapt"] and self._closure is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: adapt=True looks at the loss at other parameters, for which it is "
+                "computed again. Call opt.step(closure), or set adapt=False."
+            )
+        w, (step, factor, added, start) = flat(params.values()), self._resumed(params)
+        lr, decay, given = (self._column(name, params) for name in ("lr", "weight_decay", "damping"))
+        scale, moves = self._inverse_scale(), lr != 0 if isinstance(lr, Tensor) else None
+        curvature = Curvature(params, self._passes if self._curved is None else self._curved, matrix, scale)
+        # The Fisher matrix is a metric: it has no other sign where one climbs.
+        sign_of_matrix = 1 if matrix == "fisher" else sign
+
+        def multiply(v: Tensor) -> Tensor:
+            product = sign_of_matrix * (curvature @ v) + decay * v
+            return product if moves is None else torch.where(moves, product, 0.0)
+
+        g = sign * flat(work.grads.values()) + decay * w
+        g = g if moves is None else torch.where(moves, g, 0.0)
+        damping = factor * given + added
+        metric = None
+        if group["preconditioner"] is not None:
+            estimate = curvature.diagonal(group["samples"], generators_of(group["seed"], group["step"])).abs()
+            metric = estimate + damping + decay
+            metric = torch.where(metric == 0, 1.0, metric) ** _EXPONENT
+        run = conjugate_gradients(
+            lambda v: multiply(v) + damping * v,
+            -g,
+            x0=None if start is None or not group["warm_start"] else float(group["warm_start"]) * start,
+            metric=metric,
+            rtol=group["rtol"],
+            progress=group["progress"],
+            max_steps=group["max_steps"],
+        )
+        products = run.products + group["samples"] * (metric is not None and matrix == "hessian")
+        slope = float(g.dot(run.x))
+        curved = 2 * (run.model - slope) - float(run.x.dot(damping * run.x))  # x^T B x
+        # Where curvature is negative an iterate may climb at first, and its opposite has the same model and descends.
+        d = self._scaled(-run.x if slope > 0 else run.x, lr, g)
+        slope = float(g.dot(d))
+        if isinstance(lr, Tensor):
+            curved, products = float(d.dot(multiply(d))), products + 1
+        else:
+            curved *= lr**2
+        length, ratio = 1.0, math.nan
+        if group["adapt"]:
+            objective = self._objective(params, w, sign, decay)
+            assert objective.evaluate is not None
+            after = objective.evaluate(w + d)
+            ratio = objective.ratio(after, slope + curved / 2)
+            factor, added = self._adapted(factor, added, damping, ratio, curved, float(d.dot(d)))
+            length = objective.searched(w, d, slope, after)
+        self._found = self._described(run, products, ratio, length, lr, factor, added, given)
+        shared = {"step": step + 1, "factor": factor, "added": added}
+        solution = split(run.x, params) if group["warm_start"] else {}
+        states = {key: {**shared, **({"solution": solution[key]} if solution else {})} for key in params}
+        is_finite = run.result is not Result.NON_FINITE and math.isfinite(curved)
+        used = {"the curvature": w.new_tensor(0.0 if is_finite else math.nan)}
+        yield Change(params, split(w + length * d, params) if length else {}, states, used=used)
+
+    def _resumed(self, params: Params) -> tuple[int, float, float, Tensor | None]:
+        """Return the number of steps, what they made of the damping, and the last solution; or begin again."""
+        states = [self.state.get(p, {}) for p in params.values()]
+        if len({state.get("step") for state in states}) > 1 or "factor" not in states[0]:
+            return 0, 1.0, 0.0, None
+        is_kept = all("solution" in state for state in states)
+        solution = flat(state["solution"] for state in states) if is_kept else None
+        return states[0]["step"], states[0]["factor"], states[0]["added"], solution
+
+    def _objective(self, params: Params, w: Tensor, sign: int, decay: float | Tensor) -> Objective:
+        values = [one.value for one in self._passes or ()]
+
+        def with_penalty(value: float, at: Tensor) -> float:
+            return sign * value + (
+                float(at.dot(decay * at)) / 2 if isinstance(decay, Tensor) or decay else 0.0
+            )
+
+        def evaluate(at: Tensor) -> float:
+            return with_penalty(self._loss_at(params, at), at)
+
+        eps = max(torch.finfo(each.dtype).eps for each in (w, *values))
+        return Objective(with_penalty(float(sum(values)), w), evaluate, eps)
+
+    def _loss_at(self, params: Params, w: Tensor) -> float:
+        """Return what the closure calls ``backward`` on at other parameters."""
+        values: list[Tensor] = []
+
+        def backward(loss, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+            values.append(scalar_of(loss, gradient))
+
+        with self._elsewhere(params, w) as closure, LossRecorder(backward, note_losses=False):
+            closure()
+        if not values:
+            raise RuntimeError(
+                "opt.step(closure): the closure has called loss.backward() at its first call, and not at a later. "
+                "What it is called on is the loss, also at other parameters: call it every time."
+            )
+        return float(sum(values))
+
+    def _adapted(
+        self,
+        factor: float,
+        added: float,
+        damping: float | Tensor,
+        ratio: float,
+        curved: float,
+        squared: float,
+    ) -> tuple[float, float]:
+        """Levenberg's and Marquardt's heuristic: more damping after a poor step, less after a good one."""
+        change = self.param_groups[0]["change"]
+        change = 1 / change if ratio > GOOD else change if ratio < POOR else 1.0
+        factor = min(max(factor * change, LEAST_FACTOR), MOST_FACTOR)
+        is_zero = bool((damping == 0).any()) if isinstance(damping, Tensor) else damping == 0
+        if ratio < POOR and is_zero:
+            return factor, _FIRST * abs(curved) / squared if squared > 0 else 0.0
+        return factor, added * change
+
+    def _described(
+        self,
+        run: Solved,
+        products: int,
+        ratio: float,
+        length: float,
+        lr: float | Tensor,
+        factor: float,
+        added: float,
+        damping: float | Tensor,
+    ) -> dict[str, Any]:
+        first = float(damping[0]) if isinstance(damping, Tensor) else damping
+        length *= float(lr.max()) if isinstance(lr, Tensor) else lr
+        is_negative = run.result is Result.NEGATIVE_CURVATURE
+        direction = "negative_curvature" if is_negative else self.whole
+        return {
+            "steps": run.steps,
+            "products": products,
+            "ending": run.result.name,
+            "ratio": ratio,
+            "length": length,
+            "direction": direction if length else "none",
+            "damping": first * factor + added,
+        }
+
+
+class GaussNewton(NewtonCG):
+    r"""Optimize by the method of Levenberg and Marquardt, for losses whose curvature in the output is known.
+
+    .. math::
+        (J_t^\top H_L J_t + \lambda_t I) \, d_t \approx -g_t, \qquad w_t = w_{t-1} + \alpha_t \eta \, d_t
+
+    with the Jacobian :math:`J` of the model's outputs and the Hessian :math:`H_L` of the loss in them; for squares,
+    that is nonlinear least squares. With ``matrix="fisher"``, :math:`H_L` is the Fisher matrix of the likelihood that
+    the loss is the negative logarithm of, which makes it natural gradient descent. Damping and length are those of
+    :class:`NewtonCG`. Marquardt refuses a step that does not descend, and solves again. Here the products of the
+    solve are what costs, so its direction is kept, and the length is shortened.
+
+    The loss has to be computed inside the closure, or within ``with opt.recording():``. There, calls of
+    ``F.mse_loss``, ``F.cross_entropy``, ``F.nll_loss``, ``F.gaussian_nll_loss``, ``F.binary_cross_entropy`` and
+    ``F.binary_cross_entropy_with_logits`` (also by their modules) are recorded. Residuals ``r`` are ``F.mse_loss(r,
+    torch.zeros_like(r))``, a likelihood written by hand is :meth:`output_loss`, and
+    :func:`metagrad.optim.least_squares` fits residuals without a loop. What else the loss contains, such as a
+    penalty, is in the gradient alone.
+
+    Args:
+        params: Parameters, as of :class:`NewtonCG`.
+        lr: The factor :math:`\eta` of every step.
+        matrix: ``"ggn"``, the Gauss-Newton matrix, or ``"fisher"``, the exact Fisher matrix.
+        damping: :math:`\lambda_0`; a schedule of it is multiplied by what the ratios have made of 1.
+        change: The factor of the damping, above 1.
+        **options: The other arguments of :class:`NewtonCG`.
+
+    Raises:
+        ValueError: A hyper-parameter is out of its range, or parameters differ in dtype or device; in a step, the
+            loss contains none of known form.
+        TypeError: A parameter is complex, or a hyper-parameter is not a number.
+
+    Example:
+        >>> from metagrad.optim import GaussNewton
+        >>> x, w = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 0.0], requires_grad=True)
+        >>> opt = GaussNewton([w])
+        >>> def closure():
+        ...     opt.zero_grad()
+        ...     loss = torch.nn.functional.mse_loss(w[0] * torch.exp(w[1] * x), 2 * torch.exp(-x))
+        ...     loss.backward()
+        ...     return loss
+        >>> for _ in range(12):
+        ...     loss = opt.step(closure)
+        >>> torch.allclose(w, torch.tensor([2.0, -1.0]), atol=1e-4)
+        True
+
+    References:
+        Marquardt, "An algorithm for least-squares estimation of nonlinear parameters", J. SIAM 11(2), 1963;
+        Schraudolph, "Fast curvature matrix-vector products", Neural Computation 14(7), 2002; Amari, "Natural gradient
+        works efficiently in learning", Neural Computation 10(2), 1998; Martens, "New insights and perspectives on the
+        natural gradient method", JMLR 21, 2020.
+    """
+
+    notes_losses = True
+    differentiates_gradients = False
+    whole = "gauss_newton"
+
+    def __init__(
+        self,
+        params: ParameterGroups,
+        lr: float | Tensor = 1.0,
+        *,
+        matrix: Literal["ggn", "fisher"] = "ggn",
+        damping: float | Tensor = 1e-3,
+        change: float = 3.0,
+        **options: Any,
+    ) -> None:
+        self._more = {"matrix": matrix}
+        super().__init__(params, lr, damping=damping, change=change, **options)
+
+    def _matrix(self, group: Group) -> str:
+        return group["matrix"]
+
+    def _check_group(self, index: int) -> None:
+        super()._check_group(index)
+        check_choice("GaussNewton(params): matrix", self.param_groups[index]["matrix"], ("ggn", "fisher"))
+
+
+class WrittenLoss(OutputLoss):
+    r"""A loss of an output :math:`z`, given as a function; each product with its Hessian differentiates it.
+
+    The distribution of which it is the likelihood is not known, so there is no Fisher matrix.
+
+    Args:
+        loss_fn: An output to a loss of one element.
+        output: :math:`z`, on the autograd graph of the model.
+
+    Example:
+        >>> from metagrad.optim.second_order.newton import WrittenLoss
+        >>> loss = WrittenLoss(lambda z: (z**3).sum(), torch.tensor([1.0, 2.0]))
+        >>> loss.hessian_product(torch.ones(2))
+        tensor([ 6., 12.])
+    """
+
+    def __init__(self, loss_fn: Callable[[Tensor], Tensor], output: Tensor) -> None:
+        self._loss_fn = loss_fn
+        self.output = output
+        self.scale = output.new_ones(())
+        self.count = None
+
+    def hessian_product(self, vectors: Tensor) -> Tensor:
+        """Multiply by the Hessian."""
+        with torch.enable_grad():
+            z = self.output.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self._loss_fn(z), z, create_graph=True)
+            (product,) = graph_vjp([gradient], [z], [vectors])
+        return torch.zeros_like(z) if product is None else product
+
+    def fisher_product(self, vectors: Tensor) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("Fisher matrix", 'Use matrix="ggn", which is the same where z are natural parameters')
+
+    def root_product(self, vectors: Tensor, *, transpose: bool = False) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("square root of the Fisher matrix", "Use one of the losses of torch.nn.functional")
+
+    def score(self, generator: torch.Generator | None) -> NoReturn:
+        """Raise ``ValueError``."""
+        self._refuse("distribution of labels", "Set preconditioner=None")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise ValueError(
+            f"output_loss(loss_fn, output): of a loss written by hand, the {what} is not known. {remedy}."
+        )
