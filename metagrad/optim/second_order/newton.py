@@ -28,7 +28,7 @@ from metagrad.optim.second_order.diagonal_optimizer import gauss_newton_diagonal
 from metagrad.optim.second_order.probes import generators_of, signs_like
 from metagrad.optim.second_order.vector import VectorOptimizer, flat, scalar_of, split, without_gradients
 from metagrad.optim.torch_optim.move import Change
-from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work
+from metagrad.optim.torch_optim.optimizer import Group, ParameterGroups, Work, as_number
 
 POOR, GOOD = 0.25, 0.75
 """Ratios of reduction below and above which a model is trusted less, and more."""
@@ -303,8 +303,10 @@ class NewtonCG(VectorOptimizer):
     _curvature_closure: Callable[[], Any] | None = None
     _is_moving = False
     _more: Mapping[str, Any] = {}  # options of a subclass
-    _found: dict[str, Any] | None  # about the step in progress
-    _last: dict[str, Any] | None = None
+    _found: (
+        tuple[tuple[float, float], dict[str, Any]] | None
+    )  # factor and addend of the damping; stats of this step
+    _last: tuple[tuple[float, float], dict[str, Any]] | None = None
 
     def __init__(
         self,
@@ -340,7 +342,11 @@ class NewtonCG(VectorOptimizer):
         - ``direction``: ``newton``, ``gauss_newton``, ``negative_curvature``, or ``none`` if nothing moved.
         - ``skipped``, as of all optimizers, also before the first step.
         """
-        return {**(self._last or {}), **super().stats}
+        if self._last is None:
+            return super().stats
+        (factor, added), told = self._last
+        damping = float(as_number(self.param_groups[0]["damping"])) * factor + added
+        return {**told, "damping": damping, **super().stats}
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Any] | None = None, *, curvature: Callable[[], Any] | None = None
@@ -529,7 +535,7 @@ class NewtonCG(VectorOptimizer):
             ratio = objective.ratio(after, slope + curved / 2)
             factor, added = self._adapted(factor, added, damping, ratio, curved, float(d.dot(d)))
             length = objective.searched(w, d, slope, after)
-        self._found = self._described(run, products, ratio, length, lr, factor, added, given)
+        self._found = ((factor, added), self._described(run, products, ratio, length, lr))
         shared = {"step": step + 1, "factor": factor, "added": added}
         solution = split(run.x, params) if group["warm_start"] else {}
         states = {key: {**shared, **({"solution": solution[key]} if solution else {})} for key in params}
@@ -595,17 +601,8 @@ class NewtonCG(VectorOptimizer):
         return factor, added * change
 
     def _described(
-        self,
-        run: Solved,
-        products: int,
-        ratio: float,
-        length: float,
-        lr: float | Tensor,
-        factor: float,
-        added: float,
-        damping: float | Tensor,
+        self, run: Solved, products: int, ratio: float, length: float, lr: float | Tensor
     ) -> dict[str, Any]:
-        first = float(damping[0]) if isinstance(damping, Tensor) else damping
         length *= float(lr.max()) if isinstance(lr, Tensor) else lr
         is_negative = run.result is Result.NEGATIVE_CURVATURE
         direction = "negative_curvature" if is_negative else self.whole
@@ -616,7 +613,6 @@ class NewtonCG(VectorOptimizer):
             "ratio": ratio,
             "length": length,
             "direction": direction if length else "none",
-            "damping": first * factor + added,
         }
 
 

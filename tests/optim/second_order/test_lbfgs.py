@@ -9,7 +9,7 @@ from torch import nn
 
 from metagrad.optim import LBFGS
 from metagrad.optim.second_order.lbfgs import History
-from tests.optim.newton.problems import rosenbrock
+from tests.optim.second_order.problems import rosenbrock
 from tests.optim.torch_optim.cases import closure_of, run
 
 F64 = torch.float64

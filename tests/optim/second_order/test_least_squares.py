@@ -10,7 +10,7 @@ from scipy.optimize import least_squares as scipy_least_squares
 
 from metagrad.curvature import SolveError
 from metagrad.optim import LeastSquaresResult, least_squares
-from tests.optim.newton.problems import fit_residuals
+from tests.optim.second_order.problems import fit_residuals
 
 F64 = torch.float64
 
