@@ -17,10 +17,7 @@ from experiments.run.signatures import option_name, schema_of
 from metagrad import optim
 from metagrad.optim import rules
 
-LEFT_OUT = (
-    *("maximize", "foreach", "capturable", "differentiable", "fused", "curvature_fraction"),
-    "group",
-)
+LEFT_OUT = ("maximize", "foreach", "capturable", "differentiable", "fused", "group")
 """Arguments that no program has a use for, and the processes of a run, which it knows by itself."""
 
 
