@@ -51,7 +51,7 @@ LONG = {
     for page in ("curvature", "embeddings_and_graphs", "experiments", "memory", "optimizer")
 }
 LONGEST = {"README.md": 200, "metagrad/**/README.md": 40, "docs/decisions/*.md": 10}  # lines
-OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|problem|algorithm)=([\w,]+)")
+OPTIONS = re.compile(r"\b(algorithm/inner|experiment|optimizer|workload|preset|algorithm)=([\w,]+)")
 
 WORKLOADS = {
     "maml": workloads.WORKLOADS,

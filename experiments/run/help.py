@@ -33,7 +33,6 @@ GROUPS = {
     "sweeper": "which values a sweep takes",
     "experiment": "a protocol, many values at once; values beside it win",
     "debug": "shorter or more careful runs",
-    "problem": "what the curvature is of, many values at once",
     "preset": "small: the whole program in less than a minute",
     "workload": "what optimizers are compared on",
 }

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import nn
 
 import metagrad as mg
-from experiments.run.help import CONF
-from experiments.run.schema import Logger, LoggerName
-from experiments.studies.curvature.schema import Eigenvalues, Matrix, Spectrum, Trace, TraceMethod
-from experiments.studies.landscape import problem as problems
-from experiments.studies.landscape.__main__ import study
-from experiments.studies.landscape.problem import Problem, objective, optimizer_of, stepper
-from experiments.studies.landscape.run import refuse_divergence
-from experiments.studies.landscape.schema import Characters, LandscapeConfig, Method, RunConfig, check
-from experiments.studies.landscape.stability import edge, preconditioned
+from experiments.studies.landscape import (
+    Method,
+    Problem,
+    RunConfig,
+    edge,
+    objective,
+    optimizer_of,
+    preconditioned,
+    refuse_divergence,
+    study,
+    take_step,
+)
 
 ADAM = {"betas": [0.9, 0.99], "eps": 1e-8}
 RUNS = {
@@ -39,26 +39,16 @@ def small():
     model = mg.models.MLP([4, 3, 2], nn.Tanh).double()
     x, y = torch.randn(12, 4, dtype=torch.float64), torch.eye(2, dtype=torch.float64).repeat(6, 1)
 
-    def predict(params, x):
-        return torch.func.functional_call(model, dict(params), (x,))
-
-    return Problem(dict(model.named_parameters()), predict, F.mse_loss, x, y, model, (x, y))
-
-
-@pytest.fixture
-def config():
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        yield lambda *overrides: study.typed(compose("landscape", ["logger=none", *overrides]))
+    return Problem(model, (x, y), (x, y))
 
 
 @pytest.mark.parametrize("name", ["adam", "soap", "kfac"])
 def test_the_preconditioner_is_that_of_the_step(small, name):
     run = RUNS[name]
     optimizer = optimizer_of(run, small.model)
-    step = stepper(run, small, optimizer)
     for _ in range(12):
-        step()
-    with small.operator(Matrix.hessian) as H:
+        take_step(run, small, optimizer)
+    with mg.hessian(small.loss(small.params), small.params) as H:
         operator = preconditioned(H, run, optimizer, small.model)
         values = operator.eigenvalues(1, rtol=1e-10).values
         inverse = operator.root(operator.root(torch.eye(H.shape[0], dtype=H.dtype)))
@@ -121,10 +111,10 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
         return torch.autograd.grad(objective(run, small), params)
 
     found = gradient(RunConfig("", Method.gd, 0.5, rho=0.1))
-    plain = torch.autograd.grad(small.loss_fn(small.model(small.x), small.y), params, create_graph=True)
+    plain = torch.autograd.grad(small.loss(small.params), params, create_graph=True)
     norm = sum(part.square().sum() for part in plain).sqrt().detach()
     moved = [(p + 0.1 * part / norm).detach().requires_grad_() for p, part in zip(params, plain, strict=True)]
-    uphill = small.loss(dict(zip(small.params, moved, strict=True)), small.x, small.y)
+    uphill = small.loss(dict(zip(small.params, moved, strict=True)))
     torch.testing.assert_close(found, torch.autograd.grad(uphill, moved), rtol=1e-9, atol=1e-12)
 
     torch.manual_seed(3)
@@ -134,46 +124,24 @@ def test_the_objectives_are_those_of_plain_torch(small, monkeypatch):
         1, sum(p.numel() for p in params), distribution="rademacher", dtype=torch.float64, device="cpu"
     )[0].split([p.numel() for p in params])
     probes = [probe.view_as(p) for probe, p in zip(probes, params, strict=True)]
-    loss = small.loss_fn(small.model(small.x), small.y)
+    loss = small.loss(small.params)
     parts = torch.autograd.grad(loss, params, create_graph=True)
     products = torch.autograd.grad(parts, params, probes, create_graph=True)
     trace = sum((probe * product).sum() for probe, product in zip(probes, products, strict=True))
     torch.testing.assert_close(found, torch.autograd.grad(loss + 0.7 * trace, params), rtol=1e-9, atol=1e-12)
 
 
-def configured(**changes):
-    logger = Logger(
-        name=LoggerName.none, project="", entity=None, mode=None, group=None, notes=None, tags=None
-    )
-    settings = {"folder": "", "seeds": [0], "threads": 1, "logger": logger, "data": Characters(2, 1, 14)}
-    settings |= {"hidden": [4], "steps": 4, "every": 2, "full": 2, "runs": RUNS, "only": None}
-    measured = {
-        "trace": Trace(TraceMethod.xtrace, 6),
-        "eigenvalues": Eigenvalues(1, 0.01, 20),
-        "density": Spectrum(4, 2),
-    }
-    return LandscapeConfig(**{**settings, **measured, "sharpness_rtol": 0.01, **changes})
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("override", "message"),
     [
-        ({"data": Characters(2, 20, 14)}, r"data.shots must leave drawings to test on, below 20, got 20\."),
-        ({"full": 1}, r"full must be at least 2, got 1"),
-        ({"only": ["sgd"]}, r"only must be among gd, .*, got sgd\."),
-        ({"runs": {"a": RunConfig("", Method.adam, 1.0, rho=0.1)}}, r"runs.a has a rho .* alone, got adam\."),
+        ("full=1", r"full must be at least 2, got 1"),
+        ("only=[sgd]", r"only must be among gd, .*, got sgd\."),
+        ("runs.adam.rho=0.1", r"runs.adam has a rho .* for method=gd, got adam\."),
     ],
 )
-def test_wrong_settings_are_errors(changes, message):
-    check(configured())
+def test_wrong_settings_are_errors(configured, override, message):
     with pytest.raises(ValueError, match=f"landscape: {message}"):
-        check(configured(**changes))
-
-
-def test_there_must_be_so_many_characters(monkeypatch):
-    monkeypatch.setattr(problems.mg.tasks, "Omniglot", lambda **options: SimpleNamespace(num_classes=3))
-    with pytest.raises(ValueError, match=r"landscape: data.count must be at most 3, got 4\."):
-        problems.images(Characters(4, 10, 14), 0)
+        configured(study, override)
 
 
 def test_a_run_that_diverges_is_an_error():
@@ -187,18 +155,12 @@ def test_a_run_that_diverges_is_an_error():
 
 
 @pytest.mark.slow
-def test_the_small_run_draws_its_table_and_goes_on(config, tmp_path, monkeypatch):
-    levels = torch.rand(2, 20, 14, 14, generator=torch.Generator().manual_seed(0))
-    levels[1] += 0.5
-    characters = SimpleNamespace(num_classes=2, images=255 * levels / 1.5)
-    monkeypatch.setattr(problems.mg.tasks, "Omniglot", lambda **options: characters)
-    settings = ("preset=small", "data.count=2", "steps=4", "every=2", "hidden=[4]")
-    study.run(config(*settings, "only=[gd,kfac]"), tmp_path)
-    text = study.run(config(*settings), tmp_path)
-    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:] == [
-        run.title for run in config().runs.values()
-    ]
+def test_the_small_run_draws_its_table(configured, strokes, tmp_path):
+    settings = ("preset=small", "count=2", "steps=4", "every=2", "hidden=[4]")
+    text = study.run(configured(study, *settings), tmp_path)
+    titles = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")][2:]
+    assert titles == [run.title for run in configured(study).runs.values()]
     result = json.loads((tmp_path / "kfac" / "0" / "result.json").read_text())
     assert [row["step"] for row in result["path"]] == [0, 2, 4]
-    assert [row["step"] for row in result["spectra"]] == [0, 4]
+    assert [row["step"] for row in result["traces"]] == [0, 4]
     assert (tmp_path / "landscape.png").stat().st_size > 0

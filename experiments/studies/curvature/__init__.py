@@ -1,1 +1,0 @@
-"""Curvature along training, or of a checkpoint: traces by layer, top eigenvalues, the density of the spectrum."""
